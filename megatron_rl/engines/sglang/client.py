@@ -26,36 +26,40 @@ from megatron_rl.frames import Arrays, unpack_parts
 from megatron_rl.types import Stop
 
 FACTS = "/server_info"
-FLUSH_S = 30.0  # maximum seconds until the last batch has finished and the cache can be emptied
-# SGLang's pause mode for each `engine.pause`. A retracted request recomputes its cache with the new weights.
+FLUSH_S = 30.0  # maximum seconds to wait until the last batch has finished, so that the KV cache can be emptied
+# SGLang's pause mode for each value of `engine.pause`. A retracted request computes its KV cache again with the new
+# weights.
 PAUSES = {"abort": "abort", "wait": "retract", "keep": "retract"}
 RESERVED = 5  # number of tokens that SGLang keeps free after the longest prompt that it accepts
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts that a server reports at /server_info."""
+    """Facts about a server that the server reports at /server_info."""
 
     longest_prompt: int
-    longest_mask: int  # maximum size of the sampling mask, which lists the tokens of a truncated distribution
+    longest_mask: int  # maximum size of SGLang's sampling mask, the list of tokens that top_k, top_p and min_p leave
     heeds_seeds: bool
 
 
 class SglangServer(Server):
-    """A client of an SGLang server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
+    """A client of an SGLang server. Verified with SGLang 0.5.23 with stubs in place of its GPU kernels
+    (docs/engines_sglang.md).
 
-    Only a server with `--enable-deterministic-inference` (engine.args) uses seeds; other servers sample all requests
-    from one random stream. With top_p, top_k or min_p, log-probs require a top_k of at most
+    Only a server with `--enable-deterministic-inference` (in engine.args) uses the seeds of requests; other servers
+    sample all requests from one random stream. With top_p, top_k or min_p, log-probs require a top_k of at most
     `--sampling-mask-max-tokens`; otherwise SGLang returns only the model's log-probs before truncation.
     """
 
-    health, speaker = "/ping", "SGLang's"  # /health fails while a refit or a pause blocks the scheduler
+    # route that stays available: /health fails while a weight sync or a pause blocks the scheduler
+    health, speaker = "/ping", "SGLang's"
 
     def __init__(self, url: str, token: str, settings: Sglang, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
         self._sleeps, self._tp = settings.colocate, settings.tp
-        self._away: frozenset[str] = frozenset()  # tags of released memory; SGLang exits if memory is released twice
+        # tags of memory that is released now; SGLang exits if memory is released twice
+        self._away: frozenset[str] = frozenset()
         self._known: _Facts | None = None
         self._change, self._under_way = threading.Condition(), 0
 
@@ -63,7 +67,7 @@ class SglangServer(Server):
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
         """Implements `Server.generate`. Also raises ValueError for truncation settings for which SGLang does not return
-        log-probs. SGLang reserves a few tokens of the context.
+        log-probs. SGLang keeps a few tokens of the context free.
         """
         sampling_seeds.check(sampling)
         self._check_tokens(prompt)
@@ -121,7 +125,7 @@ class SglangServer(Server):
     def update(self, version: int, wait_s: float) -> None:
         order = {"verb": "take part", "version": version, "wait_s": wait_s}
         self._in_session(order, version, wait_s + self._refit_timeout_s + MARGIN_S)
-        self._flush()  # cache entries are keyed by tokens, not by weights: entries of the old weights would be reused
+        self._flush()  # cache entries are found by tokens, not by weights: entries of the old weights would be reused
         self._check_version(version)
 
     def resume(self) -> None:
@@ -129,13 +133,13 @@ class SglangServer(Server):
             self._post("/continue_generation", {})
 
     def sleep(self, *, discard: bool) -> None:
-        """Implements `Server.sleep`. The weights are copied to the host even if `discard` is set, because SGLang
-        decides this at its start. SGLang must be idle when it releases memory, or its scheduler exits.
+        """Implements `Server.sleep`. The weights are copied to the host even if `discard` is set, because SGLang makes
+        this choice when it starts. SGLang must be idle when it releases memory, or its scheduler exits.
         """
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=self._refit_timeout_s)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
         if "kv_cache" in tags:
-            self._flush()  # waits until the last batch has finished
+            self._flush()  # also waits until the last batch has finished
         if tags:
             self._post("/release_memory_occupation", {"tags": tags}, timeout_s=self._refit_timeout_s)
             self._away = self._away.union(tags)
@@ -145,7 +149,7 @@ class SglangServer(Server):
         self._post("/continue_generation", {})
 
     def _take_back(self, *tags: str) -> None:
-        """Allocates the memory of the given tags again, if it is released."""
+        """Allocates released memory again. `tags`: the kinds of memory; memory that is not released is ignored."""
         if due := [tag for tag in tags if tag in self._away]:
             self._post("/resume_memory_occupation", {"tags": due}, timeout_s=self._refit_timeout_s)
             self._away = self._away.difference(due)
@@ -177,16 +181,17 @@ class SglangServer(Server):
                     f"{facts.longest_mask}; set one, or leave truncation off"
                 )
             body["return_sampling_mask"] = True
-        if facts.heeds_seeds or sampling.truncated:  # "n" supports only one seed, and fails with masks
+        # SGLang's "n" supports only one seed, and fails with sampling masks
+        if facts.heeds_seeds or sampling.truncated:
             drawn = [parameters | {"sampling_seed": seed + j} for j in range(n)]
             return body | {"input_ids": [prompt] * n, "sampling_params": drawn}
-        # The prompt is prefilled once for all n samples.
+        # With "n", the prompt is prefilled once for all n samples.
         return body | {"input_ids": prompt, "sampling_params": parameters | {"n": n}}
 
     async def _ask(
         self, body: dict[str, Any], count: int, timeout_s: float, max_bytes: int
     ) -> list[tuple[Mapping[str, Any], Arrays]]:
-        """Returns the description and the arrays of each completion in the answer."""
+        """Sends a request. Returns (description, arrays) of each completion or sequence in the answer."""
         with self._counted():
             asked = json.dumps(body).encode()
             answer = await self._http.exchange(GENERATE, asked, JSON, timeout_s=timeout_s, max_bytes=max_bytes)
@@ -196,8 +201,8 @@ class SglangServer(Server):
         return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        """Raises RequestRefused for token ids that would crash SGLang, or that SGLang would accept although they are
-        invalid.
+        """Raises RequestRefused for an empty prompt and for token ids outside the vocabulary, which would crash SGLang
+        or be accepted.
         """
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocab:
             raise RequestRefused(
@@ -205,7 +210,7 @@ class SglangServer(Server):
             )
 
     def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
-        """Returns a completion of at most `room` tokens. The errors that it raises are converted to ServerLost by
+        """Parses one completion of at most `room` tokens. Errors in a malformed answer are converted to ServerLost by
         `_understood`.
         """
         tokens = response_parsing.read_tokens(own["tokens"], self._vocab, room)
@@ -248,15 +253,15 @@ class SglangServer(Server):
                 raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
-        """Sends an order (see worker.Refits) to every rank, between the calls that restore the loaded form of SGLang's
-        weights and process the weights again.
+        """Sends an order (see worker.Refits) to every rank of the server. Before it, SGLang's weights are restored to
+        the form in which they were loaded; after it, SGLang processes the weights again.
         """
-        packed = base64.b64encode(pickle.dumps(order)).decode()  # the unpickled data contains only numbers and strings
+        packed = base64.b64encode(pickle.dumps(order)).decode()  # the order contains only numbers and strings
         body = {"serialized_named_tensors": [packed] * self._tp, "flush_cache": False, "selector": "target"}
         body |= {"weight_version": str(version)} if version is not None else {}
         try:
             self._post("/begin_weight_update", {"selector": "target"})
-        except RequestRefused:  # a session is still open, of a run that ended during a refit
+        except RequestRefused:  # SGLang is still in a weight update, begun by a run that ended during a refit
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {"selector": "target"})
         try:
@@ -267,8 +272,8 @@ class SglangServer(Server):
         self._post("/end_weight_update", {})
 
     def _flush(self) -> None:
-        """Empties the cache, and retries until the last batch has finished. The route's timeout is not used, because
-        with it SGLang also waits for requests that a pause retracted.
+        """Empties the KV cache. Retries until the last batch has finished, at most FLUSH_S seconds. The timeout
+        parameter of SGLang's route is not used, because with it SGLang also waits for requests that a pause retracted.
         """
         end = time.monotonic() + FLUSH_S
         while True:
@@ -293,7 +298,7 @@ class SglangServer(Server):
                 self._change.notify_all()
 
     async def _facts(self) -> _Facts:
-        """Returns the facts that the server reports about itself. They are requested only once."""
+        """Returns the facts that the server reports about itself. The server is asked only once."""
         if self._known is None:
             told = await self._http.ask("GET", FACTS)
             with self._understood():
@@ -306,7 +311,7 @@ class SglangServer(Server):
 
 
 def _version(text: str) -> int:
-    """Converts SGLang's name of a weight version to an integer. The initial weights, named "default", have version
-    -1.
+    """Converts the name that SGLang gives to a weight version to an integer. The initial weights, named "default", have
+    version -1.
     """
     return int(text) if text.lstrip("-").isdigit() else -1

@@ -22,8 +22,8 @@ def command(settings: Sglang, start: ServerStart) -> Command:
         start.python, "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
         "--host", settings.host, "--port", str(start.port), "--dtype", start.dtype, "--tp-size", str(settings.tp),
         "--max-running-requests", str(settings.max_batch),
-        "--sampling-defaults", "openai",  # ignore the temperature and penalties in the model directory
-        "--skip-server-warmup",  # the requests of the warm-up do not send the token
+        "--sampling-defaults", "openai",  # ignores the temperature and penalties that the model directory specifies
+        "--skip-server-warmup",  # because the requests of SGLang's warm-up do not send the token
         "--log-level-http", "warning",
     ]  # fmt: skip
     words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
@@ -33,11 +33,13 @@ def command(settings: Sglang, start: ServerStart) -> Command:
             raise ConfigError(
                 "engine.colocate without a GPU: SGLang's memory saver needs CUDA; set engine.colocate to false"
             )
-        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]  # without a backup, released weights are lost
+        # without a backup on the host, released weights are lost
+        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     environment = {
         TOKEN_FILE: str(start.token_file),
         "HF_HUB_OFFLINE": "1",
-        # /health needs no token, so it must not generate tokens; it must not fail during a refit
+        # The route /health needs no token, so a request to it must not generate tokens. It must not fail during a
+        # refit.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     if start.on_gpu:
@@ -50,7 +52,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
             "--max-total-tokens", str(_cache_tokens(settings, start.model, start.dtype)),
         ]  # fmt: skip
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
-        if settings.tp > 1:  # otherwise SGLang requires one NUMA node per rank
+        if settings.tp > 1:  # without this setting, SGLang requires one NUMA node per rank
             firsts = range(0, settings.tp * settings.threads, settings.threads)
             cores = "|".join(f"{first}-{first + settings.threads - 1}" for first in firsts)
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores

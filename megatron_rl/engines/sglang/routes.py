@@ -16,22 +16,23 @@ import numpy as np
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
 from megatron_rl.frames import CONTENT_TYPE, Arrays, pack_parts
 
-PATH, OWN = "/megatron_rl/generate", "/generate"  # this project's route, and SGLang's route
-# Array names in a frame -> (name in SGLang's `meta_info`, whether each token has a separate list there).
+# PATH: route that this module adds to the server; OWN: SGLang's route to which its requests are forwarded
+PATH, OWN = "/megatron_rl/generate", "/generate"
+# Arrays of log-probs: name in a frame -> (name in SGLang's `meta_info`, whether each token has a separate list there).
 LOGPROBS = {
-    # After temperature, before truncation; at temperature 1 for greedy completions.
+    # log-probs after temperature, before truncation; at temperature 1 for greedy completions
     "scaled": ("output_token_logprobs", True),
     "drawn": ("output_token_sampling_logprobs", False),  # after truncation, if requested
     "prompt": ("input_token_logprobs", True),  # log-probs of the prompt's tokens, if requested; nan for the first token
 }
-# In `meta_info`: the most likely tokens at each position of the prompt, null at the first position.
+# Name in `meta_info` of the most likely tokens at each position of the prompt (null at the first position).
 TOP = "input_top_logprobs"
-ABOUT = ("finish_reason", "weight_versions")  # other fields of `meta_info` that are forwarded
+ABOUT = ("finish_reason", "weight_versions")  # other fields of SGLang's `meta_info` that are forwarded to the client
 
 
 class Framed:
-    """An ASGI application that wraps SGLang's application. A request to PATH is forwarded to `/generate`, and its
-    answer is returned as a frame.
+    """An ASGI application that wraps SGLang's application. A request to PATH is forwarded to `/generate`, and SGLang's
+    answer is returned as a frame (frames.py).
 
     Each completion is a part of the frame, with `finish_reason`, `weight_versions` and the array `tokens` int32. If
     requested, the part also has the float32 arrays of `LOGPROBS`, and the most likely tokens at each position of the
@@ -56,14 +57,14 @@ class Framed:
         await self._app({**scope, "path": OWN, "raw_path": OWN.encode()}, receive, keep)
         content = b"".join(parts)
         if status == 200:
-            content = await asyncio.to_thread(framed, content)  # in a thread, so that other requests continue
+            content = await asyncio.to_thread(framed, content)  # in a separate thread, so that other requests continue
             headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
 
 def framed(answer: bytes) -> bytes:
-    """Converts SGLang's answer to a frame. Raises KeyError or TypeError for a malformed answer."""
+    """Converts the body of SGLang's answer to a frame. Raises KeyError or TypeError if the answer is malformed."""
     said, parts = json.loads(answer), []
     for each in said if isinstance(said, list) else [said]:
         about = each["meta_info"]
@@ -79,6 +80,8 @@ def framed(answer: bytes) -> bytes:
 
 
 def _numbers(told: Sequence[Any], listed: bool) -> np.ndarray:
-    """Returns a float32 array [T] of T numbers, or of the first elements of T lists if `listed`. null becomes nan."""
+    """Returns a float32 array [T] with the T numbers `told`. If `listed`, `told` has T lists, whose first elements are
+    used. null becomes nan.
+    """
     numbers = [entry[0] for entry in told] if listed else told
     return np.array(numbers, object).astype(np.float32)

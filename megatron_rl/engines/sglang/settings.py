@@ -17,7 +17,9 @@ class Sglang(Servers):
     kind: Literal["sglang"] = "sglang"  # servers that run SGLang
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
-        """Implements `Servers.role_problems`."""
+        """Implements `Servers.role_problems`: returns messages about role settings that SGLang servers do not
+        support.
+        """
         problems = super().role_problems(roles)
         for name, role in roles.items():
             drawn = role.sampling

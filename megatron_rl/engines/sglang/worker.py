@@ -30,7 +30,7 @@ from megatron_rl.refit.refit_store import Address
 from megatron_rl.refit.transport import Tensors
 from megatron_rl.world import all_gather
 
-# The two functions of SGLang that plugin hooks (sglang.srt.plugins) replace
+# Names of the two functions of SGLang that this module replaces by plugin hooks (sglang.srt.plugins).
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
 UP_S = 10.0
@@ -38,7 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Runs the web server and the tokenizer. Raises SystemExit for settings that would bypass the token check."""
+    """Runs SGLang's web server and tokenizer. Raises SystemExit for settings with which requests could bypass the token
+    check.
+    """
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -55,9 +57,10 @@ def main() -> None:
         )
     arguments.resolve_once()
     app.add_middleware(Framed)
-    app.add_middleware(Guard)  # the last middleware is the outermost one
+    app.add_middleware(Guard)  # the middleware that is added last gets a request first
     _hook(FREEZE, _freeze_gc)
-    # The ranks of one node meet through a file: torch's TCP store would listen on every interface without a token.
+    # The ranks of one node find each other by a file: torch's TCP store would listen on every interface without a
+    # token.
     if arguments.nnodes == 1:
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{_meeting_place()}/ranks"
     try:
@@ -67,7 +70,9 @@ def main() -> None:
 
 
 def run_rank(*arguments: Any, **options: Any) -> None:
-    """Runs SGLang's scheduler in the process of one rank. Its weight update from tensors is replaced by refits."""
+    """Runs SGLang's scheduler in the process of one rank, with this project's refits in place of SGLang's weight update
+    from tensors.
+    """
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _hook(UPDATE, Refits().update)
@@ -79,8 +84,9 @@ class SglangLanding:
     restores the loaded form of the weights, and /end_weight_update, which processes the weights again.
 
     Plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`. SGLang may
-    permute the rows of fused experts, which their shape does not show. They are received in separate tensors, copied at
-    the commit, and permuted again when the session ends.
+    permute the rows of fused experts, which cannot be seen from their shape. Therefore the weights of fused experts are
+    received in separate tensors and copied to the model at the commit; SGLang permutes them again at
+    /end_weight_update.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -98,7 +104,7 @@ class SglangLanding:
                 self.parameters[f"{prefix}.{name}" if prefix else name] = own
                 self._staged += [] if plain else [(parameter, own)]
         for name in self.parameters.keys() - dict(model.named_parameters()).keys():
-            del self.parameters[name]  # a head that shares the embedding's weight
+            del self.parameters[name]  # drops a head that shares the embedding's weight
         self.targets = Tensors(self.parameters)
 
     def begin_refit(self) -> None: ...
@@ -109,16 +115,16 @@ class SglangLanding:
 
 
 class Refits:
-    """Replaces SGLang's weight update from tensors. The received data is an order of
-    engines.sglang.client.SglangServer: to join a trainer, or to take part in a refit.
+    """Replaces SGLang's weight update from tensors by weight syncs (refits). In place of tensors, a request has an
+    order of engines.sglang.client.SglangServer: to join a trainer, or to take part in a refit.
     """
 
     def __init__(self) -> None:
         self._side: EngineSide | None = None
 
     def update(self, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
-        """Executes an order on every rank of a server. Returns (whether it succeeded, the reason if it failed), the
-        same on all ranks. Failures are returned, not raised, because an exception would end SGLang.
+        """Executes an order on every rank of a server. Returns (True, "done") or (False, the errors of all ranks), the
+        same on all ranks. Errors are returned, not raised, because an exception would end SGLang.
         """
         from sglang.srt.runtime_context import get_parallel
 
@@ -157,8 +163,8 @@ class Refits:
 
 
 def _hook(target: str, stand_in: Any) -> None:
-    """Replaces a function of SGLang by `stand_in`. Raises RuntimeError if SGLang has no such function or the
-    replacement has no effect, because the SGLang version is not supported.
+    """Replaces the function `target` of SGLang by `stand_in`. Raises RuntimeError if this version of SGLang has no such
+    function, or if the replacement has no effect.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -173,29 +179,29 @@ def _hook(target: str, stand_in: Any) -> None:
 
 
 def _meeting_place() -> str:
-    """Creates a temporary directory for this process and returns its path. Removes the directories of dead processes,
-    because SGLang ends by SIGKILL and does not clean up.
+    """Creates a temporary directory for the file by which this server's ranks find each other, and returns its path.
+    Removes such directories of processes that have ended, because SGLang ends by SIGKILL and does not clean up.
     """
     prefix = f"megatron_rl-{os.getuid()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another process removed it first, or it is in use
+        with contextlib.suppress(OSError):  # another process removed the directory first, or the directory is in use
             if time.time() - left.stat().st_mtime > UP_S:
                 _lock(left)
                 shutil.rmtree(left)
     own = tempfile.mkdtemp(prefix=prefix)
-    with contextlib.suppress(OSError):  # without flock, the directory is never removed automatically
+    with contextlib.suppress(OSError):  # if the file system has no flock, the directory is never removed automatically
         _lock(own)
     return own
 
 
 def _lock(directory: str | Path) -> None:
-    """Locks a directory for the lifetime of this process. Raises OSError if another process holds the lock."""
+    """Locks a directory until this process ends. Raises OSError if another process holds the lock."""
     fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _freeze_gc(arguments: Any) -> None:
-    """Replaces the request that SGLang sends to its /freeze_gc route after its start, because SGLang's request lacks
-    the token.
+    """Sends a request with the token to SGLang's /freeze_gc route. Replaces SGLang's own request after its start, which
+    has no token.
     """
     token = Path(os.environ[TOKEN_FILE]).read_text().strip()
     request = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers={HEADER: token})
@@ -218,7 +224,7 @@ def _tp_size() -> int:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Returns whether SGLang uses the layer's parameters as they were loaded."""
+    """Returns whether SGLang uses the layer's parameters in the form in which they were loaded."""
     from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
     method = getattr(layer, "quant_method", None)

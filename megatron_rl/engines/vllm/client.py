@@ -26,30 +26,33 @@ from megatron_rl.types import Stop
 
 
 class VllmServer(Server):
-    """A client of a vLLM server that holds merged weights. Verified with vLLM 0.32."""
+    """A client of a vLLM server. Weight syncs replace the server's weights (with LoRA adapters merged into them).
+    Verified with vLLM 0.32.
+    """
 
     health, speaker = "/health", "vLLM's"
 
     def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
-        self._sleeps = settings.colocate  # the server sleeps between refits, which also pauses it
+        self._sleeps = settings.colocate  # True if the server sleeps before a weight sync, so that it needs no pause
         self._context: int | None = None
         self._boundaries = facts.boundaries
-        # Boundary tokens on which client and server agree, by strategy.
+        # By Tandem RL strategy: the boundary tokens, if the server has confirmed that it uses the same tokens.
         self._agreed: dict[Strategy, frozenset[int]] = {}
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
     ) -> list[Completion]:
-        """Implements `Server.generate`. Requests with many samples are split into several server requests."""
+        """Implements `Server.generate`. A request for many samples is divided into several requests to the server."""
         sampling_seeds.check(sampling)
         room = await self._room() - len(prompt)
         if room <= 0:
             return [empty(sampling)] * sampling.n
         if sampling.tandem is not None:
             await self._agree(sampling.tandem.rule.strategy)
-        at_once = 1 if sampling.greedy else self._at_once  # vLLM samples a greedy completion only once for n > 1
+        # vLLM samples only one completion if a greedy request has n > 1
+        at_once = 1 if sampling.greedy else self._at_once
         if sampling.greedy and sampling.tandem is None:
             return await self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
         out: list[Completion] = []
@@ -59,7 +62,7 @@ class VllmServer(Server):
         return out
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
-        """Implements `Server.score`. vLLM does not use its prefix cache for scoring."""
+        """Implements `Server.score`. vLLM does not use its prefix cache in scoring requests."""
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k} | self._adapter()
         longest = response_parsing.FREE_BYTES + sum(lengths) * (1 + k) * response_parsing.ENTRY_BYTES
@@ -90,14 +93,14 @@ class VllmServer(Server):
         info = {"update_info": {"version": version, "wait_s": wait_s}}
         self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
         self._post("/finish_weight_update", {"weight_version": str(version)})
-        # Entries of the prefix cache are keyed by tokens, not by weights, so entries of the old weights would be
-        # reused. If a pause keeps requests, vLLM empties the cache, and recomputes the entries of these requests, only
-        # with `reset_running_requests=true`. Otherwise it keeps the cache but reports success.
+        # Entries of the prefix cache are found by tokens, not by weights, so entries of the old weights would be
+        # reused. Requests that continue after the pause also have such entries: only with `reset_running_requests=true`
+        # does vLLM empty the cache and compute their entries again. Otherwise vLLM keeps the cache but reports success.
         self._post("/reset_prefix_cache?reset_running_requests=true")
         self._check_version(version)
 
     def resume(self) -> None:
-        # A sleeping server has no cache to write into. vLLM resumes by itself when all memory is awake.
+        # A sleeping server has no KV cache to write to. vLLM resumes by itself when all memory is allocated again.
         if not self._sleeps:
             self._post("/resume")
 
@@ -109,7 +112,7 @@ class VllmServer(Server):
         self._expect(answer, "sleeping", "sleep")
 
     def wake(self) -> None:
-        """Implements `Server.wake`. Also raises ServerLost if a part of the server still sleeps."""
+        """Implements `Server.wake`. Also raises ServerLost if a part of the server's memory is still released."""
         self._expect(self._post("/wake_up", timeout_s=self._refit_timeout_s), "awake", "wake up")
 
     def _expect(self, answer: Any, status: str, what: str) -> None:
@@ -124,7 +127,7 @@ class VllmServer(Server):
             return _version(answer["weight_version"])
 
     def _adapter(self) -> dict[str, Any]:
-        """Returns the request fields that select a LoRA adapter; an empty dict for merged weights."""
+        """Returns the request fields that select a LoRA adapter; an empty dict if the server has merged weights."""
         return {}
 
     async def _draw(
@@ -145,7 +148,7 @@ class VllmServer(Server):
         return completions
 
     def _parameters(self, sampling: Sampling, n: int, seed: int, room: int) -> dict[str, Any]:
-        """Returns vLLM's sampling parameters."""
+        """Returns the sampling parameters of a request in vLLM's format."""
         # Truncation would not change the greedy tokens, but it would change the model's log-probs.
         greedy = sampling.greedy
         parameters: dict[str, Any] = {
@@ -168,15 +171,15 @@ class VllmServer(Server):
         return parameters
 
     async def _exchange(self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int) -> bytes:
-        """Sends tokens and a JSON description, and returns the frame of the answer."""
+        """Posts a frame with tokens and a JSON description, and returns the frame of the answer as bytes."""
         body = bytes(frames.pack(about, {"tokens": tokens}))
         return await self._http.exchange(path, body, frames.CONTENT_TYPE, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def _with_authors(
         self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
     ) -> Completion:
-        """Returns the completion with its authors (senior or junior per token). vLLM's answers do not contain the
-        authors, so they are recomputed from the seed and the tokens.
+        """Returns a copy of the completion with the author (senior or junior) of each token. vLLM's answers do not
+        contain the authors, so they are computed again from the seed and the tokens.
         """
         before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule.strategy]
         written = np.concatenate([before, completion.tokens]).tolist()
@@ -184,8 +187,9 @@ class VllmServer(Server):
         return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
 
     async def _agree(self, strategy: Strategy) -> None:
-        """Checks once per strategy that the server has a junior and the same boundary tokens as the client. Raises
-        RequestRefused if it does not, because another vLLM server would ignore the Tandem RL settings of a request.
+        """Checks once per Tandem RL strategy that the server has a junior model and the same boundary tokens as the
+        client. Raises RequestRefused if this is not so, because another vLLM server would ignore the Tandem RL settings
+        of a request.
         """
         if strategy in self._agreed:
             return
@@ -213,7 +217,7 @@ class VllmServer(Server):
     def _completion(
         self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
     ) -> Completion:
-        """Returns a completion of at most `room` tokens. The errors that it raises are converted to ServerLost by
+        """Parses one completion of at most `room` tokens. Errors in a malformed answer are converted to ServerLost by
         `_understood`.
         """
         tokens = response_parsing.read_tokens(part["tokens"], self._vocab, room)
@@ -227,18 +231,18 @@ class VllmServer(Server):
             logprobs=response_parsing.drawn(told, sampling, len(tokens)),
             stop=_stop(choice, self._ends),
             model_logprobs=told if sampling.plain or sampling.greedy else None,
-            # None if the server does not have the experts of all tokens, for example after an abort.
+            # None if the server does not report the experts of all tokens, for example after an aborted request.
             experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
             versions=response_parsing.read_versions(spans, len(tokens)),
         )
 
 
 class AdapterServer(VllmServer):
-    """A client of a server whose base model never changes. The weights of a version are the LoRA adapter in
-    `adapters.directory`/v{version}.
+    """A client of a vLLM server that applies LoRA adapters to a base model, which never changes. A weight version is
+    the LoRA adapter in the directory `adapters.directory`/v{version}.
 
-    Several roles may share the server, each with a separate client. A refit of one role then does not interrupt
-    requests of any role: requests in progress finish with the adapter they started with.
+    Several roles may share the server, each with a separate client. The weight sync (refit) of one role then does not
+    interrupt requests of any role: requests in progress finish with the adapter that they started with.
     """
 
     def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
@@ -278,17 +282,15 @@ class AdapterServer(VllmServer):
         return {ADAPTER: [*self._named(self._version), self._version]}
 
     def _named(self, version: int) -> list[Any]:
-        """Returns [name, id, directory] of the adapter of a version. vLLM identifies adapters by an id that starts at
-        1; the ids of roles that share the server are interleaved.
+        """Returns [name, id, directory] of the LoRA adapter of a version. vLLM identifies adapters by an id that starts
+        at 1; roles that share the server use interleaved ids.
         """
         own = self._adapters
         return [f"{self._start}-v{version}", version * own.roles + own.place + 1, str(own.directory / f"v{version}")]
 
 
 def open_client(url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> VllmServer:
-    """Returns a client of a server with merged weights, or of a server with LoRA adapters if `facts.adapters` is
-    set.
-    """
+    """Creates the client of a vLLM server: an AdapterServer if `facts.adapters` is set, otherwise a VllmServer."""
     kind = VllmServer if facts.adapters is None else AdapterServer
     return kind(url, token, settings, refit_timeout_s, facts)
 
@@ -308,5 +310,7 @@ def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
 
 
 def _version(text: str) -> int:
-    """Converts vLLM's name of a weight version to an integer. The initial weights, named "default", have version -1."""
+    """Converts the name that vLLM gives to a weight version to an integer. The initial weights, named "default", have
+    version -1.
+    """
     return -1 if text == "default" else int(text)

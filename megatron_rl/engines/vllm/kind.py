@@ -22,14 +22,16 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words = [
         start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
         "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
-        "--logprobs-mode", "processed_logprobs",  # log-probs of the distribution that was sampled from
-        # No limit: a scoring request chooses how many of the most likely tokens it gets per position.
+        # returns log-probs under the distribution from which tokens are sampled
+        "--logprobs-mode", "processed_logprobs",
+        # No limit on the number of most likely tokens per position that a scoring request may ask for.
         "--max-logprobs", "-1",
         "--middleware", "megatron_rl.engines.vllm.routes.Routes",
-        "--middleware", "megatron_rl.engines.auth_middleware.Guard",  # the last middleware is the outermost one
+        # the middleware that is named last gets a request first
+        "--middleware", "megatron_rl.engines.auth_middleware.Guard",
         "--worker-extension-cls", "megatron_rl.engines.vllm.worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
-        "--generation-config", "vllm",  # ignore the temperature and lengths in the model directory
+        "--generation-config", "vllm",  # ignores the temperature and lengths that the model directory specifies
         "--max-num-seqs", str(settings.max_batch), "--uvicorn-log-level", "warning",
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
@@ -51,7 +53,7 @@ def command(settings: Vllm, start: ServerStart) -> Command:
 
 
 def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
-    """Raises ConfigError for settings that need a GPU, if there is no GPU."""
+    """Raises ConfigError for settings that need a GPU, if the server has no GPU."""
     if start.on_gpu:
         return
     if settings.colocate:
@@ -79,8 +81,9 @@ def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
     # on any processor with any dtype. Attention without latents ignores the option.
     words += ["--attention-backend", "CPU_MLA"]
     if settings.tp == 1:
-        # vLLM would run the model in a separate process, so that OpenMP's settings are set before the process starts.
-        # Here the whole server has these settings, and one process less starts sooner and answers faster.
+        # vLLM would run the model in a separate process, to set OpenMP's environment variables before that process
+        # starts. This is not needed, because the whole server gets these variables. With one process less, the server
+        # starts sooner and answers faster.
         words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     return words, {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -89,13 +92,14 @@ def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
 
 
 def _for_role(start: ServerStart) -> tuple[list[str], dict[str, str]]:
-    """Returns the command line arguments and environment variables that a role's features need. Raises ConfigError if
-    the senior model of a Tandem RL role does not name its class.
+    """Returns the command line arguments and environment variables for router replay, LoRA adapters or Tandem RL, if
+    the server's role uses one of them. Raises ConfigError if the config.json of a Tandem RL senior does not name the
+    model's class.
     """
     if start.tells_experts:
         return ["--enable-return-routed-experts"], {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     if start.adapter_ranks:
-        # For each role: the newest adapter, and the previous adapter for requests that are still in progress.
+        # Per role, vLLM holds two adapters: the newest adapter, and the previous adapter for requests in progress.
         room = next(rank for rank in LORA_RANKS if rank >= max(start.adapter_ranks))
         count = 2 * len(start.adapter_ranks)
         return ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(count)], {}
@@ -114,7 +118,7 @@ def _for_role(start: ServerStart) -> tuple[list[str], dict[str, str]]:
         "--logits-processors", "megatron_rl.engines.vllm.tandem:Authors",
     ]  # fmt: skip
     words += ["--enforce-eager"] if start.on_gpu else []
-    # vLLM's second model runner does not support this kind of logits processor.
+    # vLLM's second model runner does not support the kind of logits processor that Tandem RL needs.
     return words, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 

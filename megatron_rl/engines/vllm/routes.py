@@ -22,14 +22,14 @@ from megatron_rl.engines.auth_middleware import Application, Message, Receive, S
 from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
 
 PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"
-# A child of vLLM's logger, so that vLLM's handlers write its messages.
+# A child of vLLM's logger, so that vLLM's log handlers write its messages.
 _log = logging.getLogger("vllm.megatron_rl.route")
-Answer = tuple[int, bytes]  # status, and a frame (status 200) or an error as JSON
+Answer = tuple[int, bytes]  # HTTP status, and the body: a frame if the status is 200, otherwise an error as JSON
 
 
 class Routes:
-    """An ASGI application that wraps another application. It answers PATH and SCORE_PATH, and forwards all other
-    requests. Bodies are frames (frames.py).
+    """An ASGI application that wraps another application. It handles requests to PATH and SCORE_PATH, and forwards all
+    other requests. The bodies of requests and answers are frames (frames.py).
 
     A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `lora`: the name,
     id, directory and version of a LoRA adapter. Each sample is a part of the answer, with `finish_reason`,
@@ -41,7 +41,7 @@ class Routes:
     temperature 1 of the token and of the k most likely tokens at its position. `ids` int32 [tokens, k] are the k most
     likely tokens. Both arrays are 0 for the first token of each sequence.
 
-    The status is 400 if the engine refuses a request.
+    The HTTP status is 400 if the engine refuses a request.
     """
 
     def __init__(self, app: Application) -> None:
@@ -60,7 +60,7 @@ class Routes:
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                return None  # The client has disconnected. The task is cancelled, and the engine drops the request.
+                return None  # The client has disconnected. The task is cancelled, so that the engine drops the request.
         finally:
             gone.cancel()
             work.cancel()
@@ -96,9 +96,10 @@ class Routes:
         """Returns the log-probs [T, 1 + k] of each token and of the k most likely tokens at its position, and the ids
         [T, k] of the most likely tokens.
 
-        The last token is not part of the prompt, so that a sequence may fill the context. Its log-prob is requested by
-        token id for the one token that is sampled. A sampling request with token ids does not return the most likely
-        tokens, so a second request is sent for them; its prompt is in the prefix cache.
+        The last token of the sequence is not part of the prompt, so that a sequence may fill the context. One token is
+        sampled, and the log-prob of the last token at this position is requested by its token id. A sampling request
+        with token ids does not return the most likely tokens, so a second request is sent for them; its prompt is in
+        the prefix cache.
         """
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), 1 + k), np.int32)
         if len(tokens) < 2:
@@ -118,7 +119,9 @@ class Routes:
         return logprobs, ids[:, 1:]
 
     async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any], adapter: list[Any] | None) -> Any:
-        """Returns vLLM's RequestOutput. Raises _Refused, and the engine's exceptions."""
+        """Runs a request in vLLM's engine and returns the RequestOutput. Raises _Refused for a request that vLLM
+        refuses, RuntimeError for a request that ended with an error, and other exceptions of the engine.
+        """
         # pyright resolves `vllm` to the folder of this file instead of the library.
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.exceptions import VLLMClientError
@@ -144,12 +147,12 @@ class Routes:
 
 
 class _Refused(Exception):
-    """Raised when a request is invalid. The message gives the reason."""
+    """Raised when a request is invalid. The message states the reason."""
 
 
 async def _answer(verb: Any) -> Answer:
-    """Awaits a route's coroutine and returns the answer. A failure also becomes an answer, so that the client is
-    informed of every error.
+    """Awaits the coroutine that handles a request. Returns (HTTP status, body). An exception becomes an answer with
+    status 400 or 500, so that the client gets every error message.
     """
     try:
         return 200, await verb
@@ -166,7 +169,9 @@ def _error(text: str) -> bytes:
 
 
 def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
-    """Returns the description and the tokens of a request's frame. Raises _Refused if the frame is invalid."""
+    """Returns the JSON description and the tokens in the frame of a request. Raises _Refused if the frame is
+    invalid.
+    """
     try:
         about, arrays = unpack(body)
         return about, arrays["tokens"]
@@ -175,9 +180,9 @@ def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
 
 
 def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
-    """Returns the description of one sample in the answer, and the sample's arrays."""
+    """Converts one sample of vLLM to its JSON description and its arrays in the answer."""
     arrays: Arrays = {"tokens": np.array(output.token_ids, np.int32)}
-    if output.logprobs is not None:  # one log-prob per token, because `logprobs` is 0
+    if output.logprobs is not None:  # vLLM returns one log-prob per token, because the request has `logprobs` = 0
         arrays["logprobs"] = np.array(output.logprobs.logprobs, np.float32)
     if output.routed_experts is not None:
         arrays["experts"] = np.asarray(output.routed_experts).astype(np.int16)
@@ -190,7 +195,7 @@ def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Returns a request's body, or None if the client has disconnected."""
+    """Returns the body of a request, or None if the client has disconnected."""
     parts = []
     while True:
         message = await receive()

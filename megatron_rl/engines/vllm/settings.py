@@ -20,18 +20,18 @@ class Vllm(Servers):
     tells_experts: ClassVar[bool] = True
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
-    # How roles with LoRA adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
-    # served: servers keep the base model and apply the adapter separately; refits send only the adapter. Roles with
-    # adapters of the same model then share their servers.
+    # How roles with LoRA adapters (roles.NAME.lora) are served. "merged": servers hold merged weights, which weight
+    # syncs (refits) send. "served": servers keep the base model and apply the adapter separately; refits send only the
+    # adapter. With "served", roles with adapters of the same model share their servers.
     adapters: Literal["merged", "served"] = "merged"
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether servers apply LoRA adapters to a base model; see Servers."""
+        """Whether the servers apply LoRA adapters to an unchanged base model."""
         return self.adapters == "served"
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
-        """Implements `Servers.role_problems`."""
+        """Implements `Servers.role_problems`: returns messages about role settings that vLLM servers do not support."""
         problems = [
             f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
             "leave one of them out, or set engine.kind to embedded"

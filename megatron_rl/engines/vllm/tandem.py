@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from vllm import (  # pyright resolves `vllm` to the folder of this file
+from vllm import (  # pyright resolves `vllm` to the folder of this file instead of the library.
     ModelRegistry,  # pyright: ignore[reportAttributeAccessIssue]
     SamplingParams,  # pyright: ignore[reportAttributeAccessIssue]
 )
@@ -29,17 +29,18 @@ from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf_model
 
-PLACE = "megatron_rl.tandem"  # name of the model in vLLM's layer context, where the logits processor finds it
+# name under which the model is stored in vLLM's forward context, where the logits processor finds it
+PLACE = "megatron_rl.tandem"
 
 
 def register() -> None:
-    """Registers the model class. vLLM calls this plug-in entry point in each of its processes."""
+    """Registers the Tandem RL model class with vLLM, which calls this plug-in entry point in each of its processes."""
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:TandemForCausalLM")
 
 
 class TandemForCausalLM(nn.Module):
-    """The senior and the junior model. `forward` returns the concatenated hidden states of both, which `compute_logits`
-    splits.
+    """A vLLM model for Tandem RL that runs two models, the trained senior and the frozen junior. `forward` returns the
+    concatenated hidden states of both models, which `compute_logits` splits.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -58,7 +59,8 @@ class TandemForCausalLM(nn.Module):
             )
         self._junior_directory = settings["junior"]
         self._widths = [own.hidden_size, other.hidden_size]
-        # Separate prefixes: attention layers are identified by name, and each layer has its own cache.
+        # Separate prefixes: vLLM identifies attention layers by name, and each layer of each model needs its own KV
+        # cache.
         self.senior = init_vllm_registered_model(
             vllm_config, prefix=maybe_prefix(prefix, "senior"), hf_config=own, architectures=settings["architectures"]
         )
@@ -76,20 +78,22 @@ class TandemForCausalLM(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Runs both models on [N] tokens. Returns their hidden states [N, h_senior + h_junior]."""
+        """Runs the senior and the junior model on [N] tokens. Returns their hidden states [N, h_senior + h_junior]."""
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("a tandem reads token ids: prompts of embeddings have no junior")
         return torch.cat([self.senior(input_ids, positions), self.junior(input_ids, positions)], dim=-1)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Returns the senior's logits [rows, V], and stores the junior's logits for the logits processor."""
+        """Returns the senior's logits [rows, V]. Stores the junior's logits in `junior_logits` for the logits
+        processor.
+        """
         senior, junior = hidden_states.split(self._widths, dim=-1)
         self.junior_logits = self.junior.compute_logits(junior.contiguous())
         return self.senior.compute_logits(senior.contiguous())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads both models. `weights`: the senior's weights. The junior's weights are read from its model
-        directory.
+        """Loads the weights of both models. `weights`: the senior's weights. The junior's weights are read from the
+        junior's model directory.
         """
         loaded = {f"senior.{name}" for name in self.senior.load_weights(weights)}
         return loaded | {
@@ -98,16 +102,18 @@ class TandemForCausalLM(nn.Module):
 
 
 class Text:
-    """The state of one request: which model generates the next token, after the tokens generated so far."""
+    """The state of one Tandem RL request: which model (senior or junior) generates the next token, given the tokens
+    generated so far.
+    """
 
     def __init__(self, pen: Pen, output: list[int]) -> None:
-        """`output`: vLLM's list of generated tokens, which vLLM extends in place."""
+        """`output`: the list of generated tokens, which vLLM extends in place."""
         self._pen, self._output = pen, output
         self.authors: list[bool] = []  # [tokens so far], True for the senior
 
     def senior_is_next(self) -> bool:
-        """Returns whether the senior generates the next token. Raises RuntimeError if a sampled token is not known yet,
-        because the author of the next token depends on it.
+        """Returns whether the senior generates the next token. Raises RuntimeError if vLLM has not reported a sampled
+        token yet, because the author of the next token depends on the sampled tokens.
         """
         for token in self._output[len(self.authors) :]:
             if token < 0:
@@ -117,8 +123,8 @@ class Text:
 
 
 class Authors(LogitsProcessor):
-    """A logits processor that replaces the rows for which it is the junior's turn by the junior's logits. Requests
-    without `extra_args["tandem"]` use only the senior.
+    """A logits processor for Tandem RL. In rows where the next token is the junior's, it replaces the logits by the
+    junior's logits. In requests without `extra_args["tandem"]`, the senior generates all tokens.
     """
 
     @classmethod
@@ -134,8 +140,9 @@ class Authors(LogitsProcessor):
         self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
         self._boundaries: dict[Strategy, frozenset[int]] = {}
         self.texts: dict[int, Text] = {}  # requests, by row of vLLM's batch
-        self.keep = False  # whether to record the authors of requests
-        self.kept: dict[int, list[bool]] = {}  # by key of a request: the authors of all tokens except the last one
+        self.keep = False  # whether to record the authors of tokens in `kept`
+        # by key of a request: the authors of all its tokens except the last token
+        self.kept: dict[int, list[bool]] = {}
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -149,8 +156,8 @@ class Authors(LogitsProcessor):
         process_dict_updates(self.texts, batch_update, self._begin)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Returns the senior's logits [rows, V], with the junior's logits in the rows for which it is the junior's
-        turn.
+        """Returns the logits [rows, V]: the junior's logits in rows where the junior generates the next token, the
+        senior's logits in the other rows.
         """
         others = [row for row, text in self.texts.items() if not text.senior_is_next()]
         if not others:
@@ -178,7 +185,9 @@ class Authors(LogitsProcessor):
 
 
 def rule_from(settings: Mapping[str, Any]) -> Rule:
-    """Returns the rule that determines the authors of a request. Raises ValueError for invalid settings."""
+    """Returns the rule that determines which model generates each token of a request. Raises ValueError for invalid
+    settings.
+    """
     try:
         return Rule(**settings["rule"])
     except (TypeError, KeyError) as error:

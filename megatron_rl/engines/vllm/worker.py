@@ -27,13 +27,16 @@ from megatron_rl.refit.refit_store import Address
 from megatron_rl.refit.transport import Tensors
 
 BACKEND = "megatron_rl"
-ROUTED = ".routed_experts"  # vLLM nests a layer's experts one module deeper than their names in the parallel layout
+# vLLM nests a layer's experts one module deeper than their names in the parallel layout; this part is removed
+ROUTED = ".routed_experts"
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Join(WeightTransferInitInfo):
-    """The request to join a trainer: the address of its refit store, and the replica index of this engine."""
+    """The parameters of a request to join a trainer: the address of the trainer's refit store, and the replica index of
+    this engine.
+    """
 
     host: str = ""
     port: int = 0
@@ -43,7 +46,9 @@ class Join(WeightTransferInitInfo):
 
 @dataclass
 class TakePart(WeightTransferUpdateInfo):
-    """The request to take part in one refit. `wait_s`: maximum number of seconds until the trainer begins."""
+    """The parameters of a request to take part in one weight sync (refit). `wait_s`: maximum seconds until the trainer
+    begins the refit.
+    """
 
     version: int = -1
     wait_s: float = field(default=60.0)
@@ -53,22 +58,25 @@ class VllmLanding:
     """Implements refit.engine_side.Endpoint for a vLLM model.
 
     On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`.
-    Parameters that vLLM has repacked after loading (every linear layer on a CPU, fused experts) are received in host
-    memory and passed to vLLM's layerwise reload at the commit; the old weights stay complete until then.
+    Parameters that vLLM repacks after loading (every linear layer on a CPU, fused experts) are received in host memory
+    and passed to vLLM's layerwise reload in `commit_refit`; the model keeps the old values of these parameters until
+    then.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._model_config = model, model_config
-        # Collected now, because shared parameters are different objects during a reload.
+        # The layers are collected now, because shared parameters become separate objects during a reload.
         self._layers = [*_layers(model)]
         self._staged: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
-        # Parameters that two layers share: the second layer's name -> the first layer's name.
+        # Parameters that two layers share: name in the second layer -> name in the first layer.
         self._same: dict[str, str] = {}
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
             if isinstance(layer, AttentionLayerBase):
-                continue  # vLLM derives its parameters from other parameters, when it loads and at the end of a reload
+                # vLLM computes the parameters of attention layers from other parameters, when it loads and at the end
+                # of a reload
+                continue
             loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
             live = dict(layer.named_parameters(recurse=False))
             for name in loadable.keys() | live.keys():
@@ -80,7 +88,8 @@ class VllmLanding:
                 if device.type != "cpu" and _plain(layer):
                     self.parameters[prefix + name] = live[name].data
                 else:
-                    # A second copy on the GPU would need memory beyond the memory that vLLM has reserved.
+                    # In host memory: a second copy on the GPU would need memory beyond the memory that vLLM has
+                    # reserved.
                     own = torch.empty(shape.shape, dtype=shape.dtype, device="cpu", pin_memory=device.type != "cpu")
                     self._staged[prefix + name] = own
         self.parameters |= self._staged
@@ -89,7 +98,9 @@ class VllmLanding:
     def begin_refit(self) -> None: ...
 
     def commit_refit(self, version: int) -> None:
-        """Reloads the staged parameters. Raises any exception of vLLM; the model is then in an undefined state."""
+        """Reloads the parameters that were received in host memory. If vLLM raises an exception, the model is in an
+        undefined state afterwards.
+        """
         if self._staged:
             with torch.no_grad():
                 self._reload()
@@ -104,7 +115,8 @@ class VllmLanding:
                     continue
                 parameter = getattr(layer, name)
                 originals.append((parameter, layerwise._get_original_loader(parameter)))
-                parameter.weight_loader = default_weight_loader  # the staged tensor is already this rank's shard
+                # the received tensor is already this rank's shard, so that it is only copied
+                parameter.weight_loader = default_weight_loader
                 layerwise.make_online_process_loader(layer, name)(parameter, staged)
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
         for layer, _ in self._layers:
@@ -114,8 +126,8 @@ class VllmLanding:
 
 
 class RefitBackend(WeightTransferEngine[Join, TakePart]):
-    """vLLM's worker side of a refit. `init_transfer_engine` joins the trainer's refit store; `update_weights` takes
-    part in one refit.
+    """The part of a weight sync (refit) that runs in a vLLM worker. `init_transfer_engine` joins the trainer's refit
+    store; `update_weights` takes part in one refit.
     """
 
     init_info_cls, update_info_cls = Join, TakePart
@@ -123,8 +135,8 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
     _side: EngineSide | None = None
 
     def init_transfer_engine(self, init_info: Join) -> None:
-        """Joins the trainer's refit store. Raises ValueError if the trainer's model or parallel layout does not match
-        this engine, and TransportError if the trainer does not answer.
+        """Joins the trainer's refit store (the key-value store of weight syncs). Raises ValueError if the trainer's
+        model or parallel layout does not match this engine, and TransportError if the trainer does not answer.
         """
         self.shutdown()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
@@ -139,7 +151,9 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
     def finish_weight_update(self) -> None: ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Takes part in one refit. Raises RuntimeError unless the trainer committed the version on this rank."""
+        """Takes part in one weight sync (refit). Raises RuntimeError if the trainer did not commit the requested
+        version on this rank.
+        """
         info = self.parse_update_info(update_info)
         refit_worker.take_part(self._side, info.version, info.wait_s)
 
@@ -153,8 +167,8 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yields every layer and the prefix of its parameter names. A head that shares the embedding's weight gets the
-    embedding's prefix.
+    """Yields every layer of a model and the prefix of the layer's parameter names. A head that shares the embedding's
+    weight gets the prefix of the embedding.
     """
     embedding = next((n for n, _ in model.named_parameters() if n.endswith("embed_tokens.weight")), "")
     shared = dict(model.named_parameters(remove_duplicate=False))
@@ -167,7 +181,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _pack_experts(layer: nn.Module) -> None:
-    """Packs the experts of a layer again after a reload on a CPU: vLLM (0.32) packs them for its kernels only when it
+    """Packs the experts of a layer for vLLM's CPU kernels, after a reload on a CPU. vLLM 0.32 packs them only when it
     loads a model.
     """
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
@@ -176,34 +190,36 @@ def _pack_experts(layer: nn.Module) -> None:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Returns whether vLLM uses the layer's parameters as they were loaded, on a device other than the CPU."""
+    """Returns whether vLLM uses the layer's parameters in the form in which they were loaded, provided that they are
+    not on a CPU.
+    """
     method = getattr(layer, "quant_method", None)
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class Extension:
-    """A mixin of vLLM's worker class, with methods that /collective_rpc can call. Importing this module registers the
-    weight transfer backend.
+    """A mixin of vLLM's worker class, with methods that /collective_rpc can call. Importing this module registers
+    RefitBackend as a weight transfer backend.
     """
 
     model_runner: Any
 
     def take_adapter(self, name: str, number: int, directory: str) -> bool:
-        """Loads a LoRA adapter now, so that an invalid adapter is detected before a request uses it."""
-        # In place, because a server may outlive a trainer, and the restarted trainer writes different weights under the
-        # same version number.
+        """Loads a LoRA adapter. An invalid adapter is thus detected before a request uses it."""
+        # Loads in place, because a server may outlive a trainer, and the restarted trainer writes different weights
+        # under the same version number.
         return bool(self.model_runner.add_lora(LoRARequest(name, number, directory, load_inplace=True)))
 
     def tandem_boundaries(self, strategy: Strategy) -> str | None:
-        """Returns the fingerprint of the boundary tokens of this server's Tandem RL model, or None if the server has
-        none.
+        """Returns the fingerprint of the boundary tokens that this server uses for Tandem RL, or None if the server has
+        no Tandem RL model.
         """
         found = self._authors()
         return None if found is None else fingerprint(found.boundaries(strategy))
 
     def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
-        """Returns the authors of the tokens of each request since the last call with `keep`, by the request's key.
-        Tests compare this record with a replay.
+        """Returns, by the key of each request since the last call, which model generated each token (True: the senior).
+        Requests are recorded only after a call with `keep`. Used in tests.
         """
         found = self._authors()
         if found is None:
