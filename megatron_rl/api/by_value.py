@@ -74,7 +74,7 @@ def digest(value: Any) -> str:
 
     The output of cloudpickle differs between processes: sets have no fixed order, equal texts are one object or two,
     functions contain their file and lines, and classes have random ids. The digest ignores these differences.
-    Exceptions of pickling pass through.
+    Exceptions that are raised during pickling pass through.
     """
     sink = io.BytesIO()
     _Canonical(sink).dump(value)
@@ -82,7 +82,7 @@ def digest(value: Any) -> str:
 
 
 class _Canonical(cloudpickle.Pickler):
-    """A pickler whose output is equal for equal values, for digests. The output cannot be loaded."""
+    """A pickler whose output is equal for equal values. The output is used for digests only and cannot be unpickled."""
 
     def persistent_id(self, obj: Any) -> Any:
         """Returns the value that is pickled instead of an object; None to pickle the object itself."""

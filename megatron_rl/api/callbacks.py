@@ -17,7 +17,9 @@ class RunState:
     run: Path  # the run's directory
     iterations: int  # number of iterations of the whole run
     iteration: int = 0  # number of completed iterations
-    cycle: int = 0  # index of the recipe's cycle in the last metrics line; after an evaluation, number of begun cycles
+    # Index of the recipe's cycle (one item of its schedule) in the last metrics line; after an evaluation, number of
+    # cycles that have begun
+    cycle: int = 0
     # Metrics lines since this start in the format of `TrainResult.history`: iteration, cycle, scope, and each metric by
     # its name.
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -27,8 +29,8 @@ class RunState:
     def stop(self) -> None:
         """Asks the run to save and exit after the current iteration or evaluation.
 
-        The trained models are saved as at the end of a run. Another `train()` continues from there; if the run was
-        stopped in an evaluation, it repeats the evaluation.
+        The trained models are saved as at the end of a run. Another call of `train()` continues the run; if the run was
+        stopped in an evaluation, the evaluation is repeated.
         """
         self.stopping = True
 
@@ -36,12 +38,13 @@ class RunState:
 class Callback:
     """Base class of callbacks, in which each method does nothing.
 
-    Callbacks are called in the program that called `train()`, between iterations, while the run waits. An exception in
-    a callback ends the run, which saves before it exits, and is raised by `train()`.
+    Callbacks are called in the program that called `train()`, between iterations, while the run waits. If a callback
+    raises an exception, the run saves and exits, and `train()` raises the exception.
     """
 
     def on_train_begin(self, state: RunState) -> None:
-        """Is called before the first iteration. In a run that is continued, `state.iteration` iterations are done."""
+        """Is called before the first iteration. If the run is continued from a checkpoint, `state.iteration` is the
+        number of iterations done."""
 
     def on_iteration_end(self, state: RunState) -> None:
         """Is called after every iteration, including its update. `state.last` has the iteration's metrics."""

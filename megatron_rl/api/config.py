@@ -33,7 +33,8 @@ class Config:
     """
 
     def __init__(self, settings: Settings | None = None, /, **sections: Any) -> None:
-        """`settings`, `sections`: settings by dotted or nested keys.
+        """`settings`: settings by dotted or nested keys. `sections`: sections of the config by name, such as
+        run={"seed": 1}.
 
         Raises ConfigError with every unknown key, wrong type and invalid value. Missing keys are not an error.
         """

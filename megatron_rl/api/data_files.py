@@ -22,7 +22,8 @@ from megatron_rl.rewards.reward_functions import CalledFunction, name_of
 from megatron_rl.run.checkpoint import write_text
 
 FUNCTIONS = "megatron_rl.rewards.reward_functions:RewardFunctions"
-_FOUND = (MESSAGES, QUESTION, ANSWER, "prompt")  # columns that are found without an entry in data.fields
+# Columns of a problem set that are recognized without an entry in the setting data.fields
+_FOUND = (MESSAGES, QUESTION, ANSWER, "prompt")
 Rows = Iterable[Mapping[str, Any]]
 Called = Callable[..., Any]
 Reward = str | Called | Mapping[str, Any] | Sequence[str | Called | tuple[str | Called, float]]
@@ -151,8 +152,8 @@ def _called(function: Called, weight: float, taken: Sequence[str]) -> CalledFunc
 
 
 def _place(function: Any, directory: Path, name: str) -> dict[str, str]:
-    """Returns how ranks load a function: {"target": package.module:name}, or {"pickled": file}, which is written
-    here."""
+    """Returns the setting by which ranks load a function: {"target": package.module:name}, or {"pickled": file}. The
+    file is written by this call."""
     if isinstance(function, str):
         return {"target": function}
     if (target := _importable(function)) is not None:

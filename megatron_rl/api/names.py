@@ -16,7 +16,8 @@ UPDATES = "updates"
 OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # other Trainer arguments
 # {short name: dotted key}. `*` stands for every role of the recipe.
 SHORT: Mapping[str, str] = {
-    UPDATES: "recipe.args.updates",  # or the argument of the recipe with the same meaning, see `count_of`
+    # Or another argument of the recipe that sets the number of updates, see `recipes.count_of`
+    UPDATES: "recipe.args.updates",
     "group_size": "recipe.args.group_size",
     "ranks": "launch.nproc",
     "seed": "run.seed",

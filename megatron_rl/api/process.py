@@ -53,10 +53,11 @@ def start(words: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
 def run(words: Sequence[str], told: Callable[[Event], bool] | None = None, *, show: bool = True) -> int:
     """Runs `megatron-rl *words` to its end. Returns the exit status: 0, or 130 if the run was stopped and has saved.
 
-    `told`: function that is called with each event of a training run (session.parent_events), while the run waits. It
-    returns whether the run should stop. `show`: whether the output is shown; if not, an error message contains its end.
-    A KeyboardInterrupt asks the run to save and exit, and is raised again afterwards; a second one kills the run.
-    Raises ConfigError or RunFailed with the run's error message. Exceptions of `told` are raised after the run's exit.
+    `told`: function that is called with each event of a training run (session.parent_events), while the run waits. The
+    function returns whether the run should stop. `show`: whether the output is shown; if not, the message of an error
+    contains the end of the output. A KeyboardInterrupt asks the run to save and exit, and is raised again after the run
+    has exited; a second KeyboardInterrupt kills the run. Raises ConfigError or RunFailed with the run's error message.
+    Exceptions of `told` are raised after the run's exit.
     """
     with contextlib.ExitStack() as stack:
         call = _Call(words, told, stack, show=show)
@@ -104,7 +105,8 @@ class _Call:
                 return
 
     def leave(self, *, interrupted: bool) -> None:
-        """Asks the run to save and exit, and waits for its end. Another interrupt kills it."""
+        """Asks the run to save and exit, and waits for its end. If another KeyboardInterrupt arrives, the run is
+        killed."""
         for one in self._programs:  # the run stops when its event connection is closed
             one.close()
         self._programs, self._told = [], None

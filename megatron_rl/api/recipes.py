@@ -27,7 +27,8 @@ WORDS: Mapping[str, str] = {
     "pairwise": "megatron_rl.contrib.pairwise:Pairwise",
     "distil": "megatron_rl.recipes.distil:Distil",
 }
-_COUNTS = ("updates", "generator_updates")  # recipe arguments for the length of a run; the first that exists is used
+# Names of recipe arguments that set the length of a run; the first argument that a recipe has is used
+_COUNTS = ("updates", "generator_updates")
 
 
 def use_of(recipe: Any) -> dict[str, Any]:

@@ -24,8 +24,8 @@ class TrainResult:
     # updates by policy, seconds.
     metrics: Mapping[str, Any]
     # Lines of metrics.jsonl as flat dicts: iteration, cycle, scope (a role, eval or preflight), and each metric by its
-    # name. Indices of iterations and cycles start at 0; those of an evaluation are of the last iteration before it, and
-    # -1 before the first iteration. Intended for pandas.DataFrame(result.history).
+    # name. Indices of iterations and cycles start at 0; an evaluation has the indices of the last iteration before the
+    # evaluation, and -1 before the first iteration. Intended for pandas.DataFrame(result.history).
     history: list[dict[str, Any]]
     models: Mapping[str, Path]  # {policy: Hugging Face directory of the trained model}
 

@@ -54,7 +54,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
-        """Builds the config, writes the rows and reward functions that it names to RUN.DIR/inputs, and checks it.
+        """Builds the config, checks it, and writes the given rows and reward functions to RUN.DIR/inputs.
 
         Args:
             model: A Hugging Face directory or hub name for all roles, or {role: directory or hub name}.
@@ -94,13 +94,13 @@ class Trainer:
         _check(self._file)
 
     def train(self, *, fresh: bool = False) -> TrainResult:
-        """Trains until the end of the run, or until a callback stops it, in `ranks` separate processes. Returns the
-        result.
+        """Trains until the end of the run, or until a callback stops it, in separate processes (as many as the setting
+        `ranks`). Returns the result.
 
         A run that was interrupted or stopped continues from its newest checkpoint. `fresh`: generate the rollouts of
-        the iterations after the checkpoint again, instead of using the saved ones. Raises ConfigError if the config is
-        rejected, RunFailed with the run's error message if it fails, and KeyboardInterrupt after an interrupted run has
-        saved. Exceptions of callbacks are raised after the run has saved.
+        the iterations after the checkpoint again, instead of using the saved rollouts. Raises ConfigError if the config
+        is rejected, RunFailed with the run's error message if the run fails, and KeyboardInterrupt after an interrupted
+        run has saved. Exceptions of callbacks are raised after the run has saved.
         """
         self._write()
         run = self.config.resolve().directory
@@ -121,9 +121,10 @@ class Trainer:
         """Evaluates the first role's model with the run's reward: the trained model, or the initial one before
         training.
 
-        `dataset`: the problems; None: the eval dataset. `n`: samples of each problem. Returns `accuracy` (the fraction
-        of correct answers), `reward` (the mean) and the other metrics of `megatron-rl eval`. Raises ConfigError if
-        there is no data or the recipe plays episodes of an environment, and RunFailed if the evaluation fails.
+        `dataset`: the problems; None: `eval_dataset` of the constructor. `n`: samples of each problem. Returns
+        `accuracy` (the fraction of correct answers), `reward` (the mean) and the other metrics of `megatron-rl eval`.
+        Raises ConfigError if there is no data or the recipe plays episodes of an environment, and RunFailed if the
+        evaluation fails.
         """
         config = self.config.resolve()
         data, run = self._asked(dataset), config.directory
@@ -181,7 +182,8 @@ class Trainer:
         process.write_config(self._file, str(self.config))
 
     def _run(self, command: str, schema: Any, tree: Settings, file: Path) -> None:
-        """Runs `megatron-rl eval` or `generate` with the settings `tree`. Its output is shown only if it fails."""
+        """Runs `megatron-rl eval` or `generate` with the settings `tree`. The command's output is shown only if the
+        command fails."""
         config = config_files.load(schema, trees=[(command, tree)])
         process.write_config(file, config_files.dump(config))
         process.run([command, str(file)], show=False)
@@ -200,8 +202,8 @@ class Trainer:
         return found | {name: self.config.get(name, {}) for name in ("engine", "launch")}
 
     def _template(self) -> str | None:
-        """Returns the prompt template of the recipe, or None if it has none. Raises ConfigError if the recipe plays
-        episodes of an environment."""
+        """Returns the prompt template of the recipe, or None if the recipe has no template. Raises ConfigError if the
+        recipe plays episodes of an environment."""
         recipe = self.config.resolve().recipe
         arguments = fields_of(recipe.target)
         if "environment" in arguments:
@@ -213,7 +215,7 @@ class Trainer:
         return vars(plugins.build(recipe))[named[0]] if named else None
 
     def _asked(self, dataset: Any) -> dict[str, Any]:
-        """Returns the settings of the problems for `evaluate`. Raises ConfigError if there are none."""
+        """Returns the settings of the problem set for `evaluate`. Raises ConfigError if there is no problem set."""
         held = self.config.get("evaluation.prompts") or {}
         if dataset is None:
             if not held:
@@ -235,7 +237,8 @@ class Trainer:
 
 
 def _recipe(base: Config, recipe: Any) -> Settings:
-    """Returns the config section `recipe`: the given recipe, with the arguments of `base` if it has the same recipe."""
+    """Returns the config section `recipe` for the given recipe. If `base` has the same recipe, the arguments in `base`
+    are kept."""
     section = use_of("grpo" if recipe is None else recipe)
     kept = base.get("recipe.args", {}) if base.get("recipe.target") in (None, section["target"]) else {}
     return {"recipe": {"target": section["target"], "args": {**kept, **section.get("args", {})}}}
@@ -251,8 +254,9 @@ def _models(model: Any, roles: Sequence[str]) -> Settings:
 
 
 def _gate(config: Config, functions: bool) -> Settings:
-    """Returns preflight.reward = false if reward functions were given and the config does not set the format of a
-    response (reward.answer_format) or preflight.reward."""
+    """Returns the settings {preflight.reward: false}, which switch off the check of the reward before training, if
+    reward functions were given and the config sets neither reward.answer_format nor preflight.reward. Otherwise returns
+    no settings."""
     said = config.get("preflight.reward") is not None or config.get("reward.answer_format") is not None
     return {"preflight": {"reward": False}} if functions and not said else {}
 
@@ -301,8 +305,8 @@ def _without(config: Config, section: str, key: str) -> Config:
 
 
 def _named(config: Config) -> Config:
-    """Returns the config with a run.name. If it is not set, it is the recipe's name and a digest of the settings, so
-    that other settings give another run."""
+    """Returns the config with the setting run.name. If run.name is not set, it becomes the recipe's name and a digest
+    of the settings, so that other settings give another run."""
     if config.get("run.name") is not None:
         return config
     word = str(config.get("recipe.target")).rpartition(":")[2].lower()

@@ -14,11 +14,12 @@ MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # names of the fi
 ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
 CONVERSATIONS = (MESSAGES, "conversations")  # keys of a whole conversation in a row
 _PROMPT = "prompt"
-_ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")  # keys of the answer; the first that exists is used
+# Keys of the reference answer in a row; the first key that exists is used
+_ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")
 _PASSED_ON = ("data_source", "extra_info")  # verl's columns for the reward function
 _SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
 _UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
-# Keys with which a message sets whether its turn is trained: OpenAI's, axolotl's and ms-swift's.
+# Keys of a message that determine whether its turn is trained: the keys of OpenAI, axolotl and ms-swift, in this order.
 _TRAINED = (WEIGHT, "train", "loss")
 _SHAREGPT = {"human": USER, "gpt": ASSISTANT, "function_response": TOOL}
 
@@ -26,10 +27,10 @@ _SHAREGPT = {"human": USER, "gpt": ASSISTANT, "function_response": TOOL}
 def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] | None:
     """Returns {field: key in the row}: `source.fields`, completed by the keys that are found in the row.
 
-    `source`: the problem set, after `data_settings.resolve`. The prompt is the first of these: a conversation in
-    `prompt` (TRL, verl), a text in `question`, a text in `prompt`, a conversation in `messages` or `conversations`. The
-    answer is the first of the keys in _ANSWERS; if there is none, the result has no answer field. Returns None if the
-    row has no prompt.
+    `source`: the problem set, after `data_settings.resolve`. The prompt is the first of the following that the row has:
+    a conversation in `prompt` (TRL, verl), a text in `question`, a text in `prompt`, a conversation in `messages` or
+    `conversations`. The answer is the first of the keys in _ANSWERS; if there is none, the result has no answer field.
+    Returns None if the row has no prompt.
     """
     fields = dict(source.fields)
     if MESSAGES not in fields and QUESTION not in fields:
@@ -38,11 +39,12 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
         elif texts := [key for key in (QUESTION, _PROMPT) if isinstance(row.get(key), str)]:
             fields[QUESTION] = texts[0]
         elif lists := [key for key in (_PROMPT, *CONVERSATIONS) if isinstance(row.get(key), list) and row[key]]:
-            fields[MESSAGES] = lists[0]  # may be malformed; `read_messages` then reports the error
+            fields[MESSAGES] = lists[0]  # the value may be malformed; `read_messages` then reports the error
         else:
             return None
     if MESSAGES in fields:
-        fields.pop(QUESTION, None)  # set by ready-made settings; the question is the last user message
+        # The ready-made settings set this field; the question of a conversation is its last user message
+        fields.pop(QUESTION, None)
     if ANSWER not in fields:
         found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
         fields |= {ANSWER: found[0]} if found else {}
@@ -50,7 +52,8 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 
 
 def passed_on(source: PromptSet, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns verl's columns for the reward function that the row has; {} if the set has ready-made settings."""
+    """Returns {column: column} of the columns in _PASSED_ON that the row has. They are verl's columns for the reward
+    function. Returns {} if the data set has ready-made settings."""
     return {} if source.settings is not None else {key: row[key] for key in _PASSED_ON if key in row}
 
 
@@ -101,11 +104,11 @@ def with_columns(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Me
 def prompt_messages(
     row: Mapping[str, Any], value: Any, key: str, *, continued: bool, system: str | None
 ) -> list[Message]:
-    """Returns the messages of a row's prompt, with the system message `system` if they have none.
+    """Returns the messages of a row's prompt, with the system message `system` if the messages contain none.
 
     `value`, `key`: the messages in the row and their key. `continued`: whether the last message may be an assistant's,
-    which the model then continues. Raises DataError as `read_messages` and `with_columns` do, and if the conversation
-    does not end with a message that a model can answer.
+    which the model then continues. Raises DataError if a message is malformed, if the row has unsupported columns or a
+    second system message, and if the conversation does not end with a message that a model can answer.
     """
     read = [{name: one for name, one in message.items() if name != WEIGHT} for message in read_messages(value, key)]
     messages = with_columns(row, read)
@@ -132,7 +135,8 @@ def as_conversation(question: str, system: str | None) -> list[Message]:
 
 
 def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the roles of a problem's messages, on which mostly depends whether a chat template can render them."""
+    """Returns the roles of a problem's messages. Whether a chat template can render a conversation depends mostly on
+    the roles."""
     return tuple(message["role"] for message in values.get(MESSAGES, ()))
 
 

@@ -11,9 +11,9 @@ from megatron_rl.data.rows import DataError
 from megatron_rl.rewards.reasoning_gym import COMPOSITE, GIVEN, digest, open_dataset, reference
 
 HELD_OUT = 5  # one question in HELD_OUT belongs to the split `test`
-# Number of draws per wanted problem, and a constant number that is added. This is enough unless many questions repeat.
-# The number of draws depends only on the config, because some data sets of the library give other problems when their
-# size changes.
+# Number of problems that are drawn for each problem wanted, and a constant number of further draws. The sum is enough
+# unless many questions repeat. The number of draws depends only on the config, because some data sets of the library
+# give other problems when their size changes.
 _DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
 _MORE = 100
 
@@ -22,10 +22,10 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (location, row) of the problems of a path `reasoning_gym:NAME`.
 
     A row is {question, entry}, and answer if the library has answers. The rows are a function of NAME, data.generated
-    and data.split. Draw i is problem i of the library's data set with this seed. The SHA-256 of a question decides
-    whether it belongs to `test` or `train`, for all seeds, settings and data sets, so the two splits have no question
-    in common. The split `all` is the library's data set unchanged. Raises ConfigError if the data set cannot be made,
-    and DataError if too few draws belong to the split.
+    and data.split. Draw i is problem i of the library's data set with the seed data.generated.seed. The SHA-256 of a
+    question decides whether it belongs to `test` or `train`, for all seeds, settings and data sets, so the two splits
+    have no question in common. The split `all` is the library's data set unchanged. Raises ConfigError if the data set
+    cannot be made, and DataError if too few draws belong to the split.
     """
     made = source.generated or Generated()
     name = generated_name(source.path) or ""

@@ -35,8 +35,9 @@ KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
 # every
 # other JSON file of a folder as rows.
 RECORD = ".fetched.json"
-BROUGHT = ".cache/huggingface/download"  # folder in which the hub's library has NAME.metadata for each downloaded file
-DATASETS = "datasets"  # subfolder of all data sets in the folder that is passed to `fetch`
+# Folder in which the library huggingface_hub keeps NAME.metadata for each downloaded file NAME
+BROUGHT = ".cache/huggingface/download"
+DATASETS = "datasets"  # subfolder for all data sets, in the folder that is passed to `fetch`
 WEIGHTS = "*.safetensors"
 FILES: dict[Kind, Sequence[str]] = {  # patterns of the files to download: neither pickles nor code
     "model": (WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"),
@@ -55,7 +56,8 @@ class Wanted:
 
     name: str  # owner/name
     kind: Kind | None = None  # None: a model, or a data set if there is no model of this name
-    revision: str | None = None  # branch, tag or commit; None: the commit that was downloaded before, or the newest
+    # Branch, tag or commit; None: the commit that was downloaded before; if there is none, the newest commit
+    revision: str | None = None
     weights: bool = True  # False: only config and tokenizer
     keys: tuple[str, ...] = ()  # settings that name the repository
 
@@ -68,7 +70,7 @@ class Fetched:
     folder: Path
     commit: str
     files: Mapping[str, Mapping[str, Any]]  # {name: {bytes, sha256}}
-    new: bool  # False: all files had been downloaded before
+    new: bool  # whether files were downloaded by this call; False if all files had been downloaded before
 
     @property
     def size(self) -> int:
@@ -88,9 +90,10 @@ def parse(word: str) -> Wanted:
 
 
 def wanted_by(config: Config) -> list[Wanted]:
-    """Returns the repositories of the hub that a config names, each once. Existing files and directories are left out.
+    """Returns the repositories of the hub that a config names, each once. Names of existing local files and directories
+    are left out.
 
-    For a model of an endpoint, or with random weights, only the config and tokenizer are wanted.
+    Of a model that an endpoint serves, or that starts with random weights, only the config and tokenizer are wanted.
     """
     found: dict[tuple[str, Kind], Wanted] = {}
     for key, name, kind, weights in _named(config):
@@ -135,7 +138,8 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     before = {str(file.relative_to(folder / BROUGHT)) for file in (folder / BROUGHT).rglob("*.metadata")}
     before = {name.removesuffix(".metadata") for name in before}
     if any(name.endswith(".safetensors") for name in before):
-        wanted = dataclasses.replace(wanted, weights=True)  # weights that were downloaded before are kept
+        # Weights that were downloaded before are kept, even if they are not wanted now
+        wanted = dataclasses.replace(wanted, weights=True)
     ask = api.model_info if kind == "model" else api.dataset_info
     info = ask(wanted.name, revision=wanted.revision or known.get("commit"), files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
@@ -158,7 +162,8 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
         for name in wrong:
             (folder / name).unlink()
         raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
-    for name in before.difference(names):  # files of an earlier commit, whose rows `datasets` would load, too
+    # Files of an earlier commit; the library `datasets` would load their rows as well
+    for name in before.difference(names):
         (folder / name).unlink(missing_ok=True)
         (folder / BROUGHT / f"{name}.metadata").unlink()
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
@@ -178,7 +183,7 @@ def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
 
 
 def _there(wanted: Wanted, folder: Path) -> Fetched | None:
-    """Returns the repository if it is complete in a folder, otherwise None. Needs no network."""
+    """Returns the repository as a Fetched if all of its files are in a folder, otherwise None. Needs no network."""
     known = _record(folder)
     files, commit = known.get("files", {}), known.get("commit", "")
     if not files or wanted.revision not in (None, commit):

@@ -1,6 +1,6 @@
 """Reads problems from files and Hugging Face data sets, or generates them.
 
-`PromptReader` returns them as a stream of prompts. Its position is saved in checkpoints.
+A `PromptReader` returns the problems as a stream of prompts. The position in the stream is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def read_problems(source: PromptSet) -> list[Problem]:
 
 
 def fields_of(source: PromptSet) -> dict[str, str]:
-    """Returns {field: key in the row} as `read_problems` finds it; {} if no row has a prompt. Raises ConfigError if the
-    path contains no data."""
+    """Returns {field: key in the row} for the rows of a problem set, as `read_problems` uses it. Returns {} if no row
+    has a prompt. Raises ConfigError if the path contains no data."""
     source = resolve(source)
     for _, row in _rows(source):
         if not isinstance(row, BadRow) and _passes(row, source) and (found := prompt_fields(source, row)):
@@ -82,7 +82,8 @@ def fields_of(source: PromptSet) -> dict[str, str]:
 
 
 def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> list[Problem]:
-    """Returns problems as `read_problems` does, with the values that `read` returns for each row.
+    """Returns the rows of a problem set as problems, like `read_problems`, but with the values that `read` returns for
+    each row.
 
     `read`: function that returns the values of a row, or None to skip the row, and raises DataError for a bad row. Of
     the settings in `source`, only path, generated, split, subset, file, limit and max_bad_share are used.
@@ -122,9 +123,9 @@ class PromptReader:
 
     Every epoch contains each problem once; with `shuffle`, every epoch has a different order. `encode` converts a
     problem's values to prompt tokens when the stream reaches the problem. Prompts with more than `max_prompt_tokens`
-    are dropped and counted in `dropped`, again in every epoch. The id of a prompt is `epoch/row`. `state_dict()` is the
-    position in the stream. Methods that return prompts raise DataError if the chat template cannot render a
-    conversation.
+    are dropped and counted in `dropped`; a prompt is counted again in every epoch. The id of a prompt is `epoch/row`.
+    `state_dict()` is the position in the stream. Methods that return prompts raise DataError if the chat template
+    cannot render a conversation.
     """
 
     def __init__(
@@ -166,8 +167,8 @@ class PromptReader:
         )
 
     def once(self, count: int) -> list[Prompt]:
-        """Returns the first `count` prompts of the first epoch, without too long prompts. Fewer if the epoch has
-        fewer."""
+        """Returns the first `count` prompts of the first epoch that are not too long. Returns fewer prompts if the
+        epoch has fewer."""
         problems = (self._problems[i] for i in self._order_of(0))
         kept = (p for p in ((problem, self._tokens(problem)) for problem in problems) if len(p[1]) <= self._max)
         return [
@@ -184,7 +185,7 @@ class PromptReader:
             tokens = self._tokens(problem)
             if len(tokens) > self._max:
                 self.dropped, misses = self.dropped + 1, misses + 1
-                if misses >= 2 * len(self._problems) - 1:  # this many misses in a row include a whole epoch
+                if misses >= 2 * len(self._problems) - 1:  # so many too long prompts in a row include a whole epoch
                     raise DataError(
                         f"every prompt is longer than max_prompt_tokens = {self._max}, e.g. {len(tokens)}: raise it"
                     )
@@ -199,7 +200,7 @@ class PromptReader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a saved position. If the data, seed or shuffle have changed, continues at the beginning of the next
-        epoch. run.input_digests decides before whether a run may continue with changed data."""
+        epoch. Whether a run may continue with changed data is decided before, in run/input_digests.py."""
         self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
         if state["order"] != self._told_order:
             self._epoch, self._position = self._epoch + 1, 0
@@ -227,7 +228,8 @@ class PromptReader:
 
     @functools.cached_property
     def told(self) -> dict[str, Any]:
-        """Returns {"rows": number of problems, "sha256": digest of their values}."""
+        """Returns a record of the data: {"rows": number of problems, "sha256": digest of the values of all
+        problems}."""
         digest = hashlib.sha256()
         for problem in self._problems:
             digest.update(json.dumps(dict(problem.values), sort_keys=True, default=str).encode())
@@ -239,7 +241,8 @@ class PromptReader:
 
 
 def _rows(source: PromptSet) -> Iterator[tuple[str, Any]]:
-    """Yields (location, row) as `rows_of` does, or as `generated_rows` does for a path `reasoning_gym:NAME`."""
+    """Yields (location, row) of a problem set: the rows of `generated_rows` for a path `reasoning_gym:NAME`, otherwise
+    the rows of `rows_of`."""
     if generated_name(source.path) is None:
         return rows_of(source.path, source.split, source.subset, source.file)
     from megatron_rl.data.generated import generated_rows  # imported here because reasoning-gym is optional
@@ -275,8 +278,8 @@ def _mapped(
 
 
 def _asked(row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str]) -> dict[str, Any]:
-    """Returns {question}, and messages if the prompt is a conversation. Raises DataError if they are
-    invalid."""
+    """Returns {"question": text}, with the key `messages` as well if the prompt is a conversation. Raises DataError if
+    the question or the messages are invalid."""
     if MESSAGES not in fields:
         question = _shortened(text_at(row, QUESTION, fields[QUESTION]), source)
         return {QUESTION: question} | ({MESSAGES: as_conversation(question, source.system)} if source.chat else {})

@@ -22,10 +22,11 @@ else:
     pa, pq = LazyModule("pyarrow"), LazyModule("pyarrow.parquet")
 
 SHOWN = 5  # maximum number of bad rows named in a message
-LARGEST = 1e300  # answers that are numbers must have a smaller absolute value
+LARGEST = 1e300  # limit of the absolute value of answers that are numbers; larger numbers make a row bad
 # Names of splits. A file in a directory belongs to a split if its name begins with the split's name.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30  # rows per batch when a Parquet file is read, and maximum bytes of a batch
+# Number of rows per batch when a Parquet file is read, and maximum size of a batch in bytes
+BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30
 # The name of a data set on the hub, `name` or `owner/name`, and not a file name.
 _HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _log = logging.getLogger(__name__)
@@ -95,8 +96,9 @@ def reach(row: Any, key: str) -> Any:
 
 
 def refuse_no_json(value: Any, key: str = "") -> None:
-    """Raises DataError, with the dotted key, for a value that JSON cannot represent, such as a timestamp or NaN.
-    Rewards, environments and the store of rollouts receive a problem's values as JSON."""
+    """Raises DataError, with the dotted key, for a value that JSON cannot represent, such as a timestamp or NaN. The
+    check is needed because reward functions, environments and the store of rollouts receive a problem's values as
+    JSON."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             refuse_no_json(one, f"{key}.{name}" if key else str(name))
@@ -159,8 +161,8 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _files_of(place: Path, split: str) -> list[Path]:
-    """Returns the files whose names begin with the split, or all files if no name begins with any split. Raises
-    ConfigError if there are only files of other splits."""
+    """Returns the files in a directory whose names begin with the name of the split, or all files if no file name
+    begins with the name of any split. Raises ConfigError if there are only files of other splits."""
 
     def belongs(file: Path, name: str) -> bool:
         return re.match(rf"{re.escape(name)}([-_.]|$)", file.stem) is not None

@@ -58,9 +58,9 @@ SftSample = TextPair | Conversation
 def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
     """Returns the samples of data.train. `split`: the split if the path is a directory or a data set.
 
-    A sample is a prompt and a response, both texts or both messages, or one conversation. Its keys are those of the
-    first row that has a sample. Bad rows are skipped with a warning that names file and line. Raises DataError if more
-    than data.max_bad_share of the rows are bad.
+    A sample is a prompt and a response (both texts, or both messages), or one conversation. The keys of the sample in
+    the rows are found in the first row that has a sample, and are used for all rows. Bad rows are skipped with a
+    warning that names file and line. Raises DataError if more than data.max_bad_share of the rows are bad.
     """
     samples: list[SftSample] = []
     bad: list[BadRow] = []
@@ -82,8 +82,8 @@ def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
 
 
 def sample_fields(data: SftData, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the keys of the sample in a row: (prompt, response) or (conversation,). Returns () if the row has no
-    sample."""
+    """Returns the keys under which a row holds its sample: (key of the prompt, key of the response), or (key of the
+    conversation,). Returns () if the row has no sample."""
     if data.messages_field is not None:
         return (data.messages_field,)
     responses = _RESPONSES if data.response_field is None else (data.response_field,)

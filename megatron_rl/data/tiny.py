@@ -22,7 +22,8 @@ CHAT = (
 
 
 def write_tiny_model(directory: str | Path, *, seed: int = 0) -> Path:
-    """Writes a model with 0.1 M random weights and a tokenizer with a chat template, and returns their directory.
+    """Writes a model with 0.1 million random weights, and a tokenizer with a chat template, into a directory, and
+    returns the directory.
 
     The tokens are lower-case letters, digits and punctuation; other characters are dropped. The same seed gives the
     same weights.

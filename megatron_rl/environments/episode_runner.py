@@ -110,7 +110,7 @@ class EpisodesPlay:
             while self._running:
                 self._take_event()
                 self._context.watch.beat()
-                # Only this thread may restart and update servers; the threads that read answers may not
+                # Only this thread may update the engine servers; the threads that read answers may not.
                 for role in self._sessions:
                     self._context.engines[role].tend()
             finished = True

@@ -98,8 +98,8 @@ class Verifiers(EpisodeMaker):
 
     @contextlib.contextmanager
     def _alone(self, context: RolloutContext, roles: Iterable[str]) -> Iterator[None]:
-        """Context manager that holds the lock for `play`. While it waits for the lock, it restarts and updates the
-        roles' engine servers as needed.
+        """Context manager that holds the lock for `play`. While it waits for the lock, it updates the roles' engine
+        servers.
 
         The thread that holds the lock may wait for a server that only the waiting thread can update to the current
         weights.

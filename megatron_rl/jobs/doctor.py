@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`: checks whether this host meets the requirements of a run, and tells how to fix problems."""
+"""`megatron-rl doctor`: checks whether this host meets the requirements of a run, and how to fix problems."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
 MEGATRON = ((0, 16, 1), (0, 20))  # supported versions of megatron-core: first version, first version not supported
-PROBE_MIB = {True: 1, False: 64}  # {whether the check is quick: MiB that are written to the run directory}
+# {whether the check is quick: MiB that are written to the run directory to measure the speed}
+PROBE_MIB = {True: 1, False: 64}
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
 # Bytes per parameter of float32 gradients, and of float32 weights with Adam's two moments, which are sharded over the
 # data-parallel ranks.
@@ -56,8 +57,8 @@ NO_FLOCK = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check, a row of the table: `what` was checked, what was `found`, the verdict, and the cure if
-    the verdict is not ok."""
+    """The result of one check, a row of the table. `what`: what was checked. `found`: what was found. `verdict`: ok,
+    note or wrong. `cure`: how to fix the problem if the verdict is not ok."""
 
     what: str
     found: str
@@ -89,7 +90,8 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
 
 
 def show(checks: list[Check], console: Console, *, only_wrong: bool, environment: Mapping[str, str]) -> None:
-    """Prints the checks as a table, the worst last. `only_wrong`: print only checks with the verdict wrong."""
+    """Prints the checks as a table, the most serious results last. `only_wrong`: print only checks with the verdict
+    wrong."""
     host = socket.gethostname()
     node = environment.get("SLURMD_NODENAME", host)
     chosen = [check for check in checks if not only_wrong or check.verdict == "wrong"]
@@ -141,7 +143,7 @@ def _transformer_engine(here: Mapping[str, str]) -> Iterator[Check]:
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
     in_job, wanted = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
-    given = environment.get("SLURM_GPUS_ON_NODE", "")  # an interactive job may have only a part of a node's GPUs
+    given = environment.get("SLURM_GPUS_ON_NODE", "")  # an interactive Slurm job may have only some of the node's GPUs
     wanted = int(given) if in_job and given.isdigit() else wanted
     if shutil.which("nvidia-smi") is None:
         bad = bool(wanted) and in_job
@@ -200,7 +202,8 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
     while not directory.exists():
         directory = directory.absolute().parent
     probe, size = directory / f".doctor.{socket.gethostname()}.{os.getpid()}", PROBE_MIB[quick]
-    moved = probe.with_name(probe.name + ".moved")  # unique to this process: other nodes may check at the same time
+    # This name is unique to this process, because other nodes may make the check at the same time
+    moved = probe.with_name(probe.name + ".moved")
     try:
         start = time.perf_counter()
         with probe.open("wb") as file:
@@ -349,8 +352,8 @@ def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -
 
 
 def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
-    """Compares the memory that a rank needs for the weights, gradients and optimizer of all roles with the memory that
-    it has: the GPU's memory, or without GPUs the host's memory divided by the number of ranks."""
+    """Compares the memory that a rank needs for the weights, gradients and optimizer of all roles with the memory
+    available to a rank: the GPU's memory, or, without GPUs, the host's memory divided by the number of ranks."""
     ranks = 1 if profile is None else profile.ranks_per_node
     world = ranks * spec.cluster.job.nodes
     awake, asleep = 0.0, 0.0
@@ -388,7 +391,7 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
 
 
 def _room(ranks: int) -> tuple[float, str]:
-    """Returns (GiB of memory that a rank has, description of the memory)."""
+    """Returns (memory available to a rank in GiB, text that names this memory, such as "on each GPU here")."""
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(slurm_commands.SlurmError, ValueError):
             said = slurm_commands.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
@@ -422,7 +425,8 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
 
 
 def _sizes(model: Model) -> Sizes | None:
-    """Returns the model's sizes, or None if its config.json is not on this host."""
+    """Returns the sizes of a model's layers and matrices from its config.json, or None if the file is not on this
+    host."""
     file = Path(model.path) / "config.json"
     return registry.read(read_json(file), str(file)) if file.is_file() else None
 

@@ -28,13 +28,16 @@ from megatron_rl.session import generation_progress
 from megatron_rl.session.server_connection import ENGINES
 
 RECENT = 10  # number of last iterations over which the median of the seconds per iteration is taken
-LOOK_S = 2.5  # seconds between two reads of the server registry; a running server renews its file every second
+# Seconds between two reads of the files in which servers are registered; a running server renews its file every second
+LOOK_S = 2.5
 FOLLOW_S = 1.0  # seconds between two reads of followed logs
 SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # metrics of a role that are shown
 REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"
-RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")  # batch scripts of runs, which have iterations
-DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"  # batch scripts of SFT data and evaluations, without iterations
+# Names of the batch scripts of training runs, which have iterations
+RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")
+# Names of the batch scripts that make SFT data and that evaluate, which have no iterations
+DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class Status:
     directory: Path
     iterations: int  # number of iterations in the metrics
     planned: int | None  # number of iterations of the whole run; None if the run has not recorded it yet
-    saved: int  # number of iterations in the newest complete checkpoint
+    saved: int  # number of training iterations done at the newest complete checkpoint
     seconds_per_iteration: float | None
     last: Mapping[str, MetricsRow]  # {scope: its newest metrics line}
     slices: Sequence[Slice]  # starts of the run
@@ -52,9 +55,10 @@ class Status:
     jobs: Sequence[slurm_commands.Queued]
     state: str  # finished, running, waiting for nodes, failed, stopped, or the reason why it is unknown
     failed: str | None = None  # reason why the last start failed
-    damage: Sequence[str] = ()  # messages about files that could not be read
+    damage: Sequence[str] = ()  # error messages about files that could not be read completely
     unlearned: Sequence[str] = ()  # a sentence for each role that had iterations but no update
-    answered: str | None = None  # progress of SFT data or evaluations, which have no iterations; None for a run
+    # For SFT data or evaluations, which have no iterations: their progress as text; None for a training run
+    answered: str | None = None
 
     @property
     def remaining_s(self) -> float | None:
@@ -151,8 +155,8 @@ def show(status: Status, console: Console) -> None:
 def stop(directory: Path, *, now: bool) -> str:
     """Asks the run to save and exit after the current iteration, and cancels its pending jobs. Returns a line to print.
 
-    `now`: cancel all jobs at once, as is always done for SFT data and evaluations. Raises ConfigError if there is no
-    directory, and SlurmError if a Slurm command fails.
+    `now`: cancel all jobs at once. Jobs of SFT data and evaluations are always cancelled at once. Raises ConfigError if
+    `directory` does not exist, and SlurmError if a Slurm command fails.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no run directory")
@@ -172,14 +176,15 @@ def stop(directory: Path, *, now: bool) -> str:
 
 
 def _has_answers_alone(directory: Path) -> bool:
-    """Returns whether the directory is one of SFT data or evaluations, whose jobs have no iterations or checkpoints."""
+    """Returns whether the directory belongs to jobs of SFT data or evaluations, which have no iterations or
+    checkpoints."""
     here = {path.name for path in (directory / JOBS).glob("*.sbatch")}
     return bool(here & {DATA, EVALUATIONS}) and not here & {*RUNS}
 
 
 def _cancel_answers(directory: Path) -> str:
-    """Cancels the jobs of SFT data or evaluations. The part of the answers that is being generated is lost. Returns the
-    end of a line to print."""
+    """Cancels the jobs of SFT data or evaluations. Answers that are being generated are lost. Returns the end of the
+    line that `stop` prints."""
     goes_on = "finished parts of the answers are kept, and `megatron-rl submit` of the same config goes on after them"
     if not slurm_commands.present():
         return f"there is no Slurm here to cancel its jobs with; they are not queued again; {goes_on}"
@@ -190,7 +195,7 @@ def _cancel_answers(directory: Path) -> str:
 
 
 def _answered(directory: Path) -> str | None:
-    """Returns the progress of SFT data or evaluations as text; None for a run."""
+    """Returns the progress of SFT data or evaluations as text. Returns None if the directory is a training run's."""
     if not _has_answers_alone(directory):
         return None
     said = []
@@ -299,7 +304,7 @@ def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
 
 
 def _with_accounting(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
-    """Returns the starts of a run. The cause of the end of a start that recorded none is taken from Slurm's accounting
+    """Returns the starts of a run. If a start recorded no cause of its end, the cause is taken from Slurm's accounting
     if it is known there."""
     known = slurm_commands.accounted(jobs) if any(one.cause == job_slices.SILENT for one in starts) else {}
     return [

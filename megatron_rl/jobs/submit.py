@@ -38,9 +38,11 @@ from megatron_rl.spec import server_gpus
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
-JOBS = "jobs"  # subdirectory of the run directory with scripts, configs and the two files below
-SITE, SUBMITTED = "site.yaml", "submitted.jsonl"  # files with the profile, and with the submitted jobs
-# Files with the id of the trainer's and the engines' job for slurm/job.sh, which cancels the engines with the trainer.
+JOBS = "jobs"  # subdirectory of the run directory with batch scripts, configs, and the files SITE and SUBMITTED
+# Names of the files with the cluster's profile, and with the ids of the submitted jobs
+SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
+# Files with the job ids of the trainer and the engines. slurm/job.sh reads them to cancel the engines' job together
+# with the trainer's.
 TRAINER, ENGINES = "trainer", "engines"
 # Seconds before the time limit at which jobs with servers are warned. A server may take 30 s to end, and the warning
 # may be up to 30 s late.
@@ -64,11 +66,11 @@ class Submission:
 def plan_run(
     config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool = False, to_come: bool = False
 ) -> Submission:
-    """Returns the submission of a run: an array with the trainer's consecutive slices, and an array of servers if the
-    config has any.
+    """Returns the submission of a run: a job array with the trainer's consecutive jobs (slices), and a job array of the
+    engine servers if the config has servers in separate jobs.
 
-    `command`: train or sft. `as_roles`: put trainer and servers into one array. `to_come`: the models do not exist yet,
-    because an earlier job writes them. Raises ConfigError if the config cannot be run on the site.
+    `command`: train or sft. `as_roles`: put the trainer and the servers into one job array. `to_come`: the models do
+    not exist yet, because an earlier job writes them. Raises ConfigError if the config cannot be run on the site.
     """
     config, spec = for_site(config, profile, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     job, directory = config.job, spec.directory.absolute()
@@ -101,8 +103,9 @@ def plan_run(
 def _trainer_shape(
     job: JobConfig, profile: Profile, *, template: str, name: str, array: str, of: Path
 ) -> ScriptShape:  # fmt: skip
-    """Returns the shape of a trainer's job. `of`: the directory of the run, in which the logs are written. Raises
-    ConfigError if the warning before the time limit would come at the start of the job."""
+    """Returns the shape of a trainer's job: the resources that its batch script requests. `of`: the directory of the
+    run, in which the logs are written. Raises ConfigError if the warning before the time limit would come at the start
+    of the job."""
     shape = ScriptShape(
         template=template, name=name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
         time=job.time or profile.time, array=array, warning_s=job.warning_s or profile.warning_s,
@@ -158,8 +161,8 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
     """Returns (config adapted to the profile, its specification for `ranks` ranks).
 
     The profile determines the Python interpreter of servers, and the address at which servers of a training run listen.
-    Separate jobs start these servers, unless they share the trainer's GPUs. `to_come`: the models do not exist yet.
-    Raises ConfigError if the config cannot be run on the site.
+    Separate jobs start these servers, unless they share the trainer's GPUs. `to_come`: the models do not exist yet,
+    because an earlier job writes them. Raises ConfigError if the config cannot be run on the site.
     """
     settings = getattr(config, "engine", None)
     if isinstance(settings, Servers) and isinstance(config, TrainConfig):
@@ -173,7 +176,8 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
         server_gpus.refuse(spec.engine if profile.gpus_per_node else None, ranks)
         return config, spec
     check_start(config.run, config_files.dump(config))
-    # A job that Slurm requeues finds the run that it began, so `never` would make it fail.
+    # With run.resume = never, a job that Slurm requeues would fail, because its directory contains the run that it
+    # began.
     again = replace(config.run, resume="auto") if config.run.resume == "never" else config.run
     return replace(config, run=again), spec
 
@@ -395,7 +399,8 @@ def write_files(submission: Submission) -> None:
 def reopen(run: Run) -> None:
     """Marks a finished run as unfinished if run.resume=must, so that it can be extended. No-op for an unfinished run.
 
-    Raises ConfigError if the run is finished and run.resume is not must: its jobs would have nothing to do.
+    Raises ConfigError if the run is finished and run.resume is not must, because the run's jobs would have nothing to
+    do.
     """
     directory = Path(run.dir) / run.name
     if not job_slices.finished(directory):
@@ -406,7 +411,7 @@ def reopen(run: Run) -> None:
 
 
 def send(submission: Submission, *, dependency: str | None = None) -> dict[str, str]:
-    """Submits the written scripts, all or none. Returns {script: job id}.
+    """Submits the batch scripts of a submission that was written before, either all or none. Returns {script: job id}.
 
     `dependency`: sbatch's --dependency for the scripts that do not depend on another script of the submission. Raises
     SlurmError if a script cannot be submitted; jobs that were submitted before are then cancelled.
@@ -444,7 +449,7 @@ def refuse_busy(directory: Path) -> None:
 
 
 def allow_start(directory: Path) -> None:
-    """Removes the stop files of the directory's runs, so that submitted jobs continue them."""
+    """Removes the files that ask the directory's runs to stop, so that submitted jobs continue the runs."""
     for run in runs_of(directory):
         (run / STOP).unlink(missing_ok=True)
 

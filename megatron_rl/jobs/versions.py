@@ -53,8 +53,8 @@ def differences(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[s
 
 
 def bounds(package: str, needs: str) -> Requirement | None:
-    """Returns the version requirement of the installed package `package` for the package `needs`, including extras.
-    Returns None if there is no such requirement or package."""
+    """Returns the version requirement that the installed package `package` has for the package `needs`, including
+    requirements of extras. Returns None if there is no such requirement or package."""
     try:
         lines: Iterable[str] = metadata.requires(package) or []
     except metadata.PackageNotFoundError:

@@ -41,11 +41,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
 
-    All ranks save into one temporary directory on a shared file system:
-        rank 0:     begin(number)                 then a barrier
-        all ranks:  save into pending(number)     then a barrier
-        rank 0:     commit(number)                then a barrier before any rank reads it
-    If the run is killed in between, the previous checkpoint remains the newest. `newest` only reads. Call it on one
+    All ranks save into one temporary directory on a shared file system: rank 0: begin(number) then a barrier all ranks:
+    save into pending(number) then a barrier rank 0: commit(number) then a barrier before any rank reads it If the run
+    is killed in between, the previous checkpoint remains the newest. `newest` changes no files. Call `newest` on one
     rank and broadcast the number, so that all ranks use the same checkpoint.
     """
 
@@ -60,12 +58,13 @@ class Checkpoints:
         return self.directory / f"iteration_{number:06d}"
 
     def pending(self, number: int) -> Path:
-        """Returns the directory in which `number` is written before it is committed. Any rank may call it."""
+        """Returns the directory in which checkpoint `number` is written before it is committed. Any rank may call this
+        method."""
         return self.directory / f".iteration_{number:06d}.tmp"
 
     def begin(self, number: int) -> Path:
         """Removes the remains of interrupted saves, and creates and returns the empty directory `pending(number)`. Only
-        rank 0 calls it."""
+        rank 0 calls this method."""
         if number < 0:
             raise CheckpointError(f"checkpoint number {number}: give the number of iterations done, 0 or more")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -79,11 +78,12 @@ class Checkpoints:
         return pending
 
     def commit(self, number: int) -> Checkpoint:
-        """Renames `pending(number)` to the final name of checkpoint `number`, and removes the oldest beyond `keep`.
+        """Renames `pending(number)` to the final name of checkpoint `number`, and removes the oldest checkpoints if
+        there are more than `keep`.
 
-        Only rank 0 calls it, after a barrier. Before the rename it writes the manifest, with the size and checksum of
-        every file; the ranks may have computed checksums already (`sum_up`). Raises CheckpointError if `begin` was not
-        called or nothing was saved.
+        Only rank 0 calls this method, after a barrier. Before the rename, the method writes the manifest, with the size
+        and checksum of every file; the ranks may have computed checksums already (`sum_up`). Raises CheckpointError if
+        `begin` was not called or nothing was saved.
         """
         pending = self.pending(number)
         if not pending.is_dir():
@@ -122,8 +122,8 @@ class Checkpoints:
         return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
 
     def _publish(self, number: int) -> None:
-        """Renames the pending directory to its final name. An older checkpoint with the same number is renamed before
-        and removed afterwards."""
+        """Renames the pending directory to its final name. An existing checkpoint with the same number is moved away
+        before the rename and removed after the rename."""
         final, aside = self.path(number), self.directory / f".iteration_{number:06d}.old"
         if final.exists():
             if aside.exists():

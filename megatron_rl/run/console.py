@@ -1,4 +1,5 @@
-"""Shows the progress of a run: a live table in a terminal, otherwise plain lines, which logs/driver.log always gets.
+"""Shows the progress of a run: a live table in a terminal, otherwise plain lines. The plain lines are always written to
+logs/driver.log.
 
 docs/concepts.md explains the columns.
 """
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from megatron_rl.run.metrics import MetricsRow, Sink
 
-# {column: names of metrics}. A column shows the first of its metrics that a role logs. The last columns are left out if
+# {column: names of metrics}. A column shows the first of the metrics that a role logs. The last columns are left out if
 # the table is too wide.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "update": ("update",),
@@ -42,7 +43,7 @@ ROLE, SMOOTH, SECONDS = "role", "smooth", "s"  # further columns of the live tab
 NOTES = ("eval", "preflight")  # scopes whose rows are not iterations
 SMOOTHING = 0.9  # decay factor of the running mean of the reward
 RECENT = 10  # number of iterations from which the remaining time is estimated
-NARROW = 80  # maximum width of the table in characters, in every terminal
+NARROW = 80  # maximum width of the table in characters, even in wider terminals
 NAME = 40  # maximum number of characters of a row's name
 
 
@@ -61,7 +62,7 @@ class RunConsole(Sink):
     It is used on the driver rank only, and is a context manager that opens and closes itself. `total_iterations`:
     number of iterations of the whole run; None if unknown. `first_iteration`: number of iterations that were done
     before a resume. `stream`: the output, which shows a live table if it is a terminal. Warnings of the package's
-    loggers are shown as lines, too.
+    loggers are shown as lines of the console.
     """
 
     name = "console"
@@ -74,7 +75,7 @@ class RunConsole(Sink):
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last evaluation
-        # (number of completed iterations, time) at the ends of the last iterations
+        # pairs (number of completed iterations, time) at the ends of the most recent iterations
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
@@ -164,7 +165,7 @@ class RunConsole(Sink):
         """Updates the progress bar and the remaining time, which is estimated from the last RECENT iterations."""
         done, now = row.iteration + 1, time.monotonic()
         if self._ends and self._ends[-1][0] == done:
-            self._ends.pop()  # the line of another role in the same iteration
+            self._ends.pop()  # the last entry is from the line of another role in the same iteration
         self._ends.append((done, now))
         (before, then), left = self._ends[0], ""
         if self._total is not None and done > before:
@@ -282,7 +283,7 @@ def _cell(value: float | None, column: str = "") -> str:
 
 
 class _Forward(logging.Handler):
-    """A log handler that shows the package's warnings and errors as lines of the console."""
+    """A handler of the logging module that shows the package's warnings and errors as lines of the console."""
 
     def __init__(self, console: RunConsole) -> None:
         super().__init__(logging.WARNING)

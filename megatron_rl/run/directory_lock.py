@@ -1,8 +1,8 @@
 """Locks a directory for one process, also on file systems without flock.
 
 A lock by flock is released whenever its process ends. If the file system has no flock (Lustre without `-o flock`:
-ENOSYS, NFS without its lock service: ENOLCK, some others: EOPNOTSUPP), a lock file is created exclusively instead. It
-identifies the process that created it, so that the lock of a process that was killed on this host can be broken.
+ENOSYS, NFS without its lock service: ENOLCK, some others: EOPNOTSUPP), a lock file is created exclusively instead. The
+lock file identifies the process that created it; if that process was killed on this host, the lock file is replaced.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from megatron_rl import processes
 
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without flock
-UNREAD_S = 2.0  # seconds to wait for the contents of a lock file that was just created
+UNREAD_S = 2.0  # seconds to wait until another process has written the contents of a lock file that it just created
 POLL_S = 0.05  # seconds between two tries
 _log = logging.getLogger(__name__)
 
 
 class Taken(RuntimeError):
-    """Another process holds the lock. The message names the process, or is empty if it is unknown. `cure`: the lock
-    file that may have to be removed, as a sentence."""
+    """Another process holds the lock. The message names the process, or is empty if the process is unknown. `cure`: a
+    sentence about the lock file that the user may have to remove."""
 
     def __init__(self, who: str, cure: str = "") -> None:
         super().__init__(who)
@@ -49,7 +49,7 @@ class Holder:
     restart: int = 0  # restart count of the job; Slurm ends the processes of a job before it restarts the job
 
     def is_gone(self, here: Holder) -> bool:
-        """Returns whether the process has certainly ended. `here`: the process that asks."""
+        """Returns whether the process has certainly ended. `here`: this process."""
         if here.job and here.job == self.job and self.restart < here.restart:
             return True
         if not self.boot or (self.host, self.boot, self.space) != (here.host, here.boot, here.space):
@@ -139,8 +139,8 @@ def _make(path: Path, here: Holder) -> None:
 
 
 def _remove(path: Path, here: Holder) -> None:
-    """Removes the lock file of a process that has ended. If several processes try it, one removes the file and the
-    others wait and return."""
+    """Removes the lock file of a process that has ended. If several processes try to remove it, one process removes the
+    file, and the other processes wait and return."""
     breaking = path.with_name(f"{path.name}.breaking")
     try:
         os.close(os.open(breaking, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))

@@ -1,5 +1,5 @@
-"""Computes and compares checksums of files, so that corruption on a disk or in a transfer is detected before the data
-is used for training."""
+"""Computes and compares checksums of files, so that files that were corrupted on a disk or in a transfer are detected
+before training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def quick_digest(file: Path) -> str:
     """Returns a SHA-256 of a file that is fast to compute for large files.
 
     It is the SHA-256 of the contents if the file has at most 64 MiB, otherwise of the size and 256 samples of 64 KiB,
-    including the beginning and the end. The start of a run must not read terabytes: for a model of 671 billion
-    parameters in 163 files, 2.6 GB are read. The digest differs for another model, another training of the model, and
-    any change of a region longer than the gap between two samples (17 MiB in a file of 4.3 GB). Smaller changes between
-    samples are not detected. Modification times are not used because copies change them. `digest` detects every change.
+    including the beginning and the end. The samples keep the start of a run fast: for a model of 671 billion parameters
+    in 163 files, 2.6 GB are read. The digest differs for another model, another training of the model, and any change
+    of a region longer than the gap between two samples (17 MiB in a file of 4.3 GB). Smaller changes between samples
+    are not detected. Modification times are not used because copies change them. `digest` detects every change.
     """
     size = file.stat().st_size
     if size <= WHOLE_BYTES:
@@ -90,6 +90,6 @@ def wrong_of(directory: Path) -> list[str]:
 
 
 def refuse(faults: Sequence[str]) -> None:
-    """Raises ConfigError if there are error messages of `wrong` or `wrong_of`."""
+    """Raises ConfigError with the error messages `faults` (results of `wrong` or `wrong_of`) if there are any."""
     if faults:
         raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")

@@ -17,7 +17,8 @@ from megatron_rl.run.file_checksums import THREADS, quick_digest
 from megatron_rl.run.run_directory import RunError
 
 FILE = "inputs.json"
-FILES, LATER = "files", "later"  # sections of the record: files, and inputs that are known after the data were loaded
+# Names of the two sections of the record: files, and inputs that are known only after the data were loaded
+FILES, LATER = "files", "later"
 Input = Mapping[str, Any]  # record of one input: path, and the values to compare: bytes and sha256, rows, or revision
 SHOWN = 10  # maximum number of inputs named in a message
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
 
 
 class InputRecord:
-    """The record of a run's inputs in `file`. Only the driver uses it.
+    """The record of a run's inputs in `file`. Only the driver rank uses the record.
 
     If a part of the run is done (`done`, such as "12 iterations"), the inputs are compared with the recorded inputs.
     Changed data, models, templates or prompts are an error, unless `accept` is set. Changed code, such as a corrected
@@ -92,7 +93,7 @@ class InputRecord:
 
 def _difference(old: Input | None, new: Input | None) -> str:
     """Returns the difference of two inputs as text, such as " (rows.jsonl): bytes 20 -> 31", or "" if they are equal.
-    Paths are not compared. None: the input does not exist."""
+    Paths are not compared. `old`, `new`: None if the input does not exist."""
     if old is None or new is None:
         own = (new or old or {})["path"]
         return f" ({own}): {'was not there' if old is None else 'is not there any more'}"

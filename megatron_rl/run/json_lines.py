@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-# Exceptions that decoding a damaged text may raise.
+# Exceptions that may be raised when a damaged text is decoded.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
 RESUME = (
     "free some space there, then start the same command again: the run goes on from its last complete checkpoint, or "
@@ -56,8 +56,9 @@ def append(path: Path, line: bytes) -> None:
 def each(path: Path, take: Callable[[Any], object]) -> str | None:
     """Calls `take` with the value of each line of a JSON Lines file, in order. Only one line is in memory at a time.
 
-    Returns a message about the skipped lines, or None. Skipped are lines that are not JSON, lines for which `take`
-    raises one of UNREADABLE, and a last line without a line end. Empty lines are ignored. A missing file has no lines.
+    Returns a message about the skipped lines, or None if no line was skipped. Skipped are lines that are not JSON,
+    lines for which `take` raises one of UNREADABLE, and a last line without a line end. Empty lines are ignored. A
+    missing file has no lines.
     """
     if not path.exists():
         return None

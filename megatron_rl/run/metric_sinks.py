@@ -28,9 +28,11 @@ _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class TensorBoard(Sink):
-    """A sink that writes scalars `scope/metric` over iterations to TensorBoard files, and sample rollouts as texts.
+    """A metrics sink that writes scalars `scope/metric` over iterations, and sample rollouts as texts, to TensorBoard
+    files.
 
-    `first_iteration`: iteration at which the run resumes. Later points of an interrupted run are hidden.
+    `first_iteration`: iteration at which the run resumes. Points of an interrupted run at this and later iterations are
+    hidden.
     """
 
     name = "tensorboard"
@@ -66,8 +68,8 @@ class TensorBoard(Sink):
 
 
 class WandB(Sink):
-    """A sink that sends scalars `scope/metric`, the config, tables of sample rollouts, and references to the final
-    models' directories to Weights & Biases.
+    """A metrics sink that sends scalars `scope/metric`, the config, tables of sample rollouts, and references to the
+    final models' directories to Weights & Biases.
 
     Scalars have a separate `iteration` axis, so that a resumed run may log earlier iterations again.
     """
@@ -134,9 +136,9 @@ class WandB(Sink):
 
 
 class Prometheus(Sink):
-    """A sink that serves the newest metrics at GET /metrics in the text format of Prometheus.
+    """A metrics sink: an HTTP server that returns the newest metrics at GET /metrics in the text format of Prometheus.
 
-    There is no authentication; texts and settings are not served. Scopes and names of metrics are labels.
+    There is no authentication; texts of rollouts and settings are not served. Scopes and names of metrics are labels.
     """
 
     name = "prometheus"
@@ -152,7 +154,8 @@ class Prometheus(Sink):
         sink = self
 
         class Answer(BaseHTTPRequestHandler):
-            timeout = 2.0  # seconds for a request; requests are served one at a time, so a stalled one blocks others
+            # Timeout of a request in seconds; requests are served one at a time, so a stalled request blocks all others
+            timeout = 2.0
 
             def do_GET(self) -> None:
                 found = self.path.partition("?")[0] == "/metrics"
@@ -164,7 +167,7 @@ class Prometheus(Sink):
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Does not log requests, which arrive every few seconds."""
+                """No-op: requests are not logged, because they arrive every few seconds."""
 
         self._server = HTTPServer((self._host, self._port), Answer)
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()

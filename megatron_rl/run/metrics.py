@@ -19,8 +19,9 @@ from typing import Any
 
 from megatron_rl.run.json_lines import UNREADABLE, append, each
 
-SECONDS = "seconds/"  # prefix of metrics that are times; they are written to a separate field
-SPEED = "speed/"  # prefix of metrics that are rates or times of an update; they are written to a separate field
+SECONDS = "seconds/"  # prefix of metrics that are times; these metrics are written to the separate field `time`
+# Prefix of metrics that are rates or times of an update; these metrics are written to the separate field `speed`
+SPEED = "speed/"
 FILE_NAME = "metrics.jsonl"
 EVAL = "eval"  # scope of evaluations
 _log = logging.getLogger(__name__)
@@ -44,8 +45,7 @@ class MetricsRow:
     def place(self) -> tuple[int, int]:
         """Returns the indices of the last iteration and the last cycle, from 0, that the metrics depend on.
 
-        For an evaluation these are one less than `iteration` and `cycle`, which are counts there: -1 for the initial
-        model.
+        For an evaluation, `iteration` and `cycle` are counts, and the indices are one less: -1 for the initial model.
         """
         before = self.scope == EVAL
         return self.iteration - before, self.cycle - before
@@ -101,7 +101,7 @@ class Sink:
 
 
 class Tracker:
-    """Writes metrics.jsonl and forwards every line to the sinks. It is used on the driver rank only.
+    """Writes metrics.jsonl and forwards every line to the sinks. A Tracker is used on the driver rank only.
 
     `failures`: number of failed calls of each sink. The first failure of each sink is logged as a warning; failures do
     not stop the run. Every line is flushed to the disk when `log` returns. All lines of an iteration are logged before
@@ -147,7 +147,7 @@ class Tracker:
         return max((sink.num_samples for sink in self._sinks), default=0)
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Passes sample rollouts of an iteration to the open sinks. Failures are counted as those of `log`."""
+        """Passes sample rollouts of an iteration to the open sinks. Failures of a sink are counted in `failures`."""
         for sink in self._sinks:
             if sink.name in self._opened:
                 self._guarded(sink, partial(sink.show, iteration, scope, samples))
@@ -167,7 +167,7 @@ class Tracker:
     def truncate(self, iteration: int) -> int:
         """Removes the lines of `iteration` and later iterations, before the run resumes at `iteration`.
 
-        Damaged lines are removed, too, with a warning. Returns the number of removed lines.
+        Damaged lines are also removed, and a warning is logged. Returns the number of removed lines.
         """
         if not self.path.exists():
             return 0
@@ -217,9 +217,9 @@ class Tracker:
         self._guarded(sink, lambda: sink.log(row))
 
     def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """Calls a method of a sink and returns whether it succeeded.
+        """Calls a method of a sink, and returns whether the call raised no exception.
 
-        Any exception of a sink is caught here and counted; a warning is logged for the first one.
+        Any exception of a sink is caught here and counted; a warning is logged for the first exception of the sink.
         """
         try:
             call()
@@ -264,7 +264,7 @@ class Stopwatch:
         self.beat()
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds since the last call as {"seconds/rollout": ...}, and resets them to zero."""
+        """Returns the seconds since the last call as {"seconds/rollout": ...}, and resets the totals to zero."""
         taken = {f"{SECONDS}{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken

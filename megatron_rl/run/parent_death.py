@@ -8,15 +8,16 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # id of the prctl option of Linux
-# Loaded at import: a process that was just forked from a process with threads should not load libraries.
+# The C library is loaded when this module is imported: a process that was just forked from a process with threads
+# should not load libraries.
 _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent(number: signal.Signals, parent: int) -> None:
     """Makes Linux send this process the signal `number` when the thread that started it ends. No-op on other systems.
 
-    It is called in the new process. `parent`: process id of the parent; if the parent has ended already, the signal is
-    sent at once. The setting is kept by exec.
+    The function is called in the new process. `parent`: process id of the parent; if the parent has ended already, the
+    signal is sent at once. The setting is kept by exec.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,5 @@
-"""The directory of a run: its files, its lock, its summary, and the check of a resume. Also stops a run on a signal."""
+"""The directory of a run: its files, its lock, its summary, and the check of a resume. The class Interrupts lets
+signals stop a run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json
 from megatron_rl.run.json_lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
 
-# Settings that may change when a run is resumed, because they change neither results nor the plan of the run.
+# Settings that may change when a run is resumed, because they change neither the results nor the number and order of
+# iterations.
 FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
     "run.hang_after_s", "run.peak_tflops", "sinks", "job",
@@ -41,12 +43,13 @@ class RunError(ConfigError):
 
 
 class RunBusy(RuntimeError):
-    """Another process is running in the run directory."""
+    """Another process is using the run directory, so that this process cannot use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of a run's files. Constructing it accesses no file, so every rank may; only the driver writes files."""
+    """The paths of a run's files. The constructor accesses no file, so every rank may call it; only the driver rank
+    writes files."""
 
     path: Path
 
@@ -143,11 +146,12 @@ def check_start(run: Run, config_text: str) -> list[str]:
 
 
 def open_run(run: Run, config_text: str) -> RunDirectory:
-    """Creates or reopens run.dir/run.name for the resolved config. The driver calls it before it writes to the
-    directory.
+    """Creates or reopens the run directory run.dir/run.name for the resolved config. The driver rank calls this
+    function before it writes to the directory.
 
     If the config has changed, the old config is kept as config.1.yaml, config.2.yaml, ... The files of an earlier start
-    without a checkpoint are moved to former.1, former.2, ... Raises RunError as `check_start` does.
+    without a checkpoint are moved to former.1, former.2, ... Raises RunError if the run may not start in the directory
+    (see `check_start`).
     """
     changes, directory = check_start(run, config_text), RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8", errors="replace") if changes else None
@@ -172,7 +176,8 @@ def _set_aside(run: Path) -> Path:
     for name in (*written, f"logs/{WANDB_ID}"):
         if (run / name).exists():
             os.rename(run / name, place / Path(name).name)
-    os.rename(run / "config.yaml", place / "config.yaml")  # last, so that an interrupted move is repeated
+    # Config.yaml is moved last, so that an interrupted move is repeated at the next start
+    os.rename(run / "config.yaml", place / "config.yaml")
     return place
 
 
@@ -227,11 +232,11 @@ def config_changes(old_text: str, new_text: str) -> list[str]:
 class Interrupts:
     """Context manager in which signals request a stop: `with Interrupts() as stop: ... if stop.requested: save, exit`.
 
-    It is used in the main thread; the earlier handlers are restored at the end. The first SIGINT, SIGTERM or SIGUSR1
-    (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status 130 if it arrives
-    more than SAME_PRESS_S seconds after the first, because a terminal and a launcher may both deliver one Ctrl-C. This
-    also works while the main thread waits in a collective, where Python runs no signal handlers: a thread reads the
-    signal numbers from a pipe to which the interpreter writes them.
+    It is used in the main thread; the earlier signal handlers are restored when the block ends. The first SIGINT,
+    SIGTERM or SIGUSR1 (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status
+    130 if it arrives more than SAME_PRESS_S seconds after the first, because a terminal and a launcher may both deliver
+    one Ctrl-C. This also works while the main thread waits in a collective, where Python runs no signal handlers: a
+    thread reads the signal numbers from a pipe to which the interpreter writes them.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

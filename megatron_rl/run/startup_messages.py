@@ -5,7 +5,7 @@ Only `sys` is imported here, so that the first line is printed before slow impor
 
 import sys
 
-# Commands that print progress to standard output. Others reserve standard output for their result.
+# Commands that print progress to standard output. Other commands reserve standard output for their result.
 RUNS = ("train", "drift", "sft")
 
 
