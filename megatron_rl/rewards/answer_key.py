@@ -11,7 +11,7 @@ from fractions import Fraction
 from megatron_rl.rewards.short_answer import stated_answer
 from megatron_rl.rewards.tags import boxed
 
-MAX_CHARACTERS = 400  # longer answers are truncated
+MAX_CHARACTERS = 400  # maximum number of characters of an answer; longer answers are truncated
 _LAST_NUMBER = re.compile(r"-?\d[\d,]{0,60}(?:\.\d{1,60})?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?\d{1,40})\}\{(-?\d{1,40})\}|(\d)(\d))")
 _RATIO = re.compile(r"(-?\d{1,40}(?:\.\d{1,40})?|-?\.\d{1,40})(?:/(\d{1,40}))?")
@@ -21,7 +21,7 @@ _DROPPED = re.compile(
 
 
 def answer_key(response: str) -> str | None:
-    """Returns the normal form of the answer in a response.
+    """Returns the normal form of the answer in a response, so that equal answers have equal keys.
 
     Returns None if the response has neither a `\\boxed{}` nor an `<answer>` block nor a number.
     """
@@ -33,7 +33,7 @@ def answer_key(response: str) -> str | None:
 
 
 def normal_form(answer: str) -> str:
-    """Returns the normal form of an answer: `\\frac12`, `1/2` and `0.5` become 1/2; `x = 5` becomes 5.
+    """Returns the normal form of a mathematical answer: `\\frac12`, `1/2` and `0.5` become `1/2`; `x = 5` becomes `5`.
 
     Spaces, LaTeX spacing commands and units in `\\text{}` are removed.
     """

@@ -16,23 +16,25 @@ from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 from megatron_rl.rewards.tags import answer_text
 
-MAX_CHARACTERS = 10_000  # longer answers are ignored
+MAX_CHARACTERS = 10_000  # maximum number of characters of an answer; longer answers are ignored
 _NO_LITERAL = object()  # sentinel value of a text that is not a Python literal
 
 
 def grade_output(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 if the literal in the response equals payload["answer"] by Python's ==, else 0.0.
+    """Returns 1.0 if the Python literal in the response equals the known answer payload["answer"] by Python's ==, else
+    0.0.
 
-    A known answer that is not a literal is compared by its syntax tree.
+    If the known answer is not a literal, its syntax tree is compared with the syntax tree of the response's answer.
     """
     return float(any(_same(answer, str(payload["answer"])) for answer in _stated_answers(response)))
 
 
 def grade_input(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 if f of payload["code"] returns payload["answer"] for the arguments in the response, else 0.0.
+    """Returns 1.0 if the function `f` in the code payload["code"] returns payload["answer"] for the arguments that the
+    response states, else 0.0.
 
-    Raises SandboxFailure if f does not return the known answer for the known input payload["input"] either, because the
-    error is then not the model's.
+    Raises SandboxFailure if `f` does not even return payload["answer"] for the known arguments payload["input"],
+    because the model is then not the cause.
     """
     settings = SandboxSettings(timeout_s=3.0)
     known = str(payload["answer"])
@@ -55,7 +57,8 @@ def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str,
 
 
 def _stated_answers(response: str) -> list[str]:
-    r"""Returns the possible answers of a response: the content of its last \boxed{}, with and without LaTeX escapes.
+    r"""Returns the possible readings of the answer in a response: the content of the last \boxed{}, with and without
+    LaTeX escapes.
 
     Without a box, the content of the last <answer> block is used. Answers over MAX_CHARACTERS are left out.
     """
@@ -70,14 +73,15 @@ def _stated_answers(response: str) -> list[str]:
 def _literal(text: str) -> Any:
     """Returns the value of a Python literal; _NO_LITERAL for any other text."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings about invalid escape sequences
+        with warnings.catch_warnings(action="ignore"):  # hides warnings about invalid escape sequences in the text
             return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return _NO_LITERAL
 
 
 def _same(text: str, known: str) -> bool:
-    """Returns whether two Python expressions have equal values, or equal syntax trees if `known` is not a literal."""
+    """Returns whether two Python literals have equal values. If `known` is not a literal, returns whether the syntax
+    trees are equal."""
     wanted, value = _literal(known), _literal(text)
     if wanted is _NO_LITERAL:
         return _syntax_tree(text) == _syntax_tree(known) is not None
@@ -96,7 +100,8 @@ def _syntax_tree(text: str) -> str | None:
 
 
 def _arguments(text: str) -> tuple[list[Any], dict[str, Any]] | None:
-    """Parses `1, 'a', n=2` or `f(1, 'a', n=2)`. Returns (arguments, keywords), or None if any is not a literal."""
+    """Parses `1, 'a', n=2` or `f(1, 'a', n=2)`. Returns (arguments, keywords), or None if any argument is not a
+    literal."""
     own = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
     try:
         node = ast.parse(f"f({own})", mode="eval").body

@@ -40,15 +40,15 @@ from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
 from megatron_rl.safe_pickle import refuse_bombs
 
-MEMORY_MIB = 1024  # memory limit of one process of a program; a lower reward.memory_mib takes precedence
+MEMORY_MIB = 1024  # memory limit in MiB of one process of a graded program; a lower reward.memory_mib takes precedence
 OUTPUT_BYTES = 16 << 20
-MOST_BYTES = 256 << 20  # maximum size of unpacked test cases
+MOST_BYTES = 256 << 20  # maximum size in bytes of unpacked test cases
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
             "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
-# Imports that LiveCodeBench puts before every program, because LeetCode programs have no imports. Here they are only
-# put before programs that fail without them.
+# Imports that LiveCodeBench puts before every program, because LeetCode programs have no imports. This module only
+# puts them before programs that fail without them.
 IMPORTS = "".join(
     [
         *(f"from {name} import *\n" for name in (*_MODULES, "builtins", "typing")),
@@ -62,7 +62,7 @@ _NO_VALUE = object()  # sentinel value of a text that is not a Python literal
 class Case:
     """A test case: the output that a program must print for an input, or the value of a function for its arguments."""
 
-    given: Any  # the standard input, or the list of a function's arguments
+    given: Any  # the program's standard input, or the list of the function's arguments
     wanted: Sequence[Any]  # all accepted outputs or values
     function: str | None = None
 
@@ -75,15 +75,15 @@ def grade(
     total_s: float = 4.0,
     tolerance: float = 0.0,
 ) -> float:
-    """Returns 1.0 if the code in `response` passes all test cases, else 0.0. Grading stops at the first failed case.
+    """Returns 1.0 if the code in `response` passes all test cases, else 0.0. Stops at the first failed case.
 
     `timeout_s`: time limit in seconds for one case. `total_s`: time limit in seconds for all cases together;
-    `reward.timeout_s` must be at least one second longer. `tolerance`: maximum difference of two numbers, relative to
-    the expected number if its absolute value is above 1, otherwise absolute.
+    `reward.timeout_s` must be at least one second longer. `tolerance`: maximum difference of a number from the expected
+    number, relative to the expected number if its absolute value is above 1, otherwise absolute.
 
-    If `total_s` is over and the code itself used at least half of it, the remaining cases fail. If the code used less,
-    raises SandboxFailure, because the machine was too slow for a verdict. Raises ValueError for a payload whose cases
-    cannot be parsed.
+    If the time `total_s` is over and the code itself used at least half of it, the remaining cases fail. If the code
+    used less, raises SandboxFailure, because the machine was too slow to grade the code. Raises ValueError for a
+    payload whose cases cannot be parsed.
     """
     cases = read_cases(payload)
     passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=True)
@@ -98,7 +98,8 @@ def grade_share(
     total_s: float = 4.0,
     tolerance: float = 0.0,
 ) -> float:
-    """Returns the share of test cases that the code in `response` passes. Arguments and errors are those of `grade`."""
+    """Returns the share of test cases that the code in `response` passes. Arguments and errors are the same as those of
+    `grade`."""
     cases = read_cases(payload)
     passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=False)
     return passed / len(cases)
@@ -139,7 +140,8 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Returns whether a program printed the wanted text, ignoring spaces at the ends of lines and number formats."""
+    """Returns whether a program printed the expected text. Ignores spaces at the ends of lines and different formats of
+    numbers."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     return len(ours) == len(theirs) and all(
         one == other or _same_numbers(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
@@ -147,7 +149,8 @@ def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
 
 
 def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
-    """Returns whether a function returned the wanted value. Tuples are equal to lists."""
+    """Returns whether the value that a function returned equals the expected value. A tuple and a list of equal
+    elements are equal."""
     if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
         pairs = zip(value, wanted, strict=False)
         return len(value) == len(wanted) and all(same_value(one, other, tolerance) for one, other in pairs)
@@ -159,7 +162,8 @@ def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
 def _passed(
     response: str, cases: Sequence[Case], *, timeout_s: float, total_s: float, tolerance: float, stop: bool
 ) -> int:  # fmt: skip
-    """Returns the number of cases that the code in a response passes. With `stop`, stops at the first failed case."""
+    """Returns the number of cases that the code in a response passes. If `stop` is True, stops at the first failed
+    case."""
     code = last_code(response)
     if code is None:
         return 0
@@ -172,7 +176,7 @@ def _passed(
             left = ends_at - time.monotonic()
             ran = _run(code, case, min(timeout_s, left))
         spent += ran.seconds if ran is not None else 0.0
-        if ran is None or (ran.late and left < timeout_s):  # total_s is over
+        if ran is None or (ran.late and left < timeout_s):  # the time total_s is over
             if spent < total_s / 2:
                 raise SandboxFailure(
                     f"{len(cases)} cases did not get done in {total_s:g} s, and the code is not to blame: it took "
@@ -187,7 +191,7 @@ def _passed(
 
 
 def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
-    """Runs the code on one case in the sandbox. Returns None if there is no time left."""
+    """Runs the code on one test case in the sandbox. Returns None without running it if `timeout_s` is not positive."""
     if timeout_s <= 0:
         return None
     settings = SandboxSettings(timeout_s=timeout_s, memory_mib=MEMORY_MIB, output_bytes=OUTPUT_BYTES)
@@ -205,11 +209,11 @@ def _is_correct(ran: Ran, case: Case, tolerance: float) -> bool:
         value = ast.literal_eval(ran.output)
         return any(same_value(value, wanted, tolerance) for wanted in case.wanted)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
-        return False  # the function returned a value that JSON cannot represent
+        return False  # the returned value cannot be represented in JSON, so it is not an expected value
 
 
 def _same_numbers(one: str, other: str, tolerance: float) -> bool:
-    """Returns whether two lines consist of equal decimal numbers, up to the tolerance."""
+    """Returns whether two lines consist of decimal numbers that are pairwise equal up to `tolerance`."""
     try:
         ours, theirs = ([Decimal(word) for word in line.split()] for line in (one, other))
         if len(ours) != len(theirs):
@@ -227,7 +231,7 @@ def _function_case(name: str, given: Any, wanted: Any) -> Case:
     if isinstance(given, str):
         values = [json.loads(line) for line in given.split("\n")]
         return Case(function=name, given=values, wanted=[json.loads(wanted) if isinstance(wanted, str) else wanted])
-    # APPS stores most values in a list of length one, and some directly.
+    # APPS stores most expected values in a list of length one, and some values directly.
     alone = [wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else []
     return Case(function=name, given=list(given), wanted=[wanted, *alone])
 
@@ -250,7 +254,7 @@ def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
 def _plain(value: Any) -> Any:
     """Returns the parsed value of a JSON text, or of a text that is packed in LiveCodeBench's format.
 
-    Values that are not texts, and the empty text, are returned unchanged.
+    A value that is not a text, and the empty text, are returned unchanged.
     """
     if not isinstance(value, str) or not value:
         return value
@@ -275,7 +279,8 @@ def _plain(value: Any) -> Any:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """An unpickler that refuses all classes and functions, so that no code can run."""
+    """An unpickler that rejects all classes and functions, so that a pickle can contain plain data only and cannot run
+    code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"packed cases are texts, not {module_name}.{global_name}")

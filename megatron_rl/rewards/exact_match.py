@@ -28,7 +28,8 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def exact_match(response: str, known: Sequence[str]) -> float:
-    """Returns 1.0 if the last <answer> block has the normal form of one of the known answers, else 0.0."""
+    """Returns 1.0 if the text in the last <answer> block of a response has the same normal form as one of the known
+    answers, else 0.0."""
     blocks = block_texts(response, "answer")
     return float(bool(blocks) and normal_form(blocks[-1]) in map(normal_form, known))
 

@@ -26,32 +26,39 @@ from megatron_rl.rewards import reaper
 from megatron_rl.rewards.grading_worker import APART, TOGETHER
 from megatron_rl.types import Outcome
 
-FIRST = 8  # number of gradings, spread evenly over a call, that must finish before the other gradings start
-CHUNK = 16  # maximum number of gradings that are sent to a worker at once
-START_TIMEOUT_S = 120.0  # time limit in seconds for a worker to import the reward's module
-START_TRIES = 4  # maximum number of consecutive failed starts of workers, if a worker has started before
+# number of gradings of a call, spread evenly over its items, that must finish before the other gradings start
+FIRST = 8
+CHUNK = 16  # maximum number of responses that are sent to a worker at once
+START_TIMEOUT_S = 120.0  # time limit in seconds for a worker process to import the reward function's module
+# maximum number of consecutive failed starts of worker processes, once a worker has started successfully
+START_TRIES = 4
 START_PAUSE_S = 1.0  # pause in seconds between two attempts to start a process
-PIPE_BYTES = 1 << 16  # maximum number of bytes of one read or write
-# Reason for the end of a worker that reported it was out of memory. The items that it still holds are not the cause.
+PIPE_BYTES = 1 << 16  # maximum number of bytes of one read from or write to a worker's pipe
+# Value of `_Worker.ended` for a worker that reported that it ran out of memory. Items that the worker still holds are
+# not the cause.
 EXHAUSTED = "out of memory"
-END_S = 10.0  # time limit in seconds for a reaper to end all processes that its worker started
+# time limit in seconds for a worker's parent process (reaper.py) to end all processes that the worker started
+END_S = 10.0
 PACKAGE = Path(reaper.__file__).parents[1]
-START = (  # only this package is imported from PACKAGE; all other modules are found along the sent sys.path
+START = (  # only megatron_rl is imported from PACKAGE; other modules are found along the sys.path that the pool sends
     f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.reaper import main; "
     "sys.path.pop(); main()"
 )
 
 
 class RewardFailure(RuntimeError):
-    """The reward function cannot be imported, or too many of its gradings fail to learn from the others."""
+    """The reward function cannot be imported, or so many of its gradings fail that the other scores should not be
+    trained on."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """The result of one grading. `score` is only valid if the outcome is SCORE; `detail` is the error message.
+    """The result of grading one response. `score` is only valid if the outcome is SCORE. `detail` is the error message
+    of a failed grading.
 
     `cut_off`: the grading was ended by the time limit, the memory limit or the death of its worker. `excused`: the
-    failure does not count against the reward function, because it grades the problem's known answer as correct.
+    failure is not counted as a failure of the reward function, because the function grades the problem's known answer
+    as correct.
     """
 
     outcome: Outcome
@@ -60,8 +67,9 @@ class Graded:
     seconds: float = 0.0
     cut_off: bool = False
     excused: bool = False
-    threshold: float = 0.5  # the middle of reward.range
-    metrics: Mapping[str, float] = field(default_factory=dict)  # additional numbers that the reward returned, by name
+    threshold: float = 0.5  # the middle of reward.range; a higher score means a correct response
+    # additional numbers that the reward function returned, by name
+    metrics: Mapping[str, float] = field(default_factory=dict)
     trace: str = ""  # the traceback, if the reward function raised an error
 
     @property
@@ -72,18 +80,21 @@ class Graded:
 
 @dataclass
 class _Worker:
-    """A worker process, with the items that were sent to it and its buffers of unsent and unparsed bytes."""
+    """A worker process of the pool, the items (responses) that were sent to the worker, and buffers of unsent and
+    unparsed bytes."""
 
-    process: subprocess.Popen[bytes]  # the worker's reaper: it kills the worker's processes and has its exit status
-    outbox: bytearray  # bytes not yet written to the worker, because a full pipe must not block the run
+    # the worker's parent process (reaper.py), which kills the worker's processes and ends with the worker's exit status
+    process: subprocess.Popen[bytes]
+    outbox: bytearray  # bytes not yet written to the worker; writes never block, even if the pipe is full
     since: float  # time (time.monotonic) at which the worker began its current item
     inbox: bytearray = field(default_factory=bytearray)  # bytes of an incomplete line that was read from the worker
     held: deque[int] = field(default_factory=deque)  # indices of the items that were sent and not answered, in order
-    ready: bool = False  # whether the worker has imported the function
-    together: bool = False  # whether the held items are graded as one batch, so that a crash has no single cause
-    apart: bool = False  # whether the function raised an error on the held batch
-    ended: str = ""  # reason why the worker sends no more answers
-    refusal: str = ""  # reason why the worker cannot use the function
+    ready: bool = False  # whether the worker has imported the reward function
+    # whether the reward function grades all held items in one call, so that a crash cannot be attributed to one item
+    together: bool = False
+    apart: bool = False  # whether the reward function raised an error on the batch of held items
+    ended: str = ""  # reason why the worker sends no more answers; empty while it works
+    refusal: str = ""  # reason why the worker cannot use the reward function; empty if it can
     trace: str = ""  # traceback that belongs to `refusal`
 
     @property
@@ -101,14 +112,17 @@ class GradePool:
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._workers: list[_Worker] = []
-        self._items_before = 0  # number of items of earlier calls; it makes the serial number of every item unique
-        self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers, see _start
-        self._proven = False  # whether any worker has imported the function
-        self._failed_starts = 0  # number of consecutive failed starts
-        self._alone: set[int] = set()  # items of this call that are graded as batches of one, after their batch failed
-        self._again: set[int] = set()  # items of this call that are graded again, because their worker was killed
-        self._least = reward.range[0]  # lowest score: the lower end of the range, or a lower score that was returned
-        self._known: dict[str, bool] = {}  # key of a problem -> whether its known answer is graded as correct
+        # number of items graded in earlier calls; added to an item's index, it gives a unique serial number
+        self._items_before = 0
+        self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers; see the comment in _start
+        self._proven = False  # whether any worker has ever imported the reward function
+        self._failed_starts = 0  # number of consecutive failed starts of workers
+        # indices of the items that are graded alone, because grading them as a batch failed
+        self._alone: set[int] = set()
+        # indices of the items that are graded again, because the worker was killed from outside
+        self._again: set[int] = set()
+        self._least = reward.range[0]  # the lower end of reward.range, or the lowest returned score if it is lower
+        self._known: dict[str, bool] = {}  # key of a problem -> whether the problem's known answer is graded as correct
 
     def __enter__(self) -> GradePool:
         return self
@@ -117,7 +131,7 @@ class GradePool:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers and all processes that they started. The next call of `grade` starts new workers."""
+        """Ends the workers and all processes that the workers started. The next call of `grade` starts new workers."""
         for worker in self._workers:
             worker.process.send_signal(reaper.LEAVE)
         for worker in self._workers:
@@ -134,14 +148,16 @@ class GradePool:
             _send(worker)
 
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Grades [B] responses with their payloads and returns [B] results, in order.
+        """Grades B responses and returns B results, in order. `payloads`: the data of each response's problem, such as
+        the known answer.
 
         A model may generate a response that no reward function can grade in time. If a grading is cut off, the reward
-        function is tested on the problem's known answer. If it grades the known answer as correct, the response is the
-        cause, and `reward.cut_off` determines its result ("wrong" or "drop").
+        function is tested on the problem's known answer. If the function grades the known answer as correct, the
+        response is the cause, and `reward.cut_off` determines the result: "wrong" gives the response the lowest score,
+        "drop" leaves it a failure that is not counted.
 
-        Raises RewardFailure if the function cannot be imported, and if each of the FIRST gradings is cut off and not
-        excused, because thousands of time-outs or crashes would take hours.
+        Raises RewardFailure if the function cannot be imported. Also raises RewardFailure if all of the first FIRST
+        gradings are cut off and not excused, because thousands of time-outs would take hours.
         """
         count = len(responses)
         first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
@@ -155,7 +171,8 @@ class GradePool:
         return [found[i] for i in range(count)]
 
     def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Grades [B] responses, and applies `reward.cut_off` to the gradings that were cut off."""
+        """Grades B responses. Then applies `reward.cut_off` to the gradings that a time or memory limit cut off, where
+        the known answer is graded as correct."""
         graded = self._grade(responses, payloads)
         if not any(one.cut_off for one in graded):
             return graded
@@ -167,7 +184,8 @@ class GradePool:
         return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
 
     def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
-        """Applies `reward.cut_off` to a grading that was cut off, if the known answer is graded as correct."""
+        """Returns a grading with `reward.cut_off` applied, if it was cut off by a limit and the problem's known answer
+        is graded as correct; otherwise unchanged."""
         if not one.cut_off or not self._known.get(_known_answer(payload) or "", False):
             return one
         if self.reward.cut_off == "drop":
@@ -175,7 +193,7 @@ class GradePool:
         return replace(one, outcome=Outcome.SCORE, score=self._least, threshold=self.reward.threshold, excused=True)
 
     def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Runs the reward function on [B] responses. Returns [B] results, in order."""
+        """Runs the reward function on B responses in the workers. Returns B results, in order."""
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
@@ -192,7 +210,7 @@ class GradePool:
                     waiting.extendleft(reversed(worker.held))
                     worker.held.clear()
                     worker.apart = False
-        except BaseException:  # the next call must not receive late answers of this one
+        except BaseException:  # ends the workers, so that the next call does not receive late answers of this call
             self.close()
             raise
         self._items_before += len(items)
@@ -208,8 +226,8 @@ class GradePool:
 
     def _start(self) -> _Worker:
         command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
-        # A reaper gets a signal from Linux when the thread that started it ends. The pool therefore starts reapers in
-        # a separate thread that lives as long as the pool; the calling thread may end earlier.
+        # A worker's parent process (reaper.py) gets a signal from Linux when the thread that started it ends. The pool
+        # therefore starts it in a thread that lives as long as the pool; the calling thread may end earlier.
         self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
         process = self._starter.submit(_open_process, command).result()
         for pipe in (process.stdin, process.stdout):
@@ -220,7 +238,7 @@ class GradePool:
         return _Worker(process, outbox=bytearray(task), since=time.monotonic())
 
     def _why_not(self, worker: _Worker, status: int) -> str:
-        """Returns the error message for a worker that could not be started."""
+        """Returns the error message for a worker that could not be started. `status`: exit status of the worker."""
         if worker.refusal:
             return (
                 f"reward.target {self.reward.target!r} cannot be used: {worker.refusal}; it has the form "
@@ -243,7 +261,8 @@ class GradePool:
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
-        """Writes to the workers' pipes and reads answers from them. Waits at most until the next worker's deadline."""
+        """Writes pending items to the workers' pipes and reads answers. Waits at most until the earliest deadline of a
+        worker."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
@@ -257,7 +276,8 @@ class GradePool:
                     self._receive(key.data, results)
 
     def _receive(self, worker: _Worker, results: dict[int, Graded]) -> bool:
-        """Reads answers from a worker. Returns whether more answers may be available."""
+        """Reads answers from a worker. Returns False if there was nothing to read or the worker has ended, otherwise
+        True."""
         try:
             data = os.read(_fd(worker.process.stdout), PIPE_BYTES)
         except BlockingIOError:
@@ -316,21 +336,23 @@ class GradePool:
         Raises RewardFailure if a worker could not be started: at once if no worker has ever imported the function,
         otherwise (or if the worker was killed from outside) after START_TRIES consecutive failed starts.
 
-        The first item that a replaced worker holds fails, and its other items return to the front of the queue. If the
-        worker graded several items as one batch, all of them return and each is graded alone. If the worker was killed
-        from outside, such as by the kernel for lack of memory, its first item is graded a second time.
+        The first item that a replaced worker holds gets a failed result, and the worker's other items return to the
+        front of the queue `waiting`. If the worker graded several items as one batch, all items return to the queue and
+        each is graded alone. If the worker was killed from outside, such as by the kernel for lack of memory, the first
+        item is graded a second time.
         """
         for i, worker in enumerate(self._workers):
             dead = worker.process.poll() is not None
             while (dead or self._is_late(worker)) and not worker.ended and self._receive(worker, results):
-                continue  # answers that the worker sent before its end are valid
+                continue  # reads the answers that the worker sent before its end, which are valid
             ended = worker.ended or ("ended" if dead else "")
             if not ended and not self._is_late(worker):
                 continue
             taken = time.monotonic() - worker.since
             _kill(worker)
             status = worker.process.returncode
-            killed = ended == "ended" and status == -signal.SIGKILL  # killed from outside, not because of its item
+            # killed from outside, not because of the item that it graded
+            killed = ended == "ended" and status == -signal.SIGKILL
             if not worker.ready:
                 self._failed_starts += 1
                 if not (self._proven or killed) or self._failed_starts >= START_TRIES:
@@ -355,9 +377,9 @@ class GradePool:
 
 
 def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts the process of a worker in a new session.
+    """Starts the parent process of a worker (reaper.py) in a new session.
 
-    Retries if the machine has no memory or processes left. Raises RewardFailure after START_TRIES attempts.
+    Retries if the machine has no memory or process ids left. Raises RewardFailure after START_TRIES attempts.
     """
     for left in reversed(range(START_TRIES)):
         try:
@@ -380,11 +402,12 @@ def check_failures(
     graded: Sequence[Graded], max_share: float, *, what: str = "gradings",
     cure: str = "Mend the reward, or raise reward.timeout_s or reward.max_failure_share",
 ) -> None:  # fmt: skip
-    """Raises RewardFailure if more than a share `max_share` of the gradings failed. Excused failures are not counted.
+    """Raises RewardFailure if more than the share `max_share` of the gradings failed. Failures that the response caused
+    (`Graded.excused`) are not counted.
 
     Without this check, a run could learn from rewards of 0 that no answer deserved. A single failure among several
     gradings is always allowed, unless `max_share` is 0. `what` and `cure` are parts of the error message: a name for
-    the gradings, and advice.
+    the gradings, and advice how to correct the failures.
     """
     failed = [g for g in graded if g.outcome is not Outcome.SCORE and not g.excused]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
@@ -399,7 +422,7 @@ def check_failures(
 
 
 def _failure(message: str, trace: str) -> RewardFailure:
-    """Returns an error that shows `trace`, the traceback of the user's code, below its message."""
+    """Returns a RewardFailure whose text is `message`, followed by `trace`, the traceback of the user's code."""
     error = RewardFailure(message)
     if trace:
         error.add_note(trace)
@@ -411,7 +434,7 @@ def _send(worker: _Worker) -> None:
         written = os.write(_fd(worker.process.stdin), worker.outbox[:PIPE_BYTES])
     except BlockingIOError:
         return
-    except BrokenPipeError:  # the worker died; `_receive` detects the end of its answers
+    except BrokenPipeError:  # the worker died; `_receive` detects that when it reads from the pipe
         worker.outbox.clear()
         return
     del worker.outbox[:written]
@@ -429,7 +452,8 @@ def _kill(worker: _Worker) -> None:
     worker.process.send_signal(reaper.LEAVE)
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.process.wait(END_S)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # remaining processes, if the reaper was killed
+    # kills the remaining processes, in case the parent process (reaper.py) was killed
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     for pipe in (worker.process.stdin, worker.process.stdout):

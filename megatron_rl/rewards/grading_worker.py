@@ -19,35 +19,38 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-if TYPE_CHECKING:  # at run time `_find` imports it, after `main` has received sys.path
+if TYPE_CHECKING:  # at run time, `_find` imports this module after `main` has received sys.path
     from megatron_rl.rewards.reward_functions import Grader
 
 from megatron_rl import processes
 from megatron_rl.user_code import told, traceback_of
 
-TOGETHER = "together"  # sent instead of null if a function grades batches, which can only fail as a whole
-APART = "apart"  # sent instead of a batch's answers if a function raised an error on it; each item must be graded alone
+# sent instead of null if the reward function grades batches, in which an error has no single cause
+TOGETHER = "together"
+APART = "apart"  # sent instead of answers if the function raised an error on a batch; each item must be graded alone
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
 
 def main(reaper: int | None) -> None:
-    """Runs the worker: reads pickled values from standard input and writes lines of JSON to standard output.
+    """Runs a worker process that grades responses: reads pickled values from standard input, writes JSON lines to
+    standard output.
 
     Input: (target, args, memory_mib, (lowest score, highest score), sys.path), then batches, each a list of items
     (serial, response, payload).
 
-    Output: first null or TOGETHER, or [reason why the target cannot be used, traceback]. Then one line for each item,
-    [serial, score or null, detail, seconds, exhausted, metrics, traceback], or APART for a batch.
+    Output: first one line: null, or TOGETHER if the function grades batches, or [reason why the target cannot be used,
+    traceback]. Then one line for each item, [serial, score or null, detail, seconds, exhausted, metrics, traceback], or
+    a single line APART if the function raised an error on the batch.
 
-    `reaper`: id of the process that started this one, or None. With a reaper, processes that a grading started and that
-    left this process's tree (by setsid, or because their parent ended) are killed before the answer is sent.
+    `reaper`: id of the parent process (reaper.py), or None. If there is a reaper, processes that a grading started and
+    that left this process's tree (by setsid, or because their parent ended) are killed before the answer is sent.
     """
     own = os.getpid()
-    # The pipes to the pool get new descriptors, because a reward function may use standard input and output.
+    # The pipes to the pool get new file descriptors, because a reward function may use standard input and output.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if sys.platform == "linux":  # on other systems a worker ends at the end of its pipe, unless it hangs
+    if sys.platform == "linux":  # on other systems, a worker ends when its pipe is closed, unless it hangs
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The signals that stop a run are handled by the run itself, which then ends its workers. The worker ignores them
     # with a handler and not with SIG_IGN, because programs that a reward starts would inherit SIG_IGN.
@@ -63,10 +66,10 @@ def main(reaper: int | None) -> None:
     while not isinstance(found, list) and (batch := _read(requests)):
         for serial, answer in _grade(found, batch, memory_mib):
             if os.getpid() != own:
-                os._exit(1)  # a child process, because the function forked and returned twice
+                os._exit(1)  # this is a child process: the reward function forked and also returned in the child
             exhausted = (
                 answer is not None and answer[3]
-            )  # the pool kills a worker that is out of memory, with all of its children
+            )  # the pool kills a worker that is out of memory, together with the worker's children
             if reaper is not None and not exhausted:
                 processes.end_strays(reaper, own)
             _write(answers, APART if answer is None else [serial, *answer])
@@ -98,7 +101,8 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
         if isinstance(found, type):
             found, args = found(**args), {}
         if isinstance(found, RewardFunctions):
-            found.grader.limits = None if bounds == (0.0, 1.0) else bounds  # no limit by default
+            # with the default range, scores are not limited
+            found.grader.limits = None if bounds == (0.0, 1.0) else bounds
             return found.grader
         if not callable(found):
             return [f"it is a {type(found).__name__}, not a function", ""]
@@ -128,7 +132,8 @@ def _grade(
             return
         except MemoryError as error:
             if grader.together and len(items) > 1:
-                sys.exit(1)  # the pool then grades each item alone, to find the cause
+                # the pool then grades each item of the batch alone, to find the item that uses too much memory
+                sys.exit(1)
             detail = f"MemoryError: more than reward.memory_mib = {memory_mib} {str(error)[:200]}".rstrip()
             yield serial, [None, detail, time.perf_counter() - start, True, {}, ""]
             return

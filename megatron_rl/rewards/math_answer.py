@@ -22,14 +22,15 @@ from megatron_rl.rewards.math_parts import WORDS, Parts, plain, rows, split
 from megatron_rl.rewards.math_text import BASED, canonical, stated, told_apart
 from megatron_rl.rewards.math_units import clash, split_unit
 
-TAIL = 20_000  # number of characters at the end of a response that are searched for the answer
+TAIL = 20_000  # the answer is searched for in this many characters at the end of a response
 NO_LIMIT: Any = None  # math-verify accepts None as no time limit, but declares the parameter as int
 DECIMALS = 6  # decimal places to which math-verify compares numbers
-SMALL = 1e-3  # smaller numbers are compared to DIGITS significant digits, because six decimal places may be too few
+# numbers below this value are compared to DIGITS significant digits, because six decimal places are too few
+SMALL = 1e-3
 DIGITS = 4
 INFINITIES = (sympy.oo, -sympy.oo, sympy.Mul(-1, sympy.oo, evaluate=False))
 
-# math-verify's handling of units is off, because it treats any trailing letter as a unit.
+# math-verify's handling of units is off, because math-verify treats any trailing letter as a unit.
 _LATEX = LatexExtractionConfig(
     try_extract_without_anchor=False,
     boxed_match_priority=0,
@@ -63,7 +64,7 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     found = _answer(response[-TAIL:])
     if found is None:
         return 0.0
-    if too_costly_anywhere(known):  # the known answer is only compared as text
+    if too_costly_anywhere(known):  # a known answer that is too costly to parse is only compared as text
         return float(plain(known) == plain(found))
     return float(not too_costly(found, known) and _same(canonical(known), canonical(found)))
 
@@ -72,12 +73,12 @@ def grade_released(response: str, payload: Mapping[str, Any]) -> float:
     """Returns the score of RL Tango's released grader: 1.0 if math-verify accepts the response, else 0.0.
 
     The source is compute_score of kaiwenzha/RL-Tango 411ed83, verl/utils/reward_score/math_verify.py. It parses the
-    response with math-verify's defaults; here, the last TAIL characters. An answer that is too costly to parse
-    (`math_cost_limit.too_costly`) would exceed the time limits of the released grader and is wrong here, too. Raises
-    ValueError if the known answer cannot be parsed.
+    response with math-verify's defaults; this function parses only the last TAIL characters. An answer that is too
+    costly to parse (`math_cost_limit.too_costly`) would exceed the time limits of the released grader and is graded as
+    wrong. Raises ValueError if the known answer cannot be parsed.
     """
     known = str(payload["answer"])
-    gold: list[Any] = [known]  # compared as text if it is too costly to parse
+    gold: list[Any] = [known]  # the known answer is compared as text if it is too costly to parse
     if not too_costly_anywhere(known):
         gold = parse(f"\\boxed{{{known}}}", [LatexExtractionConfig()], parsing_timeout=NO_LIMIT)
     if not gold:
@@ -92,7 +93,7 @@ def grade_released(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def _answer(end: str) -> str | None:
-    """Returns the text of the answer in the end of a response; None if there is no answer."""
+    """Returns the text of the answer in `end`, the last characters of a response; None if there is no answer."""
     box = stated(end)
     if box is not None:
         return box
@@ -106,12 +107,13 @@ def _answer(end: str) -> str | None:
 
 
 def _same(gold: str, answer: str) -> bool:
-    """Returns whether two canonical texts are the same answer. Units are compared if both units are known."""
+    """Returns whether two texts in canonical LaTeX are the same answer. Units of measurement are compared if both units
+    are known."""
     if plain(gold) == plain(answer):
         return True
     said = [text.strip() for text in _TEXTS.findall(answer)]
     if any(_HEDGE.search(text) and text not in ("or", "and") and text not in gold for text in said):
-        return False  # such as "5 (or maybe 6)"
+        return False  # the answer names an alternative, such as "5 (or maybe 6)"
     (known, unit), (value, own_unit) = split_unit(gold), split_unit(answer, letters=True)
     if clash(unit, own_unit):
         return False
@@ -119,7 +121,8 @@ def _same(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Returns whether two canonical texts are the same answer. Lists, sets and tables are compared part by part."""
+    """Returns whether two texts in canonical LaTeX, whose units were compared before, are the same answer. Lists, sets
+    and tables are compared part by part."""
     known, found = _decimal(gold), _decimal(answer)
     if known is not None:
         if found is None and _DECIMAL_COMMA.fullmatch(answer):
@@ -134,7 +137,7 @@ def _equal(gold: str, answer: str) -> bool:
     counts = len(one.elements), len(two.elements)
     if min(counts) > 1:
         return _same_parts(one, two)
-    if max(counts) > 1 and "\\cup" in gold + answer:  # `x < 1 \\text{ or } x > 2` may match a union of intervals
+    if max(counts) > 1 and "\\cup" in gold + answer:  # `x < 1 \\text{ or } x > 2` may equal a union of intervals
         unions = [text.split("\\cup") if "\\cup" in text else split(text).elements for text in (gold, answer)]
         return _paired(unions[0], unions[1])
     if max(counts) > 1 and (two.kind if counts[0] == 1 else one.kind) == "":
@@ -145,9 +148,9 @@ def _equal(gold: str, answer: str) -> bool:
 def _same_parts(gold: Parts, answer: Parts) -> bool:
     """Returns whether two lists, sets, tuples or intervals have the same elements.
 
-    A set is not equal to a tuple, and the brackets of intervals are compared. A list without brackets is compared as a
-    multiset, except in two cases in which the order matters: against a tuple, and if only one of two lists has names
-    for its elements (`x = 1, y = 2` and `1, 2`).
+    A set is not equal to a tuple, and the brackets of intervals are compared. The order of a list without brackets does
+    not matter, except in two cases: if it is compared with a tuple, and if only one of two lists has names for its
+    elements (`x = 1, y = 2` and `1, 2`).
     """
     kinds = {gold.kind, answer.kind}
     if kinds == {"{}"}:  # repetitions in a set are ignored
@@ -172,7 +175,8 @@ def _covers(golds: list[str], answers: list[str]) -> bool:
 
 
 def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], bool] = _same) -> bool:
-    """Returns whether the known elements and the answers can be paired one to one so that each pair is the same."""
+    """Returns whether the elements of the known answer and of the response's answer can be paired one to one such that
+    `same` is True for each pair."""
     left = list(answers)
     if len(golds) != len(answers):
         return False
@@ -185,13 +189,13 @@ def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], boo
 
 
 def _same_single(gold: str, answer: str) -> bool:
-    """Returns whether two canonical texts that are not lists are the same answer."""
+    """Returns whether two texts in canonical LaTeX that are not lists are the same answer."""
     words = WORDS.fullmatch(plain(gold)) and WORDS.fullmatch(plain(answer))
     time = _TIME.fullmatch(gold)
     if words or _DATE.fullmatch(gold) or (time and math.gcd(int(time[1]), int(time[2])) > 1):
-        return False  # only equal as texts: `stop` is not a product of letters, and 10:30 is not 1/3
+        return False  # words, dates and times are only compared as texts: `stop` is not a product, and 10:30 is not 1/3
     based, own = BASED.fullmatch(gold), BASED.fullmatch(answer)
-    if based or own:  # 52 is correct if 52_9 is known, as the problem may name the base; not the reverse
+    if based or own:  # if 52_9 is known, 52 is correct, as the problem may name the base; not the reverse
         return bool(based and not own and based[1] == answer) or bool(own and own[2] == "10" and own[1] == gold)
     ratio, other = gold.split(":"), answer.split(":")
     if max(len(ratio), len(other)) > 2:
@@ -203,14 +207,15 @@ def _same_single(gold: str, answer: str) -> bool:
 
 
 def _verified(gold: str, answer: str) -> bool:
-    """Returns whether math-verify finds two expressions equal."""
+    """Returns whether math-verify judges two expressions equal."""
     functions = _FUNCTION.match(gold), _FUNCTION.match(answer)
     gold, answer = told_apart(gold, answer)
     known, found = _read(gold), _read(answer)
     if known is None or found is None:
         return False
     symbols = {symbol.name: symbol for symbol in known.free_symbols | found.free_symbols}
-    if functions[0] and functions[1] and functions[0][1] == functions[1][1]:  # f(x) = 2x equals f(t) = 2t
+    # both are functions: f(x) = 2x equals f(t) = 2t
+    if functions[0] and functions[1] and functions[0][1] == functions[1][1]:
         one, other = symbols.get(functions[0][2]), symbols.get(functions[1][2])
         found = found.xreplace({one: other, other: one})
     if _digits_verified(known, found, interval=bool(_SURELY_INTERVAL.search(gold))):
@@ -220,7 +225,8 @@ def _verified(gold: str, answer: str) -> bool:
 
 
 def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
-    """Returns whether math-verify accepts `found`, compared to enough decimal places for the smallest number.
+    """Returns whether math-verify accepts the answer `found` for the known answer, when it compares enough decimal
+    places for the smallest number in the known answer.
 
     `interval`: whether an inequality is accepted if the known answer is an interval.
     """
@@ -228,7 +234,7 @@ def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
     decimals = DECIMALS if smallest >= SMALL else DIGITS + math.ceil(-math.log10(smallest))
     return verify(
         known, found, decimals, decimals + 9, timeout_seconds=None, allow_set_relation_comp=interval
-    )  # math-verify's default is 15 digits and 6 decimal places
+    )  # the defaults of math-verify are 15 significant digits and 6 decimal places
 
 
 @lru_cache(maxsize=256)
@@ -246,10 +252,11 @@ def _read(text: str) -> Any:
 
 
 def _positive(known: Any) -> dict[Any, Any]:
-    r"""Returns {symbol: positive symbol} for the symbols that must be positive, as n in a known answer \sqrt{1/n}.
+    r"""Returns {symbol: positive symbol} for the symbols that must be positive in a known answer, such as n in
+    \sqrt{1/n}.
 
-    They are factors with an odd power in an even root or a logarithm. A root of n^2 or of n + 1 does not imply that n
-    is positive.
+    A symbol must be positive if it is a factor with an odd power in an even root or a logarithm. A root of n^2 or of n
+    + 1 does not imply that n is positive.
     """
     found: dict[Any, Any] = {}
     for part in known.atoms(sympy.Pow, sympy.log):
@@ -281,10 +288,10 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _near(known: Decimal, found: Decimal) -> bool:
-    """Returns whether two decimals are equal up to rounding.
+    """Returns whether the decimal number `found` equals `known` up to rounding.
 
-    They are compared to DECIMALS decimal places, or to more places if `known` has more places or is small. A `known`
-    without decimal places, or 0, must be equal exactly.
+    Compares DECIMALS decimal places, or more places if `known` has more places or is small. If `known` has no decimal
+    places or is 0, the numbers must be equal exactly.
     """
     exponent = known.as_tuple().exponent
     if known == found or not isinstance(exponent, int) or exponent >= 0 or known == 0:

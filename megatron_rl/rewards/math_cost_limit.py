@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 import re
 
-LONGEST = 1_000  # maximum number of characters of an answer
+LONGEST = 1_000  # maximum number of characters of an answer, unless the known answer is more than half as long
 DIGITS = 400  # maximum number of digits of one number
 DEPTH = 24  # maximum depth of nested brackets
 POWERS = 4  # maximum depth of nested powers
-EXPONENT = 10_000  # largest number in an exponent
-FACTORIAL = 9_999  # largest number before an exclamation mark, and largest number in a binomial coefficient
-SUM_POWER = 60  # largest exponent of a sum with letters or roots, because sympy would expand the power
-TERMS = 2_500  # largest number in a text with a sum, because it may be a bound of the sum
-# Largest number in a text with a product, and largest lower index of a binomial coefficient whose upper index is not a
-# number.
+EXPONENT = 10_000  # largest number that may be in an exponent
+FACTORIAL = 9_999  # largest number that may be before an exclamation mark or in a binomial coefficient
+SUM_POWER = 60  # largest exponent of a sum that has letters or roots, because sympy would expand the power
+TERMS = 2_500  # largest number in a text with a summation sign, because the number may be a bound of the sum
+# Largest number in a text with a product sign, and largest lower index of a binomial coefficient whose upper index is
+# not a number.
 FACTORS = 100
 CELLS = 20  # maximum number of cell separators in a determinant
-BARS = 20  # maximum number of bars of absolute values, because the parser tries all ways to pair them
-SETS = 6  # maximum depth of nested sets, because the parser tries all ways to pair their brackets
-LETTERS = 60  # maximum number of subscripts, and of consecutive letters outside LaTeX commands: each would be a factor
+BARS = 20  # maximum number of bars of absolute values, because the parser tries all ways to pair the bars
+SETS = 6  # maximum depth of nested sets, because the parser tries all ways to pair the brackets
+# maximum number of subscripts, and of consecutive letters outside LaTeX commands, each of which would be a factor
+LETTERS = 60
 
 _RUN = re.compile(r"\d[\d,_]*")
 _EXPONENT = re.compile(r"(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
@@ -46,8 +47,8 @@ _LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 def too_costly(answer: str, known: str = "") -> bool:
     """Returns whether the text of an answer is too costly for sympy to parse.
 
-    `known`: the known answer. The answer may have up to twice its length (at least LONGEST characters), and may have
-    many letters if the known answer has many letters.
+    `known`: the known answer. The answer may have twice the length of the known answer, or LONGEST characters if that
+    is more. The answer may have many letters if the known answer has many letters.
     """
     many_letters = _many_letters(answer) and not _many_letters(known)
     return len(answer) > max(LONGEST, 2 * len(known)) or many_letters or too_costly_anywhere(answer)
@@ -89,7 +90,7 @@ def _costly_formula(text: str) -> bool:
 
 def _depths(answer: str) -> tuple[int, int]:
     """Returns (depth of nested brackets, depth of nested powers) of a text."""
-    deepest = powers = above = 0  # above: number of open brackets that contain an exponent
+    deepest = powers = above = 0  # above: number of open brackets that are inside an exponent
     opened: list[bool] = []  # for each open bracket: whether it contains an exponent
     exponent = False  # whether the next character is an exponent
     chain = 0  # number of powers in a chain without brackets, such as 2^3^4
