@@ -209,7 +209,7 @@ def _is_correct(ran: Ran, case: Case, tolerance: float) -> bool:
         value = ast.literal_eval(ran.output)
         return any(same_value(value, wanted, tolerance) for wanted in case.wanted)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
-        return False  # the returned value cannot be represented in JSON, so it is not an expected value
+        return False  # the returned value is not a Python literal, or cannot be compared
 
 
 def _same_numbers(one: str, other: str, tolerance: float) -> bool:

@@ -226,7 +226,7 @@ def _verified(gold: str, answer: str) -> bool:
 
 def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
     """Returns whether math-verify accepts the answer `found` for the known answer, when it compares enough decimal
-    places for the smallest number in the known answer.
+    places for the smallest number in both.
 
     `interval`: whether an inequality is accepted if the known answer is an interval.
     """

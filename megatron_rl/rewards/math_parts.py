@@ -24,13 +24,14 @@ WORDS = re.compile(r"(?:\\(?:angle|triangle))?[A-Za-z'(). -]*[A-Za-z]{3}[A-Za-z'
 class Parts(NamedTuple):
     """The elements of an answer, and the brackets around them."""
 
-    kind: str  # the brackets, such as "{}", "()" or "[)"; "" for a list without brackets, or a single answer
+    kind: str  # the brackets, such as "{}", "()" or "[)"; "" if there are no brackets
     elements: list[str]
-    dots: bool  # whether an element has an ellipsis, as in 1, 2, \ldots, 10
+    dots: bool  # whether one of the elements is an ellipsis, as in 1, 2, \ldots, 10
 
 
 def plain(text: str) -> str:
-    """Returns a text without LaTeX spacing and font commands; in lower case, if the text only has words.
+    """Returns a text without LaTeX spacing and font commands. If the text consists of words only, returns it in lower
+    case.
 
     Texts with the same plain form are the same answer.
     """
@@ -44,13 +45,14 @@ def plain(text: str) -> str:
 
 
 def split(text: str) -> Parts:
-    r"""Returns the parts of an answer. An element with \pm or \mp is split into two elements."""
+    r"""Splits a mathematical answer, such as a list or a set, into its elements and brackets. An element with \pm or
+    \mp becomes two elements."""
     text = _ELLIPSIS.sub(r"\\ldots ", _JOINED.sub(", ", _SIZES.sub("", text))).strip()
     elements, kind = _at_commas(text), ""
     if len(elements) == 1 and (inner := _within(text)):
         kind, elements = inner[0], _at_commas(inner[1])
         if len(elements) == 1 and kind != "{}":
-            kind, elements = "", [text]  # brackets around a single element
+            kind, elements = "", [text]  # brackets around a single element do not make it a list
     signs = []
     for element in elements:
         upper = re.sub(r"\\pm(?![a-z])", "+", re.sub(r"\\mp(?![a-z])", "-", element))

@@ -21,7 +21,8 @@ _SYMBOLS = {
     "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "∶": ":", "⁄": "/", "∖": r"\setminus ", "≡": r"\equiv ",
     **{symbol: rf"\mathbb{{{letter}}}" for symbol, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
 }  # fmt: skip
-_UP, _DOWN, _END = "\ue000", "\ue001", "\ue002"  # temporary marks of superscripts and subscripts
+# characters that temporarily mark superscripts and subscripts, and their ends
+_UP, _DOWN, _END = "\ue000", "\ue001", "\ue002"
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\\[A-Za-z]+|[A-Za-z]))")
 _DECORATION = re.compile(
     r"`|\*\*|(?<!\\)\$|(?<!\\)\\[()]|^\s*\\\[|\\\]\s*$|\\(?:displaystyle|boldsymbol|bm|limits)(?![a-z])|\\(?:text)?color\{[a-z]+\}"
@@ -46,7 +47,8 @@ _BASED = re.compile(
     r"(?<![\w^.\\}_])(?:\\(?:text|mathrm)\{\s*([0-9A-F]+)\s*\}|\(\s*(\d[0-9A-F]*)\s*\)|(\d[0-9A-F]*))\s*_\s*"
     r"(?:(\d)(?!\d)|\{\s*\(?(\d{1,2}|[a-z]{3,7})\)?\s*\}|\{\s*\\(?:text|mathrm)\{\s*([a-z]{3,7})\s*\}\s*\})"
 )
-BASED = re.compile(r"\\Psi_\{(\w+)b(\d+)\}")  # result of `canonical` for a number with a base
+# matches the symbol by which `canonical` replaces a number with a base, such as 52_9
+BASED = re.compile(r"\\Psi_\{(\w+)b(\d+)\}")
 _TO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _CIRCLE = r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))|\\degree(?![a-z]))"
@@ -60,10 +62,10 @@ _COMMAND = re.compile(r"\\(?:mathbb|text|textbf|mathrm|operatorname|mbox|begin|e
 
 
 def stated(response: str) -> str | None:
-    r"""Returns the content of the last \boxed{} or \fbox{} of a response; None without a box.
+    r"""Returns the content of the last \boxed{} or \fbox{} of a response; None if there is no box.
 
-    As in math-verify, boxes close before the last are included, separated by commas: `1,2` for `\boxed{1} and
-    \boxed{2}`.
+    As in math-verify, boxes that are close before the last box are included, separated by commas: `1,2` for
+    `\boxed{1} and \boxed{2}`.
     """
     if "\\boxed" not in response and "\\fbox" not in response:
         return None
@@ -109,7 +111,8 @@ def _in_ascii(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _ascii(character: str) -> str:
-    """Returns LaTeX for one character: `\\frac{1}{2}` for `\u00bd`, and the ASCII digit for a digit of any script."""
+    """Returns LaTeX for one character: `\\frac{1}{2}` for `\u00bd`, and an ASCII digit for a digit of any script. Other
+    characters are unchanged."""
     if character in _SYMBOLS:
         return _SYMBOLS[character]
     name, plain = unicodedata.name(character, ""), unicodedata.normalize("NFKC", character)
@@ -134,7 +137,8 @@ def _numbers(text: str) -> str:
         return text
     text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     if not re.search(r"[(\[]|\\\{", text):
-        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)  # in brackets, 1,234 may be two elements
+        # thousands separators are removed outside brackets; inside brackets, 1,234 may be two elements
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     text = _TO.sub(":", _DECIMAL_COMMA.sub(r"\1.\2", text))
     if "\\" in text:
         text = _OVERLINE.sub(lambda match: _recurring(match[1], match[2], match[3] or match[4]), text)
@@ -166,7 +170,8 @@ def _recurring(whole: str, fixed: str, repeated: str) -> str:
 
 
 def _based(match: re.Match[str]) -> str:
-    r"""Returns a symbol that encodes the digits and the base of a number: \Psi_{52b9} for `52_9`."""
+    r"""Returns a LaTeX symbol that encodes the digits and the base of a number: \Psi_{52b9} for `52_9`, because
+    math-verify ignores bases."""
     digits, base = match[1] or match[2] or match[3], match[4] or match[5] or match[6]
     number = _BASES.get(base) if base.isalpha() else int(base)
     if number is None:
@@ -175,7 +180,8 @@ def _based(match: re.Match[str]) -> str:
 
 
 def _notation(text: str) -> str:
-    """Rewrites degrees, odd roots of negative numbers, primes, short fractions, empty sets and chains of `>`."""
+    """Rewrites notations that math-verify parses wrongly: degrees, odd roots of negative numbers, primes, fractions
+    without braces, empty sets and chains of `>`."""
     if "\\" in text:
         text = re.sub(r"\\[lr]angle(?![a-z])", lambda match: "(" if match[0] == "\\langle" else ")", text)
         text = re.sub(r"\\varnothing(?![a-z])|\\\{\s*\\\}", r"\\emptyset", text)
@@ -197,7 +203,7 @@ def _notation(text: str) -> str:
 
 
 def _braced(match: re.Match[str]) -> str:
-    r"""Adds the braces of a short fraction: `\frac{\pi}{2}` for `\frac\pi2`.
+    r"""Adds braces to a fraction without braces: `\frac{\pi}{2}` for `\frac\pi2`.
 
     A fraction of two digits is unchanged, because math-verify parses `\frac123` as 1/23.
     """

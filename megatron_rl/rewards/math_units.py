@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Each string has the names of one unit, without the plural s, separated by spaces.
+# Each string has all names of one unit, separated by spaces, without the plural s.
 _UNITS = {
     name: names.split()[0]
     for names in (
@@ -34,8 +34,8 @@ _ENDS_OPEN = re.compile(r"(?:[-=+^_(,<>|*/&:;]|\\[a-zA-Z]+)\s*$")
 def split_unit(text: str, *, letters: bool = False) -> tuple[str, str]:
     r"""Splits an answer into (value, unit): `9.8 \text{ m}/\text{s}^2` into `9.8` and `m/s^2`.
 
-    The unit is "" if the answer has no unit. A single letter without \text may be a variable. It is only parsed as a
-    unit if `letters` is True and there is a space before the letter.
+    The unit is "" if the answer has no unit. A single letter without \text may be a variable. A single letter is only
+    parsed as a unit if `letters` is True and there is a space before the letter.
     """
     money = _MONEY.search(text)
     if money:
@@ -60,19 +60,20 @@ def split_unit(text: str, *, letters: bool = False) -> tuple[str, str]:
 
 
 def clash(one: str, other: str) -> bool:
-    """Returns whether both units are known and they are different."""
+    """Returns whether two units of measurement are both known and different."""
     first, second = _spelled(one), _spelled(other)
     return first is not None and second is not None and first != second
 
 
 def _name(unit: str) -> str:
-    """Returns a unit without LaTeX commands: `m/s^2` for `\\text{ m}/\\text{s}^{2}`."""
+    """Returns a unit of measurement without LaTeX commands: `m/s^2` for `\\text{ m}/\\text{s}^{2}`."""
     unit = re.sub(r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|rm|operatorname)\s*\{([^{}]*)\}", r"\1", unit)
     return re.sub(r"\s*([/^])\s*", r"\1", re.sub(r"\\cdot|\\[,;:! ]|[~{}]", " ", unit)).strip()
 
 
 def _spelled(unit: str) -> str | None:
-    """Returns a unit in its normal form (`m ^ 2` for `square meters`); None if a part of the unit is not known."""
+    """Returns a unit of measurement in normal form (`m ^ 2` for `square meters`); None if a part of the unit is not
+    known."""
     unit = re.sub(r"\b(?:sq\.?|square)\s+([A-Za-z]+)", r"\1^2", re.sub(r"\bper\b", "/", unit))
     unit = re.sub(r"\bcubic\s+([A-Za-z]+)", r"\1^3", unit)
     words = []

@@ -18,13 +18,15 @@ import sys
 from megatron_rl import processes
 from megatron_rl.rewards import grading_worker as worker_script
 
-LEAVE = signal.SIGHUP  # asks the reaper to kill all and end; also sent by Linux when the reaper's parent thread ends
+# asks the reaper to kill all descendants and to end; Linux also sends it when the thread that started the reaper ends
+LEAVE = signal.SIGHUP
 TRACKER_S = 2.0  # time limit in seconds for multiprocessing's resource tracker to remove shared memory and end
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # numbers of prctl options of Linux
 
 
 def main() -> None:
-    """Runs the worker's main function in a child process, and ends with the exit status of the child.
+    """Runs the main function of a grading worker in a child process, kills what the child leaves behind, and ends with
+    the exit status of the child.
 
     The child inherits standard input and output. On systems other than Linux, the worker runs in this process.
     """
@@ -32,7 +34,7 @@ def main() -> None:
         worker_script.main(None)
         return
     heard = {LEAVE, signal.SIGCHLD}
-    signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) ignores it
+    signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) makes a process ignore this signal
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -43,9 +45,10 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         worker_script.main(reaper)
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # handled by the run itself
+    # the run itself handles them and ends the reaper
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for descriptor in (0, 1):  # so that the pipes close when the worker ends
+    for descriptor in (0, 1):  # only the worker has the pipes open, so that they close when the worker ends
         os.close(descriptor)
     status = _wait(worker)
     processes.end_below(TRACKER_S)
@@ -53,7 +56,8 @@ def main() -> None:
 
 
 def _wait(worker: int) -> int:
-    """Waits until the worker ends; kills the worker at the signal LEAVE.
+    """Waits until the worker process `worker` (a process id) ends. Kills the worker if this process gets the signal
+    LEAVE.
 
     Returns the worker's exit status, or -N if signal N ended it.
     """
@@ -68,7 +72,7 @@ def _wait(worker: int) -> int:
 
 
 def _end_like(status: int) -> None:
-    """Ends this process with the exit status of a child, or by the signal that killed the child."""
+    """Ends this process as a child ended: with the same exit status, or by the same signal if `status` is negative."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

@@ -30,22 +30,23 @@ except ImportError as error:
 
 COMPOSITE = "composite"  # name of the library's data set that mixes other data sets by weight
 GIVEN = ("size", "seed")  # settings of every data set that have their own fields in data.generated
-KEPT = 64  # number of problems in the cache of a worker, which grades the answers to one problem consecutively
-# Data sets whose scorer evaluates the answer as Python code, directly or through sympy's parse_expr.
+KEPT = 64  # size of a grading worker's cache of problems; the answers to one problem are graded consecutively
+# reasoning-gym data sets whose scorer evaluates the answer as Python code, directly or through sympy's parse_expr.
 EVALUATED = frozenset(
     {
         *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
-# Data sets that iterate over sets of strings: they generate different problems in every process, unless PYTHONHASHSEED
-# is 0.
+# reasoning-gym data sets that iterate over sets of strings: they generate other problems in every process, unless
+# PYTHONHASHSEED is 0.
 HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
-UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # data sets that partly ignore their seed
+UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # data sets that partly ignore the setting `seed`
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
-# Matches an answer that could run code in a scorer of EVALUATED: attribute access, a call of a function that is not
-# listed here, or characters that can hide a call.
+# Matches an answer that could run code when a scorer evaluates it: attribute access, a call of a function that is not
+# in
+# this expression, or characters that can hide a call.
 _CODE = re.compile(
     r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
     r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)"
@@ -54,12 +55,13 @@ _CODE = re.compile(
 
 
 def score(response: str, payload: Mapping[str, Any]) -> float:
-    r"""Returns the score of the answer in a response, 0 to 1, according to the scorer of the problem's data set.
+    r"""Returns the score of the answer in a response, 0 to 1, computed by the scorer of the problem's reasoning-gym
+    data set.
 
     The answer is the content of the last <answer> block, without a \boxed{} around all of it; without an <answer>
-    block, the content of the last \boxed{}. payload["entry"] is the return value of `reference`. A missing answer, an
-    answer that the scorer cannot parse, and an answer that could run code in a scorer of EVALUATED are all scored as
-    None. Raises ValueError if the installed library generates another problem than the one in the data.
+    block, the content of the last \boxed{}. payload["entry"] is the return value of `reference`. The scorer gets the
+    answer None if there is no answer, if it cannot parse the answer, or if it would evaluate the answer and the answer
+    could run code. Raises ValueError if the installed library generates another problem than the one in the data.
     """
     entry = payload["entry"]
     settings = json.dumps(entry["args"], sort_keys=True)
@@ -73,13 +75,14 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
     if answer is not None and item["metadata"].get("source_dataset") in EVALUATED and _CODE.search(answer):
         answer = None
     try:
-        return float(dataset.score_answer(answer=answer, entry=copy.deepcopy(item)))  # a scorer may modify it
+        # copied because a scorer may modify the entry
+        return float(dataset.score_answer(answer=answer, entry=copy.deepcopy(item)))
     except _UNREADABLE:  # some scorers raise for a malformed answer
         return float(dataset.score_answer(answer=None, entry=copy.deepcopy(item)))
 
 
 def stated(response: str) -> str | None:
-    """Returns the answer in a response that `score` grades; None if there is no answer."""
+    """Returns the part of a response that `score` grades as the answer; None if there is no answer."""
     blocks = block_texts(response, "answer")
     if not blocks:
         return boxed(response)
@@ -121,7 +124,8 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
 
 
 def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields (name, settings) of a data set and, if it is `composite`, of each data set that it mixes."""
+    """Yields (name, settings) of a data set. For the data set `composite`, also yields (name, settings) of each data
+    set that it mixes."""
     yield name, args
     if name != COMPOSITE:
         return
@@ -137,7 +141,8 @@ def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[st
 
 
 def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an unknown data set, an unknown setting, and a data set that is not reproducible here."""
+    """Raises ConfigError for an unknown data set, an unknown setting, and a data set that would generate different
+    problems in every process."""
     if name not in DATASETS:
         raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
     if name in UNSEEDED:

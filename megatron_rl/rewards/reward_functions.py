@@ -20,12 +20,14 @@ from megatron_rl.user_code import told, traceback_of
 
 Item = tuple[str, Mapping[str, Any]]  # a response and the payload of its problem
 PROMPTS, COMPLETIONS = "prompts", "completions"  # parameter names of a function that grades batches
-# Parameters that TRL passes to reward functions and this module does not, because it only has texts.
+# Parameters that TRL passes to reward functions. This module cannot pass them, because it only has texts.
 UNKNOWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state")
-RESERVED = ("outcome", "trained")  # names of rewards and metrics that the recipes use themselves
+# names that users cannot give to rewards and metrics, because the training recipes use them
+RESERVED = ("outcome", "trained")
 REWARD = "reward"  # key of the reward in a mapping that a function returns; the other keys are metrics
-GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)  # errors of user code that only end the grading that raised them
-_OWN = ("messages", "prompt")  # keys of a payload that are not passed as columns
+# errors of user code that end only the grading in which they are raised
+GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)
+_OWN = ("messages", "prompt")  # keys of a payload that are not passed as columns of the data set
 
 
 class BatchFailed(Exception):
@@ -45,18 +47,19 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """The location of one of several reward functions, and its weight in the sum."""
+    """The location of a reward function, and the weight of the function in a sum of several rewards."""
 
     target: str | None = None  # import path of the function, package.module:name
     pickled: str | None = None  # instead of `target`: a cloudpickle file of a function that cannot be imported
     weight: float = 1.0  # factor of the function's reward in the sum
-    name: str = ""  # name in the metrics; if empty, the name of the function
+    name: str = ""  # name of the reward in the metrics; if empty, the name of the function
     args: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments for the function
 
     __pydantic_config__ = {"extra": "forbid"}  # an unknown key in a config is an error
 
     def load(self) -> Callable[..., Any]:
-        """Imports or unpickles the function and returns it. Raises ValueError if the function cannot be used."""
+        """Imports or unpickles the function and returns it. Raises ValueError if the function cannot be imported or
+        unpickled."""
         where = self.target if self.pickled is None else self.pickled
         if where is None or (self.target is not None and self.pickled is not None):
             raise ValueError(f"functions: {self.name or 'one of them'} needs either a target or a pickled file")
@@ -71,7 +74,7 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctions:
-    """A plug-in for `reward.target`: the weighted sum of several reward functions.
+    """A plug-in for the setting `reward.target`: a reward that is the weighted sum of several reward functions.
 
     Each reward may be any finite number. If `reward.range` is set, the sum must lie in that range.
     """
@@ -79,7 +82,8 @@ class RewardFunctions:
     functions: tuple[Function, ...]
 
     def __post_init__(self) -> None:
-        """Loads the functions. Raises ValueError for a function or a name that cannot be used."""
+        """Loads the reward functions. Raises ValueError for a function that cannot be loaded or called, and for a name
+        that is reserved or repeated."""
         given = tuple(one if isinstance(one, Function) else Function(**one) for one in self.functions)
         if not given:
             raise ValueError("functions is empty: name at least one")
@@ -93,7 +97,7 @@ class RewardFunctions:
 
     @property
     def grader(self) -> Grader:
-        """Returns the grader that calls these functions."""
+        """Returns the grader, which calls the reward functions and computes the weighted sum."""
         return vars(self)["_grader"]
 
 
@@ -104,9 +108,9 @@ class CalledFunction:
     function: Callable[..., Any]
     name: str
     weight: float
-    batched: bool  # whether the function takes lists and returns a list
+    batched: bool  # whether the function grades a batch: it takes lists and returns a list
     waits: bool  # whether the function is a coroutine function
-    parameters: tuple[str, ...]  # parameters of the function that a batch can be passed by
+    parameters: tuple[str, ...]  # names of the parameters through which a batch can be passed
     takes_all: bool  # whether the function has a **columns parameter
 
     @classmethod
@@ -158,7 +162,8 @@ class CalledFunction:
         return tuple(n for n in own if given[n].default is inspect.Parameter.empty)
 
     def batch(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Returns the keyword arguments of one call on [B] items: prompts, completions and columns, each a list of B.
+        """Returns the keyword arguments of a call of the reward function on B items: prompts, completions and columns
+        of the data set, each a list of length B.
 
         If a problem is a conversation, its prompt is the list of its messages and its completion is a list of one
         message, as in TRL; otherwise both are texts. Raises KeyError for a required column that no problem has.
@@ -182,20 +187,22 @@ class Grader:
     ) -> None:  # fmt: skip
         """`bounds`: lowest and highest allowed score of each function. If None, any finite number is allowed."""
         self._functions, self._bounds = functions, bounds
-        self.limits: tuple[float, float] | None = None  # lowest and highest allowed weighted sum
-        self._loop: Any = None  # event loop of the coroutine functions; kept from batch to batch with its connections
+        self.limits: tuple[float, float] | None = None  # lowest and highest allowed weighted sum; None for no limit
+        # event loop of the coroutine functions; kept between batches, so that the functions' connections stay open
+        self._loop: Any = None
 
     @property
     def together(self) -> bool:
-        """Returns whether a batch is graded in one call, so that an error cannot be attributed to a single item."""
+        """Returns whether several items are graded in one call, so that a crash or a time-out cannot be attributed to
+        one item."""
         return any(one.batched or one.waits for one in self._functions)
 
     def grade(self, items: Sequence[Item]) -> Iterator[Result]:
-        """Yields the results of [B] items, in order.
+        """Grades B items, pairs (response, payload). Yields the B results in order.
 
         If no function takes batches or is a coroutine function, each result is yielded before the next item is graded.
-        Raises MemoryError if a function does, and BatchFailed if a batch function raises an error on several items. An
-        error on a single item becomes the result of that item.
+        Raises MemoryError if a reward function raises it, and BatchFailed if a batch function raises an error on
+        several items. An error on a single item becomes the result of that item.
         """
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
@@ -209,17 +216,19 @@ class Grader:
         return [next(second if one.waits else first) for one in self._functions]
 
     def _values(self, one: CalledFunction, batch: Sequence[Item]) -> list[Any]:
-        """Calls one function on [B] items. Returns B entries: the returned value, or the error that was raised."""
+        """Calls one reward function on B items. Returns a list of B entries: the returned values, or the errors that
+        were raised."""
         if not one.batched:
             return [_attempt(one.function, *item) for item in batch]
         return _listed(one, _attempt(lambda: one.function(**one.batch(batch))), len(batch))
 
     def _waited(self, batch: Sequence[Item]) -> list[list[Any]]:
-        """Calls all coroutine functions concurrently. Returns a list for each function, in the format of `_values`."""
+        """Calls all coroutine functions concurrently on a batch. Returns for each function a list of returned values or
+        raised errors, as `_values` does."""
         waiting = [one for one in self._functions if one.waits]
         if not waiting:
             return []
-        import asyncio  # slow to import, and few rewards are coroutine functions
+        import asyncio  # imported here, because the import is slow and few reward functions are coroutine functions
 
         async def one_of(call: Callable[[], Awaitable[Any]]) -> Any:
             try:
@@ -244,7 +253,8 @@ class Grader:
         return [_listed(one, value, len(batch)) if one.batched else value for one, value in found]
 
     def _sum(self, row: Sequence[Any]) -> Result:
-        """Returns the result of one item: the weighted sum of its rewards, without the functions that returned None."""
+        """Returns the result of one item: the weighted sum of the rewards in `row`, one from each function. Functions
+        that returned None are left out."""
         total, parts, metrics = 0.0, 0, {}
         for one, value in zip(self._functions, row, strict=True):
             if isinstance(value, BaseException):
@@ -335,7 +345,8 @@ def _completion(response: str, payload: Mapping[str, Any]) -> Any:
 
 
 def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a user's function. Returns its value, or the error that it raised; only a MemoryError is raised again."""
+    """Calls a user's function. Returns its value, or the error that it raised; a MemoryError is not returned but raised
+    again."""
     try:
         return call(*arguments)
     except MemoryError:
@@ -345,10 +356,11 @@ def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
-    """Converts the value of a batch function, or the error that it raised, to a list of B = `count` results.
+    """Converts the value that a batch function returned, or the error that it raised, to a list of `count` entries, one
+    for each item.
 
-    If the value is not a list of B values, every result is a ValueError. Raises BatchFailed if the function raised an
-    error on several items.
+    If the value is not a list of `count` values, every entry is a ValueError. Raises BatchFailed if the function raised
+    an error on several items.
     """
     if isinstance(value, BaseException):
         if count > 1:

@@ -12,8 +12,9 @@ import re
 
 from megatron_rl.rewards.tags import block_texts
 
-QUESTIONS = 3  # maximum number of question blocks of a well-formed proposal, which may correct itself; the last is used
-LOWEST, HIGHEST = 1.0, 10.0  # ends of the judge's scale
+# maximum number of question blocks of a well-formed proposal, which may correct itself; the last block is used
+QUESTIONS = 3
+LOWEST, HIGHEST = 1.0, 10.0  # lowest and highest score of the judge's scale
 
 _NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # in order of precedence: fraction, decimal, integer
 
@@ -36,8 +37,8 @@ def tag_form(text: str, tag: str, most: int = 1) -> float:
 def proposal_form(text: str) -> float:
     """Returns the mean format score of a proposal's question blocks and, if present, of its answer and type blocks.
 
-    Answer blocks have the score 1.0 if there is one more of them than of question blocks, and 0.0 otherwise, as in the
-    released code.
+    The score of the answer blocks is 1.0 if there is exactly one more answer block than question blocks, and 0.0
+    otherwise, as in the released code of Multi-Agent Evolve.
     """
     parts = [tag_form(text, "question", QUESTIONS)]
     answers, closing = text.count("<answer>"), text.count("</answer>")
@@ -49,10 +50,11 @@ def proposal_form(text: str) -> float:
 
 
 def judged_score(text: str) -> float | None:
-    """Returns the score in a judgement, mapped from the scale 1 to 10 onto [0, 1]; None if it has no number.
+    """Returns the score in the text of a judgement, mapped from the scale 1 to 10 onto [0, 1]; None if the text has no
+    number.
 
-    The score is the number in the first <score> block that has one; without such a block, the last number of the text.
-    Numbers outside the scale are clamped to its ends. A fraction is evaluated: 9/10 is 0.9, clamped to 1.
+    The score is the number in the first <score> block that has a number. Without such a block, it is the last number of
+    the text. Numbers outside the scale are clamped to its ends. A fraction is evaluated: 9/10 is 0.9, clamped to 1.
     """
     blocks = block_texts(text, "score", re.IGNORECASE)
     numbers = [next((m[0] for kind in _NUMBERS if (m := re.search(kind, block))), "") for block in blocks]

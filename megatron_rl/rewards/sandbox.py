@@ -29,14 +29,16 @@ from typing import IO, Any
 
 from megatron_rl.rewards import sandbox_walls
 
-START_TIMEOUT_S = 30.0  # time limit in seconds for a sandbox to start, and for it to end, even on a busy machine
+# time limit in seconds for a sandbox to start, and to end after its code; long enough for a busy machine
+START_TIMEOUT_S = 30.0
 ERROR_BYTES = 1 << 20  # limit of standard error; the code is ended if it prints more
 KEPT_ERROR_BYTES = 4096  # number of bytes that are kept from the end of standard error
-# All environment variables of the code. The fixed hash seed makes the order of a set of strings the same in every run.
+# All environment variables that the sandboxed code gets. The fixed hash seed makes the order of a set of strings the
+# same in every run.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",  # each malloc arena reserves 64 MiB of the memory limit
+    "MALLOC_ARENA_MAX": "1",  # one malloc arena, because each arena reserves 64 MiB of the memory limit
 }  # fmt: skip
 
 
@@ -46,14 +48,14 @@ class SandboxFailure(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSettings:
-    """The resource limits of code in a sandbox."""
+    """The resource limits of the code that runs in a sandbox."""
 
-    timeout_s: float = 10.0  # wall-clock time limit, from the start of the code to its end
-    memory_mib: int = 512  # memory limit of one process, without /tmp
+    timeout_s: float = 10.0  # wall-clock time limit in seconds, from the start of the code to its end
+    memory_mib: int = 512  # memory limit in MiB of one process, not counting files in /tmp
     processes: int = 16  # maximum number of concurrent processes and threads, including the first
-    scratch_mib: int = 32  # size of /tmp, which is in memory, and maximum size of a file
+    scratch_mib: int = 32  # size in MiB of /tmp, which is held in memory; also the maximum size of a file
     open_files: int = 64
-    output_bytes: int = 1 << 20  # limit of standard output; the code is ended if it prints more
+    output_bytes: int = 1 << 20  # limit in bytes of standard output; the code is ended if it prints more
     packages: Sequence[str] = ()  # directories of modules that the code may import, besides the standard library
 
     def __post_init__(self) -> None:
@@ -70,11 +72,11 @@ DEFAULTS = SandboxSettings()
 class Ran:
     """The result of code that ran in a sandbox."""
 
-    output: str  # the printed text of a program, up to the limit; the repr of the returned value of a call
+    output: str  # the text that a program printed, up to the limit; for a function call, the repr of the returned value
     why: str = ""  # error message of one line, such as the last line of the traceback; empty if there was no error
     late: bool = False  # whether the code was ended because its time was over
     cut: bool = False  # whether the code was ended because it printed more than the limit
-    seconds: float  # time from the start of the code to its end
+    seconds: float  # seconds from the start of the code to its end
 
 
 def run_program(
@@ -88,7 +90,7 @@ def run_program(
     """Runs `code` as a Python script, with `stdin` as its standard input and `arguments` in sys.argv.
 
     With `show_value`, the value of the script's last expression is printed if the script printed nothing. Raises
-    SandboxFailure if the sandbox failed.
+    SandboxFailure if the sandbox could not run the code.
     """
     require()
     return _run(code, stdin, settings, {"arguments": list(arguments), "show_value": show_value})
@@ -105,7 +107,7 @@ def call(
     """Runs `code` and calls its function `name`, or the method `name` of its class Solution.
 
     The arguments and keyword arguments are values that can be written as Python literals. Printed text is discarded.
-    Raises SandboxFailure if the sandbox failed.
+    Raises SandboxFailure if the sandbox could not run the code.
     """
     require()
     what = {"function": name, "values": list(arguments), "keywords": dict(keywords or {})}
@@ -118,7 +120,7 @@ def call(
     return Ran(output="" if raised else ran.output[1:], why=raised, seconds=ran.seconds)
 
 
-@functools.cache  # only a success is cached; a failed check is repeated
+@functools.cache  # a successful check is not repeated; a failed check raises an error, which is not cached
 def require() -> None:
     """Checks that this machine can build a sandbox. Otherwise raises SandboxFailure with the cause and a cure."""
     try:
@@ -136,7 +138,7 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
         "RLIMIT_CPU": math.ceil(settings.timeout_s) + 1,
         "RLIMIT_FSIZE": settings.scratch_mib << 20,
         "RLIMIT_NOFILE": settings.open_files,
-        "RLIMIT_NPROC": settings.processes + 1,  # plus the process of bubblewrap
+        "RLIMIT_NPROC": settings.processes + 1,  # one more, for the process of bubblewrap
         "RLIMIT_CORE": 0,
         "RLIMIT_MSGQUEUE": 0,
     }
@@ -147,7 +149,7 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
 
 def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, Any]) -> Ran:
     """Runs the code in a new sandbox, and returns when all processes of the sandbox have ended. `what`: items of the
-    request that override the defaults of `_request`."""
+    request to sandbox_inside.py, such as the function to call, that override the defaults of `_request`."""
     with contextlib.ExitStack() as stack:
         output, errors = (stack.enter_context(tempfile.TemporaryFile("a+b", buffering=0)) for _ in range(2))
         passed = {"request": _file_of(_request(code, settings, what), stack)}
@@ -181,7 +183,8 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
         if first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
-            if not _readable(first, START_TIMEOUT_S):  # readable when the kernel has killed all processes
+            # the pidfd is readable when the kernel has killed all processes of the sandbox
+            if not _readable(first, START_TIMEOUT_S):
                 raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
         status, told = process.wait(), _end_of(errors).splitlines()
         if begun is None:
@@ -200,8 +203,8 @@ def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> 
     """Waits for bubblewrap to report the first process of the sandbox, maps its users, and lets bubblewrap continue.
 
     Returns a pidfd of the first process; None if bubblewrap failed. When the first process ends, all other processes of
-    the sandbox end. The first process waits until its users are mapped, so its process id is still valid here. Raises
-    SandboxFailure if the users cannot be mapped.
+    the sandbox end. The first process waits until its users are mapped, so its process id cannot have been reused yet.
+    Raises SandboxFailure if the users cannot be mapped.
     """
     report = info.read()
     if not report:
@@ -219,7 +222,8 @@ def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> 
 def _fault(status: int, errors: Sequence[str]) -> str:
     """Returns an error message of one line for code that ended with this exit status; "" if there was no error.
 
-    `errors`: the lines of standard error. Raises SandboxFailure if a signal ended bubblewrap itself.
+    `errors`: the lines that the code printed to standard error. Raises SandboxFailure if a signal ended bubblewrap
+    itself.
     """
     if status < 0:
         raise SandboxFailure("it was lost: something else than its code ended it")
@@ -229,7 +233,8 @@ def _fault(status: int, errors: Sequence[str]) -> str:
 
 
 def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
-    """Waits until a pipe or a pidfd is readable. Returns False if it is not after `timeout_s` seconds."""
+    """Waits until a pipe or a pidfd is readable. Returns True if it is readable, and False after `timeout_s`
+    seconds."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))

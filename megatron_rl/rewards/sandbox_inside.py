@@ -23,7 +23,7 @@ MAX_FRAMES = 50  # number of frames in a printed traceback, counted from its end
 
 
 def main() -> None:
-    """Drops the privileges of root, reports that the sandbox is ready, and runs the program.
+    """Drops the privileges of root, reports that the sandbox is ready, and runs the program of the request.
 
     sys.argv has two file descriptors: a pipe, to which the line "ready" is written before it is closed, and a file with
     the request, a marshalled dictionary (see `sandbox._request`).
@@ -32,7 +32,7 @@ def main() -> None:
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)  # drops all capabilities, too
+        os.setresuid(NOBODY, NOBODY, NOBODY)  # this also drops all Linux capabilities
     os.write(report, b"ready\n")
     os.close(report)
     with os.fdopen(request_file, "rb") as file:
@@ -72,7 +72,8 @@ def _new_module(name: str) -> dict[str, Any]:
 
 
 def _run_showing_value(code: str, space: dict[str, Any]) -> None:
-    """Runs the program. Prints the value of its last expression if nothing was printed and the value is not None."""
+    """Runs the program. If the program printed nothing, prints the value of its last expression, unless the value is
+    None."""
     import ast
 
     shown = sys.stdout
@@ -129,7 +130,7 @@ def _call_function(request: Mapping[str, Any]) -> NoReturn:
         else:
             raise AttributeError(f"the code has no function {request['function']}")
         answer = "=" + repr(function(*request["values"], **request["keywords"]))
-    except BaseException as error:  # user code: any error, including SystemExit, is the answer
+    except BaseException as error:  # user code: any error, including SystemExit, is returned as the result
         answer = f"!{type(error).__name__}: {str(error)[:200]}"
     data = memoryview(answer.encode("utf-8", "backslashreplace"))
     while data:

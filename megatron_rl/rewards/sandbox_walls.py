@@ -13,9 +13,11 @@ from pathlib import Path
 
 NOBODY = 65534  # id of the user and the group of a program in the sandbox
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")  # paths of shared libraries
+# paths of shared libraries and programs that the sandbox can read
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")
 RUNNER = Path(__file__).with_name("sandbox_inside.py").read_text()
-# Linux settings that can forbid user namespaces: the file, the value that forbids them, and the command to allow them.
+# Linux settings that can forbid user namespaces: the file, the value that forbids user namespaces, and the command that
+# allows them.
 SYSCTLS = (
     ("proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
     ("proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
@@ -26,14 +28,15 @@ SYSCTLS = (
     ),
 )
 
-# Numbers from the kernel's headers filter.h, seccomp.h, audit.h and sched.h.
+# Constants of seccomp filters, from the kernel's headers filter.h, seccomp.h, audit.h and sched.h.
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 REFUSE, MISSING, NO_FAMILY = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT))
 ALLOW = 0x7FFF0000
 CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16  # byte offsets in the input of a filter, struct seccomp_data
 ALL_NAMESPACES = 0x7E020000  # flags of clone(2): mount, cgroup, UTS, IPC, user, PID and network namespaces
 FAMILIES = (1, 2, 10)  # socket families that a network namespace isolates: unix, inet, inet6
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # (index into the pairs below, number in audit.h)
+# machine -> (index into the pairs of REFUSED, number in audit.h)
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
 # System calls that are refused, with their numbers on x86-64 and on aarch64. Some of them may allow an escape from the
 # sandbox if the kernel has a bug, or access to another process's memory. Others (memfd, shm, msg, sem, mq) allocate
@@ -65,13 +68,14 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
         raise FileNotFoundError("the program bwrap is not installed")
     out = [program, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     out += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
-    if _may_map_two():  # sandbox_inside.py becomes the user nobody
+    if _may_map_two():  # root is kept at first, and sandbox_inside.py becomes the user nobody
         out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     out += ["--info-fd", str(fds["info"]), "--userns-block-fd", str(fds["mapped"])]
     out += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
     shown = shown_paths(packages)
     for parent in sorted({str(parent) for path in (*DEVICES, *dict(shown)) for parent in Path(path).parents}):
-        out += ["--dir", parent]  # only root may enter directories that bubblewrap creates implicitly
+        # created explicitly, because only root may enter directories that bubblewrap creates implicitly
+        out += ["--dir", parent]
     for path, link in shown:
         out += ["--symlink", link, path] if link else ["--ro-bind", path, path]
     for path in DEVICES:
@@ -150,15 +154,17 @@ def call_filter() -> bytes:
     index, machine = MACHINES[os.uname().machine]
     lines = [
         (LOAD, 0, 0, MACHINE),
-        (EQUAL, 1, 0, machine),  # system calls of 32-bit programs have other numbers
+        (EQUAL, 1, 0, machine),  # the machine must match, because system calls of 32-bit programs have other numbers
         (RETURN, 0, 0, REFUSE),
         (LOAD, 0, 0, CALL_NUMBER),
     ]
     if index == 0:
-        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # x32 system calls have other numbers, too
+        # refuses x32 system calls, whose numbers differ
+        lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]
     for numbers in REFUSED.values():
         lines += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, REFUSE)]
-    # A filter cannot read clone3's flags, which are in memory. The C library falls back to clone.
+    # clone3 is reported as missing, because a filter cannot read the flags of clone3, which are in memory. The C
+    # library then uses clone.
     lines += [(EQUAL, 0, 1, CLONE3[index]), (RETURN, 0, 0, MISSING)]
     lines += [(EQUAL, 0, 4, CLONE[index]), (LOAD, 0, 0, FIRST_ARGUMENT)]
     lines += [(ANY_BIT, 0, 1, ALL_NAMESPACES), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, CALL_NUMBER)]

@@ -16,7 +16,8 @@ _SYNONYMS = {"true": "yes", "false": "no"}
 
 
 def stated_answer(response: str) -> str:
-    r"""Returns the answer in a response: the last \boxed{}, else the last <answer> block, else the last line."""
+    r"""Returns the answer in a response: the content of the last \boxed{}; without a box, of the last <answer> block;
+    without both, the last line."""
     found = answer_text(response)
     if found is None:
         found = (response.strip().splitlines() or [""])[-1]
@@ -26,8 +27,8 @@ def stated_answer(response: str) -> str:
 
 
 def grade_label(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 if the answer contains the label payload["answer"] and no other label of payload["choices"], else
-    0.0."""
+    """Returns 1.0 if the answer in the response contains the known label payload["answer"] and no other label of
+    payload["choices"], else 0.0."""
     choices = [str(choice).lower() for choice in payload["choices"]]
     words = [
         _SYNONYMS.get(word, word) if word not in choices else word
@@ -38,7 +39,7 @@ def grade_label(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def grade_text(response: str, payload: Mapping[str, Any]) -> float:
-    """Returns 1.0 if the answer is the text payload["answer"], else 0.0.
+    """Returns 1.0 if the answer in the response is the same text as the known answer payload["answer"], else 0.0.
 
     Comma-separated lists are compared element by element. A number is rounded to the decimals of the known number.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-MIN_STEPS = 3  # a solution with fewer steps loses 0.4 of its format score
+MIN_STEPS = 3  # a solution with fewer step blocks loses 0.4 of the format score
 
 _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace does not group
 
@@ -49,14 +49,15 @@ def step_texts(text: str) -> list[str]:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with balanced braces; the innermost box if boxes are nested; None if
-    there is no box."""
+    r"""Returns the content of the last \boxed{...} with balanced braces; if boxes are nested, of the innermost box;
+    None if there is no box."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
 def answer_text(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{}; without a box, of the last <answer> block; None without either.
+    r"""Returns the content of the last \boxed{} of a response; without a box, of the last <answer> block; None if there
+    is neither.
 
     The closing tag of the <answer> block may be missing.
     """
@@ -70,7 +71,8 @@ def generator_format(text: str) -> float:
     r"""Returns the format score of a solution, in [0, 1]. It is used for logging and by `verdicts.verifier_format`.
 
     The score is 0 without an <answer> block. Otherwise the score starts at 1.0 and is reduced, but not below 0: by 0.8
-    if the block is not exactly one non-empty \boxed{...}, and by 0.8 without steps or by 0.4 with fewer than three.
+    if the block is not exactly one non-empty \boxed{...}, and by 0.8 without step blocks or by 0.4 with fewer than
+    three.
     """
     _, opened, rest = text.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")

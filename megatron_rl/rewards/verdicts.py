@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_rl.rewards.tags import step_spans, step_texts
 
-GAMMA = 0.8  # weight of the format score
+GAMMA = 0.8  # weight of the format score in the reward of a verification
 COUNT_GATE = 0.6  # minimum format score of the solution at which the number of verdicts must match its number of steps
 
 _STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
@@ -26,17 +26,18 @@ _FINAL_FOLLOWS = re.compile(rf"{_END_STEPS}\s*{_FINAL}")
 
 @dataclass(frozen=True)
 class Review:
-    """A parsed verification of a solution and its reward."""
+    """A verifier's parsed verification of a solution, and the reward of the verification."""
 
-    verdicts: tuple[bool, ...]  # verdicts of the step section, in order
+    verdicts: tuple[bool, ...]  # verdicts on the steps, in order
     final: bool | None  # final verdict; None if it cannot be parsed
     agrees: bool  # whether the final verdict is equal to the graded outcome of the solution
-    format: float  # format score, 0 to 1
+    format: float  # format score of the verification, 0 to 1
     reward: float
 
 
 def step_verdicts(text: str) -> tuple[bool, ...]:
-    """Returns the verdicts of the first step section, in order; an empty tuple if one of the section's tags is missing.
+    """Returns the verifier's verdicts (True for correct) in the first step section of a verification, in order; an
+    empty tuple if one of the section's tags is missing.
 
     A verdict is counted if it is at the end of a step block. A block without a verdict extends to the next verdict
     that is directly followed by a closing tag.
@@ -52,8 +53,8 @@ def step_verdicts(text: str) -> tuple[bool, ...]:
 
 
 def final_verdict(text: str) -> bool | None:
-    """Returns the verdict of the first final section that contains only a boxed verdict, anywhere in the text; None if
-    there is no such section."""
+    """Returns the final verdict of a verification (True for correct), from the first final section that contains only a
+    boxed verdict; None if there is no such section."""
     match = _FINAL_VERDICT.search(text)
     return None if match is None else match.group(1).upper() == "CORRECT"
 
