@@ -45,11 +45,11 @@ class Profile:
     host: str = "auto"  # address or network interface at which servers, weight transfers and ranks listen
     environment: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()  # shell lines that the batch script executes before the program
-    # Python interpreter that runs the program, inside the container if there is one: absolute path, or relative to the
-    # root of the checkout.
+    # Path of the Python interpreter, inside the container if there is one. A relative path starts at the checkout.
     python: str = ".venv/bin/python"
-    # Interpreter with the engine installed; overrides engine.python of the config. If null, engine.python is used, or
-    # otherwise .venv-vllm or .venv-sglang of the checkout. Required with a container: an interpreter in the container.
+    # Python interpreter that has the engine installed. Overrides engine.python of the config.
+    # If null, engine.python is used or, if that is null too, .venv-vllm or .venv-sglang of the checkout.
+    # Required with a container, in which the interpreter must be.
     engine_python: str | None = None
     container: Container | None = None
     sbatch: tuple[str, ...] = ()  # additional options for #SBATCH lines

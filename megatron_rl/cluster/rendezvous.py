@@ -19,8 +19,7 @@ from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueErr
 from megatron_rl.key_value_store.store_server import KeyValueServer
 
 POLL_S = 0.05
-# timeout of one attempt to reach the store; short, because the file with the store's address may be left from an
-# earlier start
+# timeout in seconds of an attempt to reach the store; short, since an earlier start may have left its address
 JOIN_S = 2.0
 SECRET_BYTES = 32
 NOT_OURS = (

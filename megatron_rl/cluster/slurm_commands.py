@@ -13,11 +13,10 @@ from pathlib import Path
 from megatron_rl.config.schema import ConfigError
 
 ANSWER_S = 60.0  # timeout of a command in seconds
-# Environment variables that are not passed to Slurm's commands and to jobs. Variables that hold paths (CUDA_HOME,
-# TRITON_CACHE_DIR), and variables that select a Slurm cluster, are passed.
+# Environment variables that are not passed to Slurm's commands and to jobs.
+# Variables that hold paths (e.g. CUDA_HOME), and variables that select a Slurm cluster, are passed.
 _LEFT_OUT = re.compile(
-    # variables of another job or launcher, and variables that set options of Slurm's commands and so override #SBATCH
-    # lines
+    # variables of another job or launcher, and options of Slurm's commands, which would override #SBATCH lines
     r"(?!SLURM_(CONF(_SERVER)?|CLUSTERS|JWT)$)_?(SLURM|SPANK|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_|SACCT_"
     r"|SCONTROL_|PYXIS_|APPTAINER|SINGULARITY|PMI|PRTE_|PALS_|OMPI_|OPAL_|I_MPI_|MPI|HYD|MV2_|TORCHELASTIC_|MASTER_"
     r"|MEGATRON_RL_).*"

@@ -61,7 +61,9 @@ class Leave:
         self, directory: Path, job: SlurmJob | None, say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`directory`: the run directory.
+        """Creates the object for one start of a run.
+
+        `directory`: the run directory.
         `say`: callback that reports a message.
         `clock`: returns monotonic time in seconds.
         `wall`: returns the time of day in seconds since the epoch, as in `job.end`. It is read only once, so that a

@@ -26,7 +26,9 @@ class Watchdog:
     """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
-        """Creates the watchdog of rank `rank`. `directory`: the run directory.
+        """Creates the watchdog of rank `rank`.
+
+        `directory`: the run directory.
         `session`: id of this start of the ranks.
         `after_s`: number of seconds without a call of `beat` after which the run is ended; 0 disables the watchdog.
         """

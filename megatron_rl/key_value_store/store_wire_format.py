@@ -74,8 +74,9 @@ class Seal:
     """
 
     def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
-        """`direction`: b"up" for frames to the store, b"down" for frames from the store.
+        """Derives the key of one direction of a connection.
 
+        `direction`: b"up" for frames to the store, b"down" for frames from the store.
         `nonces`: the nonce of the store followed by the nonce of the client.
         """
         self._key = hmac.digest(secret, b"frames " + direction + nonces, "sha256")

@@ -26,8 +26,7 @@ REDUCE_S = 12e-6  # seconds of a small all-reduce within a node
 FAR_REDUCE_S = 120e-6  # seconds of a small all-reduce between nodes
 EXPERTS_S = 0.5e-3  # seconds of host time per pass through a layer with experts: the host waits for the token counts
 MICRO_S = 15e-3  # seconds of host time per micro-batch: packing, positions, transfer, loss
-# Factor on Device.dense_share (share of the GPU's peak rate): less is reached because rollouts differ in length and not
-# all micro-batches are full.
+# Factor on the rates of a GPU, because rollouts differ in length and not all micro-batches are full.
 PARTIAL = 0.85
 SMALL = 2048  # number of tokens of a micro-batch per rank at which matrix products reach half of their maximum rate
 
@@ -362,8 +361,7 @@ def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -
     for answer in range(draw.episode.answers):
         end = draw.context(answer)
         start = end - draw.episode.told if kept and answer else 0.0
-        # a token at position p attends to p tokens, so the mean over positions [start, end) is that of a sequence of
-        # start + end tokens
+        # The mean cost of positions [start, end) is the mean cost in a sequence of start + end tokens.
         total += (end - start) * sum(forward_flops(shape, start + end)[:2]) / (1 if answer else per_prompt)
     return total
 

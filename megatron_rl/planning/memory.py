@@ -16,8 +16,8 @@ from megatron_rl.planning.hardware import GIB
 from megatron_rl.weights.counting import Parallel, adapter_elements, counts, stage_layers
 
 GRADIENT = 4  # bytes of the gradient per parameter, accumulated in float32
-# Bytes of the optimizer state per parameter: Adam's moments, and the float32 master weight. The state is sharded over
-# the ranks that hold the parameter. float32 weights have no separate master weight.
+# Bytes of the optimizer state per parameter: Adam's moments, and the float32 master weight.
+# The state is sharded over the ranks that hold the parameter. float32 weights have no separate master weight.
 MOMENTS, MASTER = 8, 4
 CHUNK = 1 << 27  # number of logits that a GPU holds at once, as in megatron/vocab_statistics.py
 # bytes of the buffer through which reference and live weights are swapped, as in megatron/offload.py
@@ -25,8 +25,7 @@ EXCHANGE = 1 << 28
 CONTEXT = 2.5 * GIB  # bytes of GPU memory for the CUDA context, NCCL's buffers and libraries
 WHOLE = "layer"  # value of `recompute` for recomputing a whole layer from its input
 FRAGMENTS = 0.04  # share of the GPU's memory that fragmentation in the allocator makes unusable
-# Activation function -> number of tensors of the feed-forward width that the gate and the following product keep
-# for the backward pass.
+# Activation function -> number of tensors of the feed-forward width that the gated product keeps for backward.
 GATE_KEEPS = {"silu": 3, "gelu_tanh": 4}
 
 
@@ -63,8 +62,7 @@ class MicroBatchLoad:
     count: int = 1 << 20  # number of micro-batches per optimizer step
     # what the backward pass recomputes: WHOLE, or names of modules of a layer (config.schema.Model.recompute_modules)
     recompute: frozenset[str] = frozenset()
-    # number of prompt tokens that samples share with another sample; attention keeps keys and values of these tokens
-    # once per sample
+    # number of prompt tokens that samples share; attention keeps their keys and values once per sample
     behind: int = 0
 
 

@@ -16,8 +16,7 @@ from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
 
 GRADING_S = 0.02  # seconds that one of reward.workers needs to grade one response
-# assumed seconds per handover of the GPUs between servers and trainer: requests to servers and supervisors, and freeing
-# memory
+# assumed seconds per handover of the GPUs between servers and trainer: requests, and freeing memory
 CHANGE_S = 1.0
 
 
@@ -61,7 +60,7 @@ class EpisodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationPlan:
-    """The estimate for one iteration: seconds of each phase in order, and token counts."""
+    """The estimate for one iteration: seconds of each phase in order of execution, and token counts."""
 
     role: str  # roles that the iteration trains, joined by +
     times: int  # number of iterations like this one in a cycle (item of the schedule)

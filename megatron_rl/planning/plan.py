@@ -24,8 +24,8 @@ from megatron_rl.weights.counting import Parallel
 ENGINE_WORKSPACE = 3 * memory.GIB  # bytes per GPU for prefill activations and CUDA graphs of a server
 # assumed bytes of GPU memory that a server keeps while it sleeps: CUDA context, NCCL's buffers, CUDA graphs
 ASLEEP = 2 * memory.GIB
-# Assumed upper bound of the bytes of host memory per byte of a sleeping server's weights. vLLM copies each of its
-# memory blocks to pinned memory, whose size torch rounds up to a power of 2.
+# Assumed upper bound of the bytes of host memory per byte of a sleeping server's weights.
+# vLLM copies its memory blocks to pinned memory, and torch rounds each block's size up to a power of 2.
 SERVER_COPY = 2.0
 # arguments in engine.args that disable prefix caching
 NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])

@@ -25,12 +25,12 @@ COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
 PAIRS = 150  # approximate number of combinations of the roles' layouts that are tried for each choice of engines
 # micro-batch sizes in tokens that are tried in addition to the configured size
 MICRO_BATCHES = (32768, 16384, 8192, 4096)
-WORTH = 0.03  # share of a cycle's time that a change must save at least for the change to be advised
+WORTH = 0.03  # minimum share of a cycle's time that a change must save to be advised
 MOST = 5  # maximum number of lines of advice on changes that save time
 # bytes of host memory per node above which a warning is printed; common nodes have at least 512 GiB
 HOST_MEMORY = 450 * GIB
-# Assumed minimum ratio of a request's timeout to the estimated seconds of the longest answer. A request also waits in
-# the server's queue and during refits (weight syncs), and the estimate is accurate to 30 % at best.
+# Assumed minimum ratio of a request's timeout to the estimated seconds of the longest answer.
+# A request also waits in the server's queue and during refits, and the estimate is accurate to 30 % at best.
 PATIENCE = 2.0
 
 
@@ -40,7 +40,7 @@ class Proposal:
 
     case: Case
     plan: RunPlan
-    overrides: Sequence[str]  # a.b=c arguments that change the original config to this run
+    overrides: Sequence[str]  # command-line overrides (a.b=c) that change the original config to this run
 
 
 def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
@@ -62,7 +62,10 @@ def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
 
 
 def advice(case: Case, made: RunPlan) -> list[str]:
-    """Returns lines of advice that would make the run fit, or run faster if it fits, the most useful first."""
+    """Returns lines of advice on changes that make the run fit into memory or, if it fits, make it faster.
+
+    The most useful line is first.
+    """
     if made.problems:
         return _cures(case, made) or ["no single change makes it fit: --search looks at all of them together"]
     phases = made.phases

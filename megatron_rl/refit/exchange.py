@@ -37,8 +37,7 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-# On a transport that streams, a run of slices is sent without being packed into one buffer if the average size of its
-# slices in bytes is at least this.
+# On a streaming transport: average size in bytes from which on the slices of a long run are sent without packing.
 ALONE_PART_BYTES = 1 << 16
 PROBE_BYTES = 256 << 20  # total size in bytes, over all ranks, of the messages that measure the bandwidth of the links
 # (trainer rank, engine rank) -> (transport between the two ranks, index of the other side in the transport)
@@ -63,8 +62,7 @@ class RefitOrder:
     version: int
     verify: Verify = "sample"
     sums_on: Place = "host"  # where checksums are computed
-    # engine rank -> weight version that the engine rank holds, so that only the difference from this version may be
-    # sent
+    # engine rank -> weight version that the engine rank holds, to which a delta may be applied
     base: dict[int, int] = field(default_factory=dict)
     keeps_sent: bool = False  # whether senders keep a copy of the sent values, to compute the next refit's delta from
 
@@ -108,8 +106,7 @@ class Exchange:
         waiting.
         """
         self._side, self._route, self._dtype, self._pulse = side, route, dtype, pulse
-        # Parameters that a transport may read or write directly, without a copy; None if a transport may not access
-        # them.
+        # Parameters that a transport may access directly, without a copy; None if a copy is needed.
         self._readable, self._writable = (
             parameters if isinstance(parameters, Reachable) else None for parameters in (side.sources, side.targets)
         )
@@ -236,8 +233,7 @@ class Exchange:
             starts.append((receiving.bucket.source, lambda: self._receive(receiving, order, deadline, out)))
         # NCCL requires that both sides of a pair start their messages in the same order.
         begun = {start: start() for _, start in sorted(starts, key=lambda item: item[0])}
-        # The received message is completed before the sent message, because the sender on the other side waits until
-        # its message has been read.
+        # Receives are completed first, because the sender on the other side waits until its message is received.
         return [begun[start] for _, start in reversed(starts)]
 
     def _send(

@@ -24,8 +24,7 @@ from megatron_rl.refit.transport import Deadline, TransportError
 
 POLL_S = 0.0002  # interval in seconds at which NCCL operations are polled for completion
 JOIN_S = 5.0  # longest wait in seconds for a thread to end
-# NCCL's timeout of a message. It is longer than the timeout of any refit, because when it expires, torch ends the whole
-# process.
+# NCCL's timeout of a message. Longer than any refit, because torch ends the whole process when it expires.
 NCCL_TIMEOUT = timedelta(days=30)
 # environment variable that torch reads when it creates a process group
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -93,7 +93,7 @@ class RefitStore:
 
     @property
     def prefix(self) -> str:
-        """Returns the prefix of all keys of this view."""
+        """Returns the prefix that this view adds to all keys."""
         return self._prefix
 
     def put(self, key: str, value: Any) -> None:

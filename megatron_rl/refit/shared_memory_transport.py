@@ -81,8 +81,7 @@ class SharedMemory:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
         try:
-            # Reserves the memory now, so that a lack of memory raises an error instead of a bus error at the first
-            # write.
+            # Reserves memory, so that a lack of memory raises an error here instead of a later bus error.
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             self.free([path.name])
@@ -177,7 +176,7 @@ class Slots:
     """A transport that sends a message by copying it into a slot of a medium, such as shared memory, from which the
     receiver reads it. Implements transport.Transport.
 
-    `rank` is the index of this process among the peers. Only the peers may use `store`.
+    `rank` is the index of this process among the peers. No process other than the peers may use `store`.
     """
 
     def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
@@ -193,8 +192,7 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            # Slot sizes are rounded up to powers of two. This limits the number of slots, which the receiver keeps
-            # open.
+            # Slot sizes are rounded up to powers of two to limit the number of slots, all of which the receiver keeps open.
             room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
             slot = _Slot(*self._medium.allocate(room, device))
         else:

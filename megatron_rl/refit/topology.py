@@ -96,7 +96,7 @@ class Topology:
         return torch.float32.itemsize // self.torch_dtype.itemsize
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
-        """Raises ValueError unless `names` are exactly the parameters of trainer rank `rank` in this layout."""
+        """Raises ValueError unless `names` are exactly the parameters that trainer rank `rank` has in the layout."""
         wanted = {
             name for h in rank_layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters
         }

@@ -125,7 +125,7 @@ class TrainerSide:
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
         again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
-        if again:  # retries: an engine may have died between its answer and its first message
+        if again:  # retry, since an engine may have died between its answer and its first message
             deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
             report = self._transfer(self._roll_call(deadline, None), version, deadline)
         self._awaited = set()
@@ -316,8 +316,7 @@ class TrainerSide:
         The last VERDICTS verdicts stay on the store for engines that read them late. All other keys of older refits and
         of earlier sets of transports are removed, including keys that a suspended engine has written since.
         """
-        # Stored atomically: an engine that saw the verdict but not the index of the next refit would take part in the
-        # same refit again.
+        # The verdict and the next refit's index are stored atomically, so that no engine repeats this refit.
         verdict = {"committed": report.committed}
         self._store.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
         for rank in range(self.topology.engines.world):

@@ -50,7 +50,7 @@ class ParameterPart(NamedTuple):
 
 
 class Readable(Protocol):
-    """The parameters of one rank, which can be read part by part."""
+    """The parameters of one rank, from which rectangles can be read."""
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
         """Returns the values of a part of the parameter `name`, [rows, columns]; a view if possible."""
@@ -58,7 +58,7 @@ class Readable(Protocol):
 
 
 class Parameters(Readable, Protocol):
-    """The parameters of one rank, which can be read and written part by part."""
+    """The parameters of one rank, of which rectangles can be read and written."""
 
     def write(self, name: str, part: ParameterPart, values: Tensor) -> None:
         """Writes `values` [rows, columns] to a part of the parameter `name`, cast to the dtype of the parameter."""
@@ -86,7 +86,7 @@ class Reachable(Protocol):
 
 
 class Tensors:
-    """Parameters in a mapping from names to tensors. Implements Parameters and Reachable."""
+    """The parameters of one rank, given as a mapping from names to tensors. Implements Parameters and Reachable."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._given = tensors
@@ -190,8 +190,8 @@ class Deadline:
     message_s: float  # longest wait for one message, in seconds
     # Called every RECHECK_S seconds during a wait. Returns true if the refit has ended without this process.
     is_over: Callable[[], bool] = lambda: False
-    # Returns a value that changes while the other process is alive but itself waiting for a message. If the value has
-    # changed when a wait times out, the wait goes on.
+    # Returns a value that changes while the other process is alive but itself waiting for a message.
+    # If the value has changed when a wait times out, the wait goes on.
     pulse: Callable[[], Any] = lambda: None
 
     @classmethod

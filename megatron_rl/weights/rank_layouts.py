@@ -36,8 +36,8 @@ class TrainerLayout:
     etp: int = 1
     # number of interleaved model chunks per stage: chunk c of stage s is run c * pp + s of consecutive layers
     vpp: int = 1
-    # number of layers of each run (pp * vpp runs), in order; if empty, layers are divided evenly and the first runs get
-    # the extra layers
+    # number of layers of each of the pp * vpp runs of consecutive layers, in order
+    # If empty, layers are divided as evenly as possible, and the first runs get the extra layers.
     stages: tuple[int, ...] = ()
     vocab_multiple: int = 1
     # whether parameters have the names of the Transformer Engine layer spec (True) or of the local layer spec (False)
