@@ -192,7 +192,7 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            # Slot sizes are rounded up to powers of two to limit the number of slots, all of which the receiver keeps open.
+            # Sizes are rounded up to powers of two, which limits the number of slots that the receiver keeps open.
             room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
             slot = _Slot(*self._medium.allocate(room, device))
         else:

@@ -329,7 +329,7 @@ class TrainerSide:
         self._store.clear([*refits, *location_prefixes])
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
-        """Returns the metrics of a refit. `floor_seconds` is the shortest time that the measured bandwidths allow."""
+        """Returns the metrics of a refit (weight sync). `floor_seconds` is the shortest time that the measured bandwidths allow."""
         floors = [0.0]
         for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
             wire = (outcome.sent + outcome.received) * probed / size if size else 0.0

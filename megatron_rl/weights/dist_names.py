@@ -83,7 +83,7 @@ def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
 
 
 def counts(sizes: Sizes, place: StackedKey) -> tuple[int, ...]:
-    """Returns (number of layers, number of experts) stacked in the stored tensor of `place`, as far as it stacks them."""
+    """Returns the sizes of the stacked dimensions (layers, experts) of the stored tensor with the key `place.key`."""
     stacked = (sizes.experts,) if is_layered(sizes) else (sizes.num_layers, sizes.experts)
     return stacked[: len(place.at)]
 
