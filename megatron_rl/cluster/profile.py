@@ -49,7 +49,7 @@ class Profile:
     python: str = ".venv/bin/python"
     # Python interpreter that has the engine installed. Overrides engine.python of the config.
     # If null, engine.python is used or, if that is null too, .venv-vllm or .venv-sglang of the checkout.
-    # Required with a container, in which the interpreter must be.
+    # With a container, this interpreter is required, and must be in the container.
     engine_python: str | None = None
     container: Container | None = None
     sbatch: tuple[str, ...] = ()  # additional options for #SBATCH lines

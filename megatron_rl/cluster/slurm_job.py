@@ -61,7 +61,7 @@ class Leave:
         self, directory: Path, job: SlurmJob | None, say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """Creates the object for one start of a run.
+        """Prepares the decisions for one start of a run.
 
         `directory`: the run directory.
         `say`: callback that reports a message.

@@ -161,7 +161,7 @@ def pass_seconds(
     layers = layer_seconds(actor, cluster, batch, tokens)
     layers *= _layers_share(actor, batch) if backward else 1
     layers += recomputed_seconds(actor, cluster, batch, tokens, recompute) if backward else 0.0
-    # factor for the backward pass, which also computes the logits again
+    # how often the output layer's time is counted: the backward pass computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
     head = again * _head_seconds(actor, cluster, tokens * batch.labels / batch.tokens)
     host = 0.0 if batch.full else MICRO_S

@@ -16,7 +16,7 @@ from megatron_rl.planning.workload import Draw, IterationWork, longest_context
 from megatron_rl.weights import counting
 
 GRADING_S = 0.02  # seconds that one of reward.workers needs to grade one response
-# assumed seconds per handover of the GPUs between servers and trainer: requests, and freeing memory
+# assumed seconds of a handover of the GPUs between servers and trainer, for requests and freeing memory
 CHANGE_S = 1.0
 
 

@@ -27,7 +27,7 @@ class Buffers:
                 if len(kept) >= size and kept.device == device:
                     return self._free.pop(i)[:size]
             if self._free:
-                self._free.pop(0)  # the free buffer is too small or on another device, so it is dropped
+                self._free.pop(0)  # drops a free buffer that is too small or on another device
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def give_back(self, message: Tensor) -> None:

@@ -37,7 +37,7 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-# On a streaming transport: average size in bytes from which on the slices of a long run are sent without packing.
+# On a streaming transport, slices of a long run with at least this average size in bytes are not packed.
 ALONE_PART_BYTES = 1 << 16
 PROBE_BYTES = 256 << 20  # total size in bytes, over all ranks, of the messages that measure the bandwidth of the links
 # (trainer rank, engine rank) -> (transport between the two ranks, index of the other side in the transport)
@@ -239,7 +239,10 @@ class Exchange:
     def _send(
         self, message: BucketMessage, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome
     ) -> Callable[[], None]:
-        """Packs a message and starts to send it. Returns a function that waits until the message has been sent."""
+        """Copies the values of a message into a buffer, and starts to send the message.
+
+        Returns a function that waits until the message has been sent.
+        """
         bucket, width, checked = message.bucket, self._dtype.itemsize, message.checked(order.verify, order.version)
         base, sums = order.base.get(bucket.destination), CHECKSUM_BYTES * len(checked)
         head, size = delta.HEADER if base is not None else 0, bucket.elements * width
@@ -357,7 +360,7 @@ class Exchange:
         self._compare(checked, whole[end : end + sums], message.bucket, sums_on)
 
     def _write(self, runs: Sequence[SliceRun], values: Tensor) -> None:
-        """Writes concatenated values to the parameters of the runs, in order."""
+        """Writes concatenated values to the destination parameters of the runs of slices, in order."""
         assert self._side.targets is not None
         place = 0
         for run in runs:

@@ -10,7 +10,7 @@ from megatron_rl.refit.transport import ParameterPart
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
-NamedPart = tuple[str, ParameterPart]  # (parameter name, part of the parameter)
+NamedPart = tuple[str, ParameterPart]  # (name of a parameter, rectangle of the parameter)
 SAMPLE_EVERY = 16  # with verify: "sample", one of this many slices carries a checksum
 CHECKSUM_BYTES = 8
 # A run of slices of at least this many bytes may be sent separately from the packed message, which saves a copy.

@@ -187,7 +187,7 @@ class _Waiter:
         self._thread.start()
 
     def start(self, works: Sequence[Any], failures: list[str]) -> threading.Event:
-        """Queues the works of a message. Returns an event that is set when all works are done or one has failed.
+        """Queues the torch Works of a message. Returns an event that is set when all works are done or one has failed.
 
         An error is appended to `failures` before the event is set.
         """
@@ -265,11 +265,11 @@ class _GroupHandle:
         self._transport.buffers.give_back(self._message)
 
     def _finish(self, works: Sequence[Any], deadline: Deadline) -> None:
-        """Waits for the works. Raises TransportError when one fails or is late."""
+        """Waits for the torch Works of the message. Raises TransportError when a Work fails or is late."""
         failure = "given up"
         try:
             failure = self._transport.finish(works, deadline)
-        finally:  # also when a callback of the deadline raises an exception
+        finally:  # clean up also when a callback of the deadline raises an exception
             if failure is not None and self._into_pieces:
                 self._transport.abort(self._works)
         if failure is not None:
@@ -314,7 +314,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _poll(works: Sequence[Any], seconds: float) -> bool:
-    """Waits up to `seconds` for all works. Returns whether all works are done."""
+    """Waits up to `seconds` for all torch Works. Returns whether all of them are done."""
     end = time.monotonic() + seconds
     while not all(work.is_completed() for work in works):
         if time.monotonic() > end:

@@ -266,7 +266,7 @@ class _Announced:
 
 
 class _Awaited:
-    """The handle of a message to be received. Implements transport.Handle."""
+    """A message to be received, whose `wait` blocks until the sender has sent it. Implements transport.Handle."""
 
     def __init__(self, store: RefitStore, medium: Medium, key: str, what: str, device: torch.device) -> None:
         self._store, self._medium, self._key, self._what, self._device = store, medium, key, what, device

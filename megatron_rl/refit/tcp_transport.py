@@ -355,7 +355,7 @@ class _TcpHandle:
         failure = "given up"
         try:
             failure = deadline.until(self._done.event.wait) or self._done.failure
-        finally:  # also when a callback of the deadline raises an exception
+        finally:  # clean up also when a callback of the deadline raises an exception
             if failure is not None:
                 self._lane.end()
         if failure is not None:

@@ -41,7 +41,9 @@ class _RollCall:
 
     number: int  # index of the refit
     locations: dict[int, RankLocation]  # engine rank -> location
-    versions: dict[int, int | None]  # engine rank -> weight version that it holds; None if it holds none
+    versions: dict[
+        int, int | None
+    ]  # engine rank -> weight version that the rank holds; None if it holds no complete version
     lost: dict[int, str]  # engine rank that did not answer -> reason
 
 
@@ -329,7 +331,10 @@ class TrainerSide:
         self._store.clear([*refits, *location_prefixes])
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
-        """Returns the metrics of a refit (weight sync). `floor_seconds` is the shortest time that the measured bandwidths allow."""
+        """Returns the metrics of a refit (weight sync).
+
+        The metric `floor_seconds` is the shortest time that the measured bandwidths allow.
+        """
         floors = [0.0]
         for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
             wire = (outcome.sent + outcome.received) * probed / size if size else 0.0

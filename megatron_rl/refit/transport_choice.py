@@ -29,7 +29,7 @@ class RankLocation(NamedTuple):
     """The host, process and device of a rank."""
 
     host: str
-    process: str  # random id of the process; a pid would not be unique across containers
+    process: str  # random id of the process; process ids are not unique across containers
     device: str  # "cpu", or the UUID of the GPU
     nccl: str = ""  # NCCL version of the process; empty without a GPU or without NCCL
 

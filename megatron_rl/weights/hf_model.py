@@ -41,7 +41,7 @@ class Architecture(Sizes):
     def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the rotary embedding's cos and sin for integer positions [N], each [N, rotated] (float32).
 
-        `kind`: an index into the features' kinds of attention.
+        `kind`: index of the kind of attention in the model's features.
 
         Frequencies are scaled for long contexts as the config says.
         """

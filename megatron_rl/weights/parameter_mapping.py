@@ -287,7 +287,7 @@ def padding(shape: Shape, rects: Sequence[Rect]) -> int:
 
 
 def by_tensor(parameters: Mapping[str, tuple[Shape, Sequence[Rect]]]) -> dict[str, list[tuple[str, Rect]]]:
-    """Returns {Hugging Face tensor: [(parameter, rectangle)]}, converted from {parameter: (shape, rectangles)}."""
+    """Returns {Hugging Face tensor: [(parameter, rectangle)]}, computed from {parameter: (shape, rectangles)}."""
     out: dict[str, list[tuple[str, Rect]]] = {}
     for name, (_, rects) in parameters.items():
         for rect in rects:

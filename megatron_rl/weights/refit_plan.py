@@ -97,8 +97,8 @@ class RefitPlan:
     slices: Slices
     buckets: tuple[RefitBucket, ...]  # messages between devices, sorted by round
     local: tuple[RefitBucket, ...]  # messages within a device, with separate rounds
-    needed: Mapping[int, int]  # engine rank -> number of elements that it needs, without padding
-    held: Mapping[int, int]  # engine rank -> number of needed elements that are on its device before the refit
+    needed: Mapping[int, int]  # engine rank -> number of elements that the rank needs, without padding
+    held: Mapping[int, int]  # engine rank -> number of needed elements that are on the rank's device before the refit
 
     @property
     def lower_bound(self) -> int:
@@ -347,7 +347,10 @@ def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners
 
 
 def _join_adjacent(slices: Slices) -> Slices:
-    """Joins slices that are adjacent in both parameters (e.g. q, k and v of one group, or gate and up)."""
+    """Joins slices that are adjacent in both the source and the destination parameter.
+
+    Examples are q, k and v of one group, and gate and up.
+    """
     n = slices
     alike = (n.source, n.destination, n.source_parameter, n.destination_parameter, n.source_column, n.column, n.columns)
     same = np.ones(len(n), dtype=bool)
