@@ -25,19 +25,22 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row:
-    """Returns the `Row` of a norm's weight [width], which every rank holds whole."""
+    """Returns the `Row` (description of a Megatron parameter) for a norm's weight [width], which every rank holds
+    whole."""
     return single(name, tensor, (width, 1), Whole(), fused=fused)
 
 
 def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition, **more: Any) -> Row:
-    """Returns the `Row` of a parameter that is one tensor [rows, columns] and has the tensor's name in engines."""
+    """Returns the `Row` (description of a Megatron parameter) for a parameter that is made of one Hugging Face tensor
+    [rows, columns] and has the name of this tensor in engines."""
     return Row(**{"name": name, "sources": (Source(tensor, *shape),), "partition": partition, "engine": tensor, **more})
 
 
 def joint_norm(part: str, width: int) -> Row:
-    """Returns the `Row` of a norm [width] over all heads of queries or keys together.
+    """Returns the `Row` (description of a Megatron parameter) for the weight [width] of a norm over all heads of
+    queries or keys together.
 
-    `part`: "q" or "k".
+    `part`: "q" for the norm of queries, "k" for the norm of keys.
 
     The trainer's ranks shard the weight as they shard the heads. Every engine rank holds the whole weight, because
     engines gather the heads before the norm.
@@ -49,7 +52,8 @@ def joint_norm(part: str, width: int) -> Row:
 def attention(
     sizes: Sizes, *, bias: bool = False, head_norms: bool = False, joint_norms: bool = False, norm_before: bool = True
 ) -> list[Row]:
-    """Returns the `Row`s of attention: the norm before it, query/key/value as one parameter, and the output projection.
+    """Returns the `Row`s (descriptions of Megatron parameters) of self-attention: the norm before attention,
+    query/key/value as one parameter, and the output projection.
 
     `bias`: whether query, key and value have a bias.
     `head_norms`: whether queries and keys are normalised per head.
@@ -82,8 +86,8 @@ def attention(
 
 
 def latent_attention(sizes: Sizes) -> list[Row]:
-    """Returns the `Row`s of multi-head latent attention: the norm before it, its projections, and the norms of the
-    latents.
+    """Returns the `Row`s (descriptions of Megatron parameters) of multi-head latent attention: the norm before
+    attention, the projections, and the norms of the latents.
 
     Every rank holds the whole down projections (to the latents). The up projections (from the latents) are sharded by
     heads. Engines join the two down projections into one parameter if queries have a latent too.
@@ -120,8 +124,8 @@ def latent_attention(sizes: Sizes) -> list[Row]:
 
 
 def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight") -> list[Row]:
-    """Returns the `Row`s of a dense feed-forward layer and of the norm before it. `before`: the name of the norm's
-    tensor."""
+    """Returns the `Row`s (descriptions of Megatron parameters) of a dense feed-forward layer and of the norm before it.
+    `before`: the name of the norm in Hugging Face."""
     fused = "mlp.linear_fc1.layer_norm_weight"
     return [
         norm("pre_mlp_layernorm.weight", before, sizes.hidden, fused=fused),
@@ -130,10 +134,10 @@ def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight
 
 
 def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
-    """Returns the `Row`s of a gated feed-forward module.
+    """Returns the `Row`s (descriptions of Megatron parameters) of a gated feed-forward module.
 
     `module`: the name of the module in Megatron.
-    `tensors`: the prefix of its tensors' names in Hugging Face.
+    `tensors`: the prefix of the names of the module's Hugging Face tensors.
     """
     gate, up, down = (f"{tensors}.{part}.weight" for part in PARTS)
     return [
@@ -148,12 +152,13 @@ def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
 
 
 def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) -> list[Row]:
-    """Returns the `Row`s of the norm before a router, of the router, and of its experts.
+    """Returns the `Row`s (descriptions of Megatron parameters) of the norm before a router, of the router, and of the
+    experts.
 
-    `module`: the Hugging Face module that holds router and experts in files.
+    `module`: the name of the module that contains router and experts in Hugging Face files.
     `parts`: the names of an expert's gate, up and down projection.
 
-    In memory, transformers stacks the experts in a module that is called `mlp` in every family.
+    When transformers loads a model, it stacks the experts in a module that is called `mlp` in every family.
     """
     h, count, width = sizes.hidden, sizes.experts, sizes.expert_ffn
     gate, up, down = (f"{module}.experts.{EXPERT}.{part}.weight" for part in parts)
@@ -184,14 +189,15 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
 
 
 def expert_bias(sizes: Sizes, *, module: str = "mlp.gate") -> Row:
-    """Returns the `Row` of the bias [experts] that a router adds to its scores when it chooses experts."""
+    """Returns the `Row` (description of a Megatron parameter) for the bias [experts] that a router adds to its scores
+    when it chooses experts."""
     tensor = f"{module}.e_score_correction_bias"
     return single("mlp.router.expert_bias", tensor, (sizes.experts, 1), Whole(), float32=True)
 
 
 def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool = True) -> list[Row]:
-    """Returns the `Row`s of a shared expert, which processes every token, and of the gate [1, hidden] that scales its
-    output.
+    """Returns the `Row`s (descriptions of Megatron parameters) of a shared expert, which processes every token, and of
+    the gate [1, hidden] that scales the output of the shared expert.
 
     `gate`: whether the shared expert has a gate.
     """
@@ -202,7 +208,8 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool
 
 
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the `Row`s of the embedding, the final norm and the output layer."""
+    """Returns the `Row`s (descriptions of Megatron parameters) of the embedding, the final norm and the output
+    layer."""
     shape, partitions = (sizes.vocab, sizes.hidden), (Vocabulary(), EngineVocabulary())
     embedding = single(
         "embedding.word_embeddings.weight", EMBEDDING, shape, partitions[0], engine_partition=partitions[1]

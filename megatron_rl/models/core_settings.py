@@ -15,7 +15,8 @@ ROTARY = ("default", "llama3")  # kinds of rotary embedding that Megatron-core c
 
 
 def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
-    """Returns the settings for the shapes and the arithmetic of the layers. The activation is given by name."""
+    """Returns Megatron-core's settings for the shapes and the arithmetic of a model's layers, as a dict. The activation
+    is given by name."""
     return dict(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden,
@@ -25,7 +26,8 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         ffn_hidden_size=sizes.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=features.norm_eps,
-        qk_layernorm=features.qk_norm,  # not for joint norms: Megatron-core would sum their gradients over tensor ranks
+        # False for joint norms: Megatron-core would sum their gradients over tensor ranks
+        qk_layernorm=features.qk_norm,
         gated_linear_unit=True,
         activation_func=features.activation,
         add_bias_linear=False,
@@ -39,7 +41,8 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
 
 
 def _latent(sizes: Sizes) -> dict[str, Any]:
-    """Returns the settings of multi-head latent attention; an empty dict for other attention.
+    """Returns Megatron-core's settings of multi-head latent attention, or an empty dict if the model has other
+    attention.
 
     Megatron-core's rotary embedding is not used. The project's layers rotate queries and keys, and scale the scores.
     """
@@ -60,10 +63,10 @@ def needs_own_layers(sizes: Sizes, features: Features) -> bool:
     """Checks whether a model needs this project's layers because Megatron-core's layers do not support its
     architecture.
 
-    Core does not support other positions of norms, norms over all heads together, several kinds of attention, and
-    rotary embeddings not in `ROTARY`. Core's latent attention with Transformer Engine is not used either: without
-    sequence parallelism it does not sum the gradient of the shared key over tensor ranks, and the norms of the latents
-    need a separate epsilon.
+    Megatron-core's layers do not support norms at other positions than before attention and feed-forward, norms over
+    all heads together, several kinds of attention in one model, or rotary embeddings whose kind is not in `ROTARY`.
+    Megatron-core's latent attention with Transformer Engine is not used either: without sequence parallelism, it does
+    not sum the gradient of the shared key over tensor ranks, and the norms of the latents need a separate epsilon.
     """
     moved = features.norms_after or not features.norms_before
     other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
@@ -71,20 +74,20 @@ def needs_own_layers(sizes: Sizes, features: Features) -> bool:
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
-    """Returns the settings of the experts and their router; an empty dict for a dense model.
+    """Returns Megatron-core's settings of the experts and their router, or an empty dict for a dense model.
 
     No token is dropped. Only the caller's loss and `aux_loss` (the coefficient of the load-balancing loss) train the
     router.
 
     Choosing the k largest scores gives the same experts before and after the softmax. A softmax over the chosen experts
-    equals the softmax over all experts, divided by the sum over the chosen experts. Families that renormalise use the
-    latter.
+    equals the softmax over all experts, divided by the sum over the chosen experts. Model families that renormalise the
+    scores use a softmax over the chosen experts.
 
     Expert groups and expert biases are not passed to Megatron-core. megatron/router_replay.py limits the choice to
-    groups, because core scores a group by the sum of its k / groups_chosen best experts. Core's load balancing would
-    change its bias.
+    groups, because core scores a group by the sum of its k / groups_chosen best experts. With an expert bias,
+    Megatron-core's load balancing would change the bias.
 
-    Raises ConfigError for a router that could not learn.
+    Raises ConfigError if a router could not learn, because it chooses one expert per token with renormalised scores.
     """
     routing = features.routing
     if routing is None:
@@ -116,7 +119,8 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 
 
 def rotary(features: Features) -> dict[str, Any]:
-    """Returns the settings of Megatron-core's rotary embedding, for a model that does not need the project's layers."""
+    """Returns Megatron-core's settings of the rotary embedding, for a model that Megatron-core's own layers can
+    compute."""
     own = features.kinds[0].rotary
     return {
         "position_embedding_type": "rope",

@@ -23,13 +23,13 @@ LATENT = {  # field of Sizes -> key of config.json
     "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
-NOPE = "qk_nope_head_dim"  # key of config.json: number of elements of a head's query and key that are not rotated
+NOPE = "qk_nope_head_dim"  # config.json key for the number of elements of a head's query and key that are not rotated
 EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1, "quantization_config": None}
 
 
 class DeepseekV2(Family):
-    """The DeepSeek-V2 family. Routers use a softmax without renormalisation. Some models only choose from the best
-    groups."""
+    """The DeepSeek-V2 family. Routers use a softmax without renormalisation. In some models, routers choose only among
+    the experts of a token's best groups."""
 
     model_type = "deepseek_v2"
     keys = {
@@ -43,7 +43,8 @@ class DeepseekV2(Family):
     has_experts = True
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base class does, and for an unsupported routing method."""
+        """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
+        value is not supported, for example the routing method or the number of expert groups."""
         found = super().read(config, where)
         method = config.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
@@ -56,7 +57,7 @@ class DeepseekV2(Family):
     def check_groups(self, config: Mapping[str, Any], sizes: Sizes, where: str, *, best: int = 1) -> None:
         """Raises ConfigError if the expert groups do not allow a router to choose enough experts.
 
-        `best`: the number of best experts whose scores rate a group. A group must have at least this many experts.
+        `best`: the number of best experts whose scores rate a group. A group must have at least `best` experts.
         """
         groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
         wanted = int(config.get("num_experts_per_tok") or 1)
@@ -68,8 +69,8 @@ class DeepseekV2(Family):
             )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Returns the sizes in a config.json. Its head_dim is ignored, because some files give the size of the rotated
-        part.
+        """Returns the sizes in a config.json. The key head_dim is ignored, because in some files it is the size of the
+        rotated part only.
 
         Raises KeyError if a key is missing.
         """
@@ -89,7 +90,8 @@ class DeepseekV2(Family):
         return self.keys[field]
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features. The scale of the attention scores includes YaRN's factor."""
+        """Returns the features of the model that a config.json describes. The scale of the attention scores includes
+        the factor of YaRN (a scaling of the rotary embedding)."""
         found = super().features(config)
         rotary = found.kinds[0].rotary
         told = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -99,7 +101,8 @@ class DeepseekV2(Family):
         return replace(found, softmax_scale=head_dim**-0.5 * sharper**2)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how the routers choose experts. The score of a group is the score of its best expert."""
+        """Returns how the routers choose experts. The score of a group of experts is the score of the group's best
+        expert."""
         limited = config.get("topk_method") == "group_limited_greedy"
         return Routing(
             chosen=int(config["num_experts_per_tok"]),
@@ -110,7 +113,7 @@ class DeepseekV2(Family):
         )
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer: dense for the leading layers, otherwise with experts."""
+        """Returns the parameters of layer `number`. The leading layers are dense, and the other layers have experts."""
         rows = blocks.latent_attention(sizes)
         if not sizes.is_sparse(number):
             return rows + blocks.feed_forward(sizes)
@@ -118,12 +121,13 @@ class DeepseekV2(Family):
         return rows + blocks.shared_expert(sizes, module="mlp.shared_experts", gate=False) if sizes.shared_ffn else rows
 
     def beside(self, sizes: Sizes) -> Sequence[Row]:
-        """Returns additional parameters of a router. Subclasses override it."""
+        """Returns the parameters that a router has in addition to its weight: none. Subclasses override this method."""
         return ()
 
 
 def groups_of(config: Mapping[str, Any], *, best: int) -> dict[str, Any]:
-    """Returns the fields of Routing for expert groups; an empty dict if a token may use all groups."""
+    """Returns values for the fields of Routing that limit a token to some groups of experts, or an empty dict if a
+    token may use all groups. `best`: the number of best experts whose scores rate a group."""
     groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     return {"groups": groups, "groups_chosen": chosen, "group_best": best} if chosen < groups else {}
 

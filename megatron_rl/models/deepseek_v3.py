@@ -22,7 +22,8 @@ DEFAULTS: Mapping[str, Any] = {"n_group": 8, "topk_group": 4, "norm_topk_prob": 
 
 
 class DeepseekV3(DeepseekV2):
-    """The DeepSeek-V3 family. The experts' biases keep their loaded values, because no loss trains them."""
+    """The DeepSeek-V3 family. Routers have a bias per expert. The biases keep their loaded values, because no loss
+    trains them."""
 
     model_type = "deepseek_v3"
     settled = {
@@ -33,8 +34,9 @@ class DeepseekV3(DeepseekV2):
     }
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base class does, and for sigmoid weights without
-        renormalisation."""
+        """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
+        value is not supported, for example several experts per token without renormalised scores (norm_topk_prob =
+        false)."""
         found = Family.read(self, config, where)
         told = {**DEFAULTS, **config}
         self.check_groups(told, found, where, best=2)
@@ -46,7 +48,8 @@ class DeepseekV3(DeepseekV2):
         return found
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how the routers choose experts. The score of a group is the sum of its two best experts' scores."""
+        """Returns how the routers choose experts. The score of a group of experts is the sum of the scores of the
+        group's two best experts."""
         told = {**DEFAULTS, **config}
         return Routing(
             chosen=int(told["num_experts_per_tok"]),
@@ -59,13 +62,13 @@ class DeepseekV3(DeepseekV2):
         )
 
     def leaves_out(self, sizes: Sizes, tensor: str) -> bool:
-        """Checks whether a tensor is not part of the model, as are multi-token prediction layers, which come after the
-        other layers."""
+        """Checks whether a tensor of a public checkpoint is not part of the model and can be skipped. These are mainly
+        the multi-token prediction layers, which have the layer numbers after the model's layers."""
         ahead = tensor.startswith("model.layers.") and int(tensor.split(".")[2]) >= sizes.num_layers
         return ahead or super().leaves_out(sizes, tensor)
 
     def beside(self, sizes: Sizes) -> Sequence[Row]:
-        """Returns the router's bias."""
+        """Returns the parameter that a router has in addition to its weight: the expert bias."""
         return (blocks.expert_bias(sizes),)
 
 

@@ -17,17 +17,18 @@ from megatron_rl.models.sizes import Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The numbers of ranks over which a trainer's layout shards a model."""
+    """The sizes of the axes of a trainer's parallel layout, that is, the number of ranks over which each axis shards a
+    model."""
 
     tp: int = 1
-    runs: int = 1  # number of runs of layers: pp x vpp. It is 1 for layouts whose stages may be uneven
+    runs: int = 1  # number of equal runs of layers, pp x vpp; 1 for layouts whose stages may be uneven
     ep: int = 1
     etp: int | None = None  # expert tensor parallelism; None: the same as tp
     sequence_parallel: bool = True
 
     @classmethod
     def of(cls, layout: Layout) -> Self:
-        """Returns the axes of a layout in a config."""
+        """Returns the axes of a parallel layout that a config sets."""
         return cls(
             tp=layout.tp,
             runs=layout.pp * (layout.vpp or 1),
@@ -38,38 +39,39 @@ class Axes:
 
 
 class Violation(NamedTuple):
-    """A model size that is not divisible by an axis of a layout."""
+    """A model size that is not divisible by the number of ranks on an axis of a parallel layout."""
 
     key: str  # key of config.json that holds the size
     value: int
     axis: str
     ranks: int
-    # the next smaller and the next larger number of ranks that the whole model allows on this axis
+    # next smaller and next larger number of ranks on this axis by which all model sizes are divisible
     nearest: tuple[int, ...]
 
     def says(self, model: str) -> str:
-        """Returns an error message with a fix. `model`: how to call the model in the message."""
+        """Returns an error message that also says how to fix the layout. `model`: the name of the model in the
+        message."""
         works = " and ".join(f"{self.axis} = {n}" for n in self.nearest)
         are = "nearest that works is" if len(self.nearest) == 1 else "nearest that work are"
         return f"{self.key} = {self.value} of {model} is not divisible by {self.axis} = {self.ranks}: the {are} {works}"
 
 
 class _Rule(NamedTuple):
-    """A field of Sizes that must be divisible by an axis. A size of 0 (not present in the model) is divisible by
-    everything."""
+    """A rule that a field of Sizes must be divisible by the number of ranks on an axis. A size of 0 (not present in the
+    model) is divisible by every number."""
 
     field: str
     axis: str
-    either: bool = False  # whether it is also enough that the size divides the ranks: engines repeat key/value heads
+    either: bool = False  # True if the size may also divide the number of ranks: engines repeat key/value heads
 
 
 def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False) -> list[_Rule]:
     """Returns the divisibility rules of a trainer, or of an engine if `engine` is True.
 
-    `expert_parallel`: whether engine ranks hold whole experts.
+    `expert_parallel`: whether engine ranks hold whole experts instead of a part of every expert.
 
-    If every layer has experts, the dense width in config.json is not used by any layer. Latent attention has no
-    key/value heads.
+    There is no rule for a size that no layer uses: the dense feed-forward width if every layer has experts, and the
+    number of key/value heads with latent attention.
     """
     rules = [_Rule("heads", "tp")]
     if not sizes.kv_rank:
@@ -88,23 +90,26 @@ def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False)
 
 
 def trainer_violations(sizes: Sizes, axes: Axes) -> list[Violation]:
-    """Returns the model sizes that are not divisible by a trainer's layout."""
+    """Returns a Violation for each model size that is not divisible by the number of ranks on an axis of a trainer's
+    layout."""
     ranks = {"tp": axes.tp, "pp x vpp": axes.runs, "ep": axes.ep, "etp": axes.tp if axes.etp is None else axes.etp}
     return [*_violations(sizes, _rules(sizes), ranks)]
 
 
 def engine_violations(sizes: Sizes, tp: int, *, expert_parallel: bool = False) -> list[Violation]:
-    """Returns the model sizes that are not divisible by the `tp` ranks of an engine."""
+    """Returns a Violation for each model size that is not divisible by `tp`, the number of tensor-parallel ranks of an
+    engine. `expert_parallel`: whether engine ranks hold whole experts."""
     return [*_violations(sizes, _rules(sizes, engine=True, expert_parallel=expert_parallel), {"tp": tp})]
 
 
 def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
-    """Returns one error message, with a fix, for every reason why the model does not allow a trainer's layout.
+    """Checks whether a model can be sharded for a trainer's layout. Returns one error message, with a fix, for each
+    problem; an empty list if there is no problem.
 
-    `model`: how to call the model in the messages.
+    `model`: the name of the model in the messages.
 
-    Besides divisibility, this checks two rules for experts: a dense model has no experts to shard, and Megatron-core
-    trains experts under tensor parallelism only with sequence parallelism.
+    Besides divisibility, the function checks two rules for experts: a dense model has no experts to shard, and
+    Megatron-core trains experts under tensor parallelism only with sequence parallelism.
     """
     found = [violation.says(model) for violation in trainer_violations(sizes, axes)]
     if not sizes.experts and (axes.ep > 1 or axes.etp not in (None, 1) or (axes.etp or axes.tp) != axes.tp):
@@ -118,9 +123,11 @@ def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
 
 
 def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool = False) -> list[str]:
-    """Returns one error message, with a fix, for every reason why the model does not allow an engine's layout.
+    """Checks whether a model can be sharded for an engine with `tp` tensor-parallel ranks. Returns one error message,
+    with a fix, for each problem; an empty list if there is no problem.
 
-    `model`: how to call the model in the messages.
+    `model`: the name of the model in the messages.
+    `expert_parallel`: whether engine ranks hold whole experts.
     """
     if expert_parallel and not sizes.experts:
         return [f"{model} has no experts: set expert_parallel to false"]
@@ -128,12 +135,14 @@ def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool 
 
 
 def allowed(sizes: Sizes, axis: str) -> Callable[[int], bool]:
-    """Returns a function that checks whether a trainer of this model may have a given number of ranks along `axis`."""
+    """Returns a function that takes a number of ranks and checks whether a trainer of this model may have this number
+    of ranks along `axis`, such as "tp"."""
     return _allowed(sizes, [rule for rule in _rules(sizes) if rule.axis == axis])
 
 
 def _violations(sizes: Sizes, rules: list[_Rule], ranks: dict[str, int]) -> Iterator[Violation]:
-    """Yields the violated rules, with the nearest numbers of ranks that satisfy all rules of the same axis."""
+    """Yields a Violation for each violated rule, with the nearest numbers of ranks that satisfy all rules of the same
+    axis. `ranks` maps each axis to its number of ranks."""
     keys = family_of(sizes).keys
     for rule in rules:
         number = ranks[rule.axis]

@@ -27,41 +27,43 @@ KEYS = {  # field of Sizes -> key of config.json
     "expert_ffn": "moe_intermediate_size",
     "shared_ffn": "shared_expert_intermediate_size",
 }
-ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")  # fields that are positive in every model
-MOST, MOST_LAYERS = 10**8, 10**4  # the largest size and the largest number of layers accepted from a config.json
-# Keys of config.json that change the arithmetic -> the only supported value. A key that is absent or null is accepted
-# too.
+# fields of Sizes that are positive in every model
+ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+MOST, MOST_LAYERS = 10**8, 10**4  # upper bounds for a size and for the number of layers in a config.json
+# Keys of config.json that change a model's arithmetic -> the only supported value. A missing key or a null is also
+# accepted.
 SETTLED: Mapping[str, Any] = {
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
     "attention_bias": False,
 }
-# settings with which every layer has experts
+# keys of config.json -> the values with which every layer has experts
 EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 class Family:
-    """A model family: the models with one `model_type` in config.json. An instance has no state."""
+    """A model family: the models with one `model_type` in config.json. It reads the config.json of such models and
+    describes their layers and parameters. An instance has no state."""
 
     model_type: ClassVar[str]
     keys: ClassVar[Mapping[str, str]] = KEYS
     settled: ClassVar[Mapping[str, Any]] = SETTLED
     has_experts: ClassVar[bool] = False
     has_shared_expert: ClassVar[bool] = False
-    # Features that all models of the family have. `features` adds what a config.json sets.
+    # Features that all models of the family have. The method `features` adds the features that a config.json sets.
     common: ClassVar[Features] = Features()
-    # Public models of a family that a plug-in adds: name -> contents of config.json. Planning uses them without the
-    # models' files. The public models of the built-in families are in known.yaml.
+    # Public models of a family that a plug-in adds: name -> contents of config.json. With these contents, a run can be
+    # planned without the models' files. The public models of the built-in families are in known.yaml.
     known: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes of the model that the contents of a config.json describe.
+        """Checks the contents of a config.json and returns the sizes of the model.
 
         `where`: the config's file or name, for error messages.
 
-        Raises ConfigError, with the key, if a key is missing or its value is not supported. An unsupported key that was
-        ignored would result in a different model.
+        Raises ConfigError, which names the key, if a key is missing or its value is not supported. Ignoring an
+        unsupported value would result in a different model.
         """
         for field, key in self.keys.items():
             value, least = config.get(key), int(field in ALWAYS)
@@ -95,13 +97,14 @@ class Family:
         )
 
     def key(self, field: str, config: Mapping[str, Any]) -> str:
-        """Returns the key of config.json that holds the value of a field of Sizes."""
+        """Returns the key of `config`, the contents of a config.json, that holds the value of a field of Sizes."""
         if field == "experts" and "num_local_experts" in config:
             return "num_local_experts"  # transformers 5 uses either key
         return self.keys[field]
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features of the model that the contents of a config.json describe.
+        """Returns the features of the model that the contents of a config.json describe: kinds of attention, routing,
+        and other properties of its arithmetic.
 
         Raises KeyError for a model with experts if the number of experts per token is missing.
         """
@@ -113,7 +116,8 @@ class Family:
         )
 
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
-        """Returns the kinds of attention that the model's layers have."""
+        """Returns the kinds of attention (sliding window and rotary embedding) of the model that the contents of a
+        config.json describe."""
         return (AttentionKind(rotary=Rotary.read(config)),)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
@@ -127,7 +131,7 @@ class Family:
         return tensor.endswith("rotary_emb.inv_freq")
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of layer `number`, in the order of the layer's computation."""
+        """Returns the parameters of layer `number`, as `Row`s, in the order in which the layer uses them."""
         rows = blocks.attention(sizes, bias=self.common.qkv_bias, head_norms=self.common.qk_norm)
         if not self.has_experts:
             return rows + blocks.feed_forward(sizes)
@@ -135,12 +139,12 @@ class Family:
         return rows + blocks.shared_expert(sizes) if self.has_shared_expert else rows
 
     def ends(self, sizes: Sizes) -> OuterRows:
-        """Returns the parameters outside of the layers: embedding, final norm and output layer."""
+        """Returns the parameters outside of the layers, as `Row`s: embedding, final norm and output layer."""
         return blocks.ends(sizes)
 
 
 def windowless(config: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError if the model's sliding window is shorter than its maximum context."""
+    """Raises ConfigError if the sliding window in a config.json is shorter than the model's maximum context."""
     window = config.get("sliding_window")
     if window is not None and window < int(config.get("max_position_embeddings", window)):
         raise ConfigError(

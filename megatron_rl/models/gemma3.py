@@ -15,8 +15,8 @@ from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Sizes
 
 WINDOWED, WHOLE = "sliding_attention", "full_attention"  # values of layer_types in config.json
-PERIOD = 6  # default of sliding_window_pattern: every sixth layer attends to the whole text
-DEFAULTS: Mapping[str, Any] = {  # transformers' defaults for keys that a config.json may leave out
+PERIOD = 6  # default of sliding_window_pattern: every sixth layer has no sliding window
+DEFAULTS: Mapping[str, Any] = {  # default values in transformers of keys that may be missing in a config.json
     "num_key_value_heads": 4,
     "head_dim": 256,
     "tie_word_embeddings": True,
@@ -26,8 +26,8 @@ DEFAULTS: Mapping[str, Any] = {  # transformers' defaults for keys that a config
 
 
 class Gemma3(Family):
-    """The Gemma 3 family: norms before and after attention and feed-forward, GELU gate, sliding windows, scaled
-    embeddings."""
+    """The Gemma 3 family: norms before and after attention and feed-forward, GELU as activation of the gate, sliding
+    windows, scaled embeddings."""
 
     model_type = "gemma3_text"
     settled = {
@@ -40,11 +40,13 @@ class Gemma3(Family):
     common = Features(norm_from_one=True, norms_after=True, activation="gelu_tanh", qk_norm=True)
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Returns the sizes, with transformers' defaults. Raises KeyError if a key is missing."""
+        """Returns the sizes of the model described by a config.json, with transformers' defaults for missing keys.
+        Raises KeyError if a key without a default is missing."""
         return super().sizes({**DEFAULTS, **config})
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features: two kinds of attention, each with a separate rotary embedding."""
+        """Returns the features of the model described by a config.json. The layers have two kinds of attention, each
+        with a separate rotary embedding."""
         told = {**DEFAULTS, **config}
         layers, period = int(told["num_hidden_layers"]), int(told.get("sliding_window_pattern") or PERIOD)
         types = told.get("layer_types") or [WHOLE if (i + 1) % period == 0 else WINDOWED for i in range(layers)]
@@ -56,9 +58,10 @@ class Gemma3(Family):
         )
 
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
-        """Returns the attention of layers with a sliding window and of layers without a window.
+        """Returns the two kinds of attention: of layers with a sliding window and of layers without a window.
 
-        Older files have one key for each rotary base. Their rope_scaling applies to layers without a window only.
+        A config.json of an older transformers version has a separate key for each rotary base, and its rope_scaling
+        applies only to layers without a window.
         """
         told = config.get("rope_parameters") or {
             WINDOWED: {"rope_theta": config.get("rope_local_base_freq", 10_000.0)},
@@ -71,8 +74,8 @@ class Gemma3(Family):
         )
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer. The norms after attention and feed-forward belong to Megatron-core's
-        residual modules (*_bda)."""
+        """Returns the parameters of layer `number`. In Megatron's names, the norms after attention and feed-forward
+        belong to the residual modules (*_bda)."""
         width = sizes.hidden
         return [
             *blocks.attention(sizes, head_norms=True),

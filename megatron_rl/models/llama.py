@@ -9,7 +9,7 @@ from megatron_rl.models.family import Family
 
 
 class Llama(Family):
-    """The Llama family, which uses all defaults."""
+    """The Llama family, which uses all defaults of the base class Family."""
 
     model_type = "llama"
 

@@ -18,20 +18,21 @@ from megatron_rl.models.sizes import Sizes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the file names of an adapter in peft's format
 # Megatron modules of a layer whose matrices can have an adapter, in the order of the layer's computation. In a layer
-# with experts, only the first two can.
+# with experts, only the first two modules can have adapters.
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-# modules whose matrices tensor-parallel ranks split by columns
+# modules whose weights are split by columns over the tensor-parallel ranks
 INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the allowed targets of a model with experts
-# Keys of peft's adapter_config.json that never change the result of a saved adapter: names, settings of its training,
-# and values that the tensors themselves define.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the allowed `lora.targets` of a model with experts
+# Keys of peft's adapter_config.json that never change the result of a saved adapter: names, settings that matter only
+# while the adapter is trained, and values that follow from the tensors.
 _HARMLESS = {
     "peft_version", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "r",
     "lora_alpha", "target_modules", "exclude_modules", "layers_pattern", "lora_dropout", "eva_config", "megatron_core",
     "qalora_group_size",
 }  # fmt: skip
-# Values of other keys with which an adapter is W + alpha / r B A. Unlisted keys, such as those of later versions of
-# peft, must be off. Unlisted initialisation methods change W whenever peft loads the adapter.
+# Values of other keys of adapter_config.json with which the adapted weight is W + alpha / r B A. Unlisted keys, such as
+# those of later versions of peft, must be off (null, false or empty). Unlisted initialisation methods change W whenever
+# peft loads the adapter.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -42,36 +43,39 @@ _OFF = (None, False, [], {})
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix [rows, columns] of a layer that can have an adapter, made of A [r, columns] and B [rows, r]."""
+    """One matrix [rows, columns] of a layer that can have a LoRA adapter, which consists of A [r, columns] and B [rows,
+    r]."""
 
     name: str  # name in lora.targets, e.g. q_proj
     module: str  # module in a Hugging Face layer, e.g. self_attn.q_proj
-    linear: str  # Megatron module that computes the matrix, together with others if they are joined
+    linear: str  # Megatron module whose weight contains the matrix, alone or joined with others
     rows: int
     columns: int
 
     @property
     def inward(self) -> bool:
-        """Whether tensor-parallel ranks split the matrix by columns. They split other matrices by rows."""
+        """True if the matrix is split by columns over the tensor-parallel ranks, False if it is split by rows."""
         return self.linear in INWARD
 
     def elements(self, rank: int, tp: int = 1) -> float:
-        """Returns the number of elements of A and B on one of `tp` tensor-parallel ranks. The split dimension is
-        sharded."""
+        """Returns the number of elements of A and B together on one of `tp` tensor-parallel ranks. `rank`: the LoRA
+        rank r. One of A and B is sharded, and the other is replicated."""
         cut, whole = (self.columns, self.rows) if self.inward else (self.rows, self.columns)
         return rank * (cut / tp + whole)
 
 
 def not_plain(told: Mapping[str, Any]) -> list[str]:
-    """Returns the keys of peft's adapter_config.json whose values may make an adapter other than W + alpha / r B A.
+    """Returns the keys of peft's adapter_config.json whose values may make the adapted weight different from W + alpha
+    / r B A.
 
-    These are all keys that are neither harmless nor off.
+    These are all keys that are neither known to be harmless nor off (null, false or empty).
     """
     return [key for key, value in told.items() if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)]
 
 
 def refusal(told: Mapping[str, Any], key: str) -> str:
-    """Returns a sentence that says why this setting of adapter_config.json is not supported, and what to do."""
+    """Returns an error message that says why the value of `key` in adapter_config.json is not supported, and what to
+    do. `told` has the contents of the file."""
     return (
         f"{CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes, or is not known, and is not "
         "supported; give a plain LoRA adapter, or the model that peft's merge_and_unload makes"
@@ -90,7 +94,8 @@ def target_names(told: Mapping[str, Any]) -> set[str] | None:
 
 @lru_cache(maxsize=4096)
 def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
-    """Returns the matrices of a layer that can have an adapter, in the order in which Megatron joins them."""
+    """Returns the matrices of a layer that can have an adapter, in the order in which Megatron joins them in its
+    modules' weights."""
     found = []
     for row in layer_rows(sizes, layer):
         linear = row.name.removesuffix(".weight")
@@ -109,18 +114,18 @@ def linears(sizes: Sizes, layer: int) -> list[str]:
 
 
 def adapted(sizes: Sizes, layer: int, lora: Lora) -> list[Projection]:
-    """Returns the matrices of a layer that have an adapter with these settings."""
+    """Returns the matrices of layer `layer` that have an adapter with the LoRA settings of a role."""
     return [found for found in projections(sizes, layer) if found.name in lora.targets]
 
 
 def num_elements(sizes: Sizes, lora: Lora) -> int:
-    """Returns the number of trainable parameters of these adapters in the whole model."""
+    """Returns the number of trainable parameters that the adapters with these LoRA settings have in the whole model."""
     return int(sum(p.elements(lora.rank) for layer in range(sizes.num_layers) for p in adapted(sizes, layer, lora)))
 
 
 def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
-    """Returns {role with adapters: role whose base model in the trainer it shares}, which is the role itself or an
-    earlier role.
+    """Returns {role with LoRA adapters: role whose base model it shares in the trainer}. The second role is the role
+    itself or an earlier role.
 
     Roles with the same model files, dtype, recomputation and layout share one base model, because adapters do not
     change it.
@@ -136,9 +141,9 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
 
 
 def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
-    """Returns one error message, with a fix, for each adapter setting of a role that its model does not support.
+    """Returns one error message, with a fix, for each LoRA setting of a role that the role's model does not support.
 
-    `name`: how to call the role's model in the messages.
+    `name`: the name of the role's model in the messages.
     """
     lora = role.lora
     if lora is None:
@@ -161,7 +166,8 @@ def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
 
 
 def _file_problems(lora: Lora, path: str) -> list[str]:
-    """Returns what is wrong with the adapter that training starts from, as far as its adapter_config.json shows."""
+    """Returns one error message for each problem with the adapter at `path`, from which training starts. Only its
+    adapter_config.json is checked, against the role's LoRA settings."""
     file = Path(path) / CONFIG
     try:
         told = read_object(file)

@@ -11,12 +11,13 @@ from megatron_rl.models.sizes import Sizes
 
 
 class Mistral(Family):
-    """The Mistral family: Llama, with a `sliding_window` that takes effect whenever it is set."""
+    """The Mistral family: Llama, with a `sliding_window` in config.json that takes effect whenever it is not null."""
 
     model_type = "mistral"
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base class does, and for a window shorter than the context."""
+        """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
+        value is not supported, for example a sliding window that is shorter than the maximum context."""
         windowless(config, where)
         return super().read(config, where)
 

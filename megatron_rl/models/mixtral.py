@@ -10,7 +10,8 @@ from megatron_rl.models.sizes import Routing, Sizes
 
 
 class Mixtral(Family):
-    """The Mixtral family. intermediate_size is an expert's width. In files, the router's module is block_sparse_moe."""
+    """The Mixtral family. In config.json, intermediate_size is the width of an expert. In Hugging Face files, the
+    module with router and experts is block_sparse_moe."""
 
     model_type = "mixtral"
     keys = {**KEYS, "expert_ffn": "intermediate_size"}
@@ -18,17 +19,19 @@ class Mixtral(Family):
     has_experts = True
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-        """Returns the sizes. Raises ConfigError as the base class does, and for a window shorter than the context."""
+        """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
+        value is not supported, for example a sliding window that is shorter than the maximum context."""
         windowless(config, where)
         return super().read(config, where)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how the routers choose experts. Probabilities are always renormalised, and config.json has no key for
-        it."""
+        """Returns how the routers choose experts. The probabilities of the chosen experts are always renormalised.
+        config.json has no key for renormalisation."""
         return Routing(chosen=int(config["num_experts_per_tok"]), renormalised=True)
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer. An expert's gate, up and down projections are called w1, w3 and w2."""
+        """Returns the parameters of layer `number`. In Hugging Face files, an expert's gate, up and down projections
+        are called w1, w3 and w2."""
         return [
             *blocks.attention(sizes),
             *blocks.experts(sizes, module="block_sparse_moe", parts=("w1", "w3", "w2")),

@@ -21,7 +21,8 @@ class Olmo2(Family):
     common = Features(norm_eps=1e-5, norms_before=False, norms_after=True, qk_norm_joint=True)
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of a layer. Its norms belong to Megatron-core's residual modules (*_bda)."""
+        """Returns the parameters of layer `number`. In Megatron's names, the layer's norms belong to the residual
+        modules (*_bda)."""
         width = sizes.hidden
         return [
             *blocks.attention(sizes, norm_before=False, joint_norms=True),

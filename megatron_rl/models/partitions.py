@@ -14,7 +14,8 @@ Shape = tuple[int, int]  # rows, columns
 
 
 class Rect(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and its position in a parameter.
+    """A rectangle of a Hugging Face tensor, and the position where the rectangle is stored in a Megatron or engine
+    parameter.
 
     tensor[row : row + rows, column : column + columns] is stored at parameter[at_row : at_row + rows, at_column :
     at_column + columns].
@@ -35,27 +36,29 @@ class Rect(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A Hugging Face tensor that a parameter is made of, with its shape. `{e}` in its name is a placeholder for the
-    expert index."""
+    """Name and shape of a Hugging Face tensor that a Megatron parameter is made of. `{e}` in the name is a placeholder
+    for the expert index."""
 
     name: str
     rows: int
     columns: int = 1
 
 
-Held = tuple[Shape, list[Rect]]  # (shape of a parameter on a rank, the rectangles that fill it)
+# (shape of a parameter on a rank, rectangles of Hugging Face tensors that fill the parameter)
+Held = tuple[Shape, list[Rect]]
 
 
 class Partition(Protocol):
     """A way to shard a parameter over ranks."""
 
-    sharded: ClassVar[bool]  # whether ranks hold different parts; if False, each rank holds the whole parameter
+    sharded: ClassVar[bool]  # True if ranks hold different parts, False if each rank holds the whole parameter
 
     def held(self, sources: Sequence[Source], ranks: int, rank: int, multiple: int = 1) -> Held:
-        """Returns (shape, rectangles) of the parameter on rank `rank` of `ranks`.
+        """Returns (shape, rectangles) of the parameter on rank `rank` of `ranks` ranks. The rectangles say which parts
+        of the Hugging Face tensors are stored at which position of the parameter.
 
         `sources`: the Hugging Face tensors that the parameter is made of.
-        `multiple`: the rows of a vocabulary are padded to a multiple of `multiple` * `ranks`.
+        `multiple`: the rows of the embedding and the output layer are padded to a multiple of `multiple` * `ranks`.
         """
         ...
 
@@ -75,8 +78,8 @@ class Whole:
 class ByRows:
     """A partition that splits every tensor into equal runs of rows. A rank's runs of all tensors are concatenated.
 
-    For example, a joined gate and up parameter is [gate rows of this rank; up rows of this rank]. This is not a slice
-    of the concatenation of gate and up.
+    For example, a joined gate and up parameter is [gate rows of this rank; up rows of this rank]. This parameter is not
+    a slice of the concatenation of the whole gate and up tensors.
     """
 
     sharded: ClassVar[bool] = True
@@ -104,7 +107,8 @@ class ByColumns:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A partition that pads the rows so that ranks hold equal runs of rows. No rectangle covers the padding."""
+    """The partition of the embedding and the output layer in the trainer. Rows are padded so that all ranks hold equal
+    runs of rows. No rectangle covers the padding."""
 
     sharded: ClassVar[bool] = True
 
@@ -116,10 +120,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class EngineVocabulary:
-    """A partition that pads the rows as vLLM and SGLang do.
+    """The partition of the embedding and the output layer in vLLM and SGLang.
 
-    Rows are padded to a multiple of 64. If the ranks do not divide the padded rows, SGLang pads to a multiple of 64 per
-    rank, and vLLM does not start.
+    Rows are padded to a multiple of 64. If the padded number of rows is not divisible by the number of ranks, SGLang
+    pads to a multiple of 64 per rank, and vLLM does not start.
     """
 
     sharded: ClassVar[bool] = True
@@ -135,8 +139,9 @@ class EngineVocabulary:
 class QueryGroups:
     """A partition of query, key and value in one Megatron tensor, ordered by key/value head.
 
-    The rows of a group are the query heads of one key/value head, then its key, then its value. A rank holds one
-    contiguous run of rows. If there are fewer key/value heads than ranks, a run may end inside a group.
+    The parameter consists of groups, one for each key/value head. The rows of a group are the query heads that use this
+    key/value head, then the key head, then the value head. A rank holds one contiguous run of rows. If there are fewer
+    key/value heads than ranks, a run may end inside a group.
     """
 
     heads: int
@@ -156,7 +161,8 @@ class QueryGroups:
 
 @dataclass(frozen=True)
 class EngineHeads:
-    """A partition with which a rank holds its query heads, then its key heads, then its value heads, as engines do.
+    """A partition of query, key and value in one parameter, as engines use it. The rows on a rank are the rank's query
+    heads, then its key heads, then its value heads.
 
     Key/value heads are repeated if there are fewer of them than ranks.
     """
@@ -186,9 +192,11 @@ def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
 
 
 def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, columns: int) -> list[Rect]:
-    """Returns the rectangles for rows [first, first + rows) of the concatenation of `segments`.
+    """Returns the rectangles of Hugging Face tensors that make up the rows [first, first + rows) of the concatenation
+    of `segments`.
 
-    A segment is (tensor, index of its first row, number of rows). Rows beyond the last segment are padding.
+    A segment is (name of a tensor, index of the first row in the tensor, number of rows). Rows beyond the last segment
+    are padding and have no rectangle.
     """
     out, place = [], 0
     for tensor, row, count in segments:

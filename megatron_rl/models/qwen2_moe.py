@@ -8,7 +8,7 @@ from megatron_rl.models.qwen2 import Qwen2
 
 
 class Qwen2Moe(Qwen2):
-    """The Qwen2-MoE family: Qwen2 with experts and a shared expert, whose output a gate scales."""
+    """The Qwen2-MoE family: Qwen2 with experts and with a shared expert whose output is scaled by a gate."""
 
     model_type = "qwen2_moe"
     settled = {**Qwen2.settled, **EVERY_LAYER}

@@ -22,18 +22,21 @@ from megatron_rl.models.sizes import Features, Sizes
 
 
 def families() -> Mapping[str, Family]:
-    """Returns {model_type: family} of the built-in families (files of megatron_rl/models/ with a FAMILY) and of added
-    families."""
+    """Returns {model_type: family} for the built-in families (modules in megatron_rl/models/ that define FAMILY) and
+    for the families registered by `add`."""
     return _table()
 
 
 def add(targets: Sequence[str], setting: str) -> None:
-    """Registers families from other packages in this process. A target is named `package.module:NAME`, as plug-ins are.
+    """Registers model families from other packages in this process.
 
-    A registration lasts for the life of the process. Repeating it has no effect.
+    A registration lasts for the life of the process. Registering a family again has no effect.
+
+    `targets`: the families, each as `package.module:NAME`.
     `setting`: the name of the setting that lists the targets, for error messages.
 
-    Raises ConfigError if a target is not a family, or if another family already has its model_type.
+    Raises ConfigError if a target is not found or is not a Family, or if another registered family has the same
+    model_type.
     """
     for target in targets:
         try:
@@ -54,18 +57,19 @@ def add(targets: Sequence[str], setting: str) -> None:
 
 
 def family_of(sizes: Sizes) -> Family:
-    """Returns the family of a model."""
+    """Returns the model family of a model with these sizes."""
     return families()[sizes.family]
 
 
 def read(config: Mapping[str, Any], where: str = "config.json") -> Sizes:
-    """Returns the sizes in the contents of a config.json. Raises ConfigError, with the key, if a key is missing or
-    unsupported."""
+    """Returns the sizes of the model that the contents of a config.json describe. Raises ConfigError, which names the
+    key, if a key is missing or its value is not supported. `where`: the file, for error messages."""
     return _named(config, where).read(config, where)
 
 
 def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
-    """Returns the features in the contents of a config.json. Raises ConfigError, with the key, if a key is missing."""
+    """Returns the features of the model that the contents of a config.json describe. Raises ConfigError, which names
+    the key, if a key is missing. `where`: the file, for error messages."""
     family = _named(config, where)
     try:
         return family.features(config)
@@ -75,7 +79,8 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
 
 @cache
 def known() -> Mapping[str, Mapping[str, Any]]:
-    """Returns {name: contents of config.json} of public models, so that planning works without their files."""
+    """Returns {name: contents of config.json} of public models, so that a run can be planned without the models'
+    files."""
     own = {
         name: {"model_type": family.model_type, **config}
         for family in families().values()
@@ -91,7 +96,7 @@ def known_sizes(name: str) -> Sizes:
 
 @lru_cache(maxsize=4096)
 def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
-    """Returns the parameters of layer `number`.
+    """Returns the parameters of layer `number`, as `Row`s.
 
     If a layer has the same parameters as the layer before it, the same tuple object is returned. Parameter counting
     uses this to group equal layers.
@@ -103,21 +108,22 @@ def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=256)
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the parameters outside of the layers: embedding, final norm and output layer."""
+    """Returns the parameters outside of the layers, as `Row`s: embedding, final norm and output layer."""
     return family_of(sizes).ends(sizes)
 
 
 @cache
 def _table() -> dict[str, Family]:
-    """Returns the registered families. The dict is created once per process, and `add` adds to it, as imports do to
-    sys.modules."""
+    """Returns the mutable dict {model_type: registered family}. The dict is created once per process with the built-in
+    families, and `add` inserts further families."""
     names = sorted(found.name for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
     parts = [vars(importlib.import_module(name)) for name in names if name != __name__]
     return {part["FAMILY"].model_type: part["FAMILY"] for part in parts if "FAMILY" in part}
 
 
 def _named(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family of a config.json. Raises ConfigError if no family has its model_type."""
+    """Returns the model family for the model_type in the contents of a config.json. Raises ConfigError if no registered
+    family has this model_type."""
     kind: Any = config.get("model_type")
     if not isinstance(kind, str) or kind not in families():
         raise ConfigError(

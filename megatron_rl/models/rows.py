@@ -13,35 +13,37 @@ from typing import NamedTuple
 
 from megatron_rl.models.partitions import Partition, Source
 
-MEGATRON_LAYER, HF_LAYER = "decoder.layers.{}.", "model.layers.{}."  # prefixes of the names of a layer's parameters
-EXPERT = "{e}"  # placeholder for the expert index in the names of a row
+# prefixes of the names of a layer's parameters in Megatron and in Hugging Face
+MEGATRON_LAYER, HF_LAYER = "decoder.layers.{}.", "model.layers.{}."
+EXPERT = "{e}"  # placeholder for the expert index in the names of a Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One parameter of Megatron. The names of a layer's parameters have no layer prefix.
+    """The description of one Megatron parameter: its names, the Hugging Face tensors that it is made of, and how ranks
+    shard it. The names of a layer's parameters have no layer prefix.
 
-    A `Row` with `experts` > 0 describes one parameter per expert. {e} in its names is replaced by the expert index.
+    A `Row` with `experts` > 0 describes one parameter per expert. {e} in the names is replaced by the expert index.
     """
 
     name: str  # name in Megatron's local layer spec
     sources: tuple[Source, ...]  # Hugging Face tensors that the parameter is made of
-    partition: Partition  # how the trainer's tensor-parallel ranks (for experts, expert-tensor-parallel ranks) shard it
-    # Name of the parameter in vLLM and SGLang, where all experts are stacked; None if engines do not have it. Rows with
-    # the same engine name are concatenated.
+    partition: Partition  # sharding over the trainer's tensor-parallel (for experts: expert-tensor-parallel) ranks
+    # Name of the parameter in vLLM and SGLang, where all experts are stacked; None if engines do not have the
+    # parameter. Parameters with the same engine name are concatenated.
     engine: str | None
-    engine_partition: Partition | None = None  # how an engine's ranks shard it; None: like the trainer
+    engine_partition: Partition | None = None  # sharding over an engine's ranks; None: as in the trainer
     fused: str | None = None  # name in Megatron's Transformer Engine layer spec; None: `name`
-    # name of the parameter of a transformers model that holds the sources; None: the sources' names
+    # Name of the transformers parameter that holds the Hugging Face tensors in memory. None: the names of the tensors.
     in_memory: str | None = None
-    experts: int = 0  # number of experts of the layer; 0 if the parameter is not an expert's
-    copy: bool = False  # whether it is a copy of another row's tensor: the output layer of a tied model
-    # whether it is untrained and always float32, also in files and engines, whatever the model's dtype
+    experts: int = 0  # number of experts of the layer; 0 if the parameter does not belong to an expert
+    copy: bool = False  # True for a copy of another parameter: the output layer of a tied model
+    # True if the parameter is untrained and always float32, also in files and engines, whatever the model's dtype
     float32: bool = False
 
     def spelled(self, fused: bool) -> str:
-        """Returns Megatron's name in the Transformer Engine layer spec if `fused` is True, otherwise in the local layer
-        spec."""
+        """Returns the parameter's name in Megatron's Transformer Engine layer spec if `fused` is True, otherwise its
+        name in Megatron's local layer spec."""
         return self.fused if fused and self.fused is not None else self.name
 
     @property
@@ -51,7 +53,8 @@ class Row:
 
 
 class OuterRows(NamedTuple):
-    """The rows outside of the layers, with full names: those of the first and those of the last pipeline stage."""
+    """The parameters outside of the layers, as `Row`s with full names. `first` has the parameters of the first pipeline
+    stage, and `last` has the parameters of the last stage."""
 
     first: Sequence[Row]
     last: Sequence[Row]

@@ -18,10 +18,12 @@ ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
 def setting_problems(
     sizes: Sizes, features: Features, settings: Model, name: str, *, router_replay: bool = False
 ) -> list[str]:
-    """Returns one error message, with a fix, for every setting that the model does not support.
+    """Returns one error message, with a fix, for each setting of a role that the role's model does not support. Returns
+    an empty list if all settings are supported.
 
-    `settings`, `router_replay`: the role's settings.
-    `name`: how to call the model in the messages.
+    `settings`: the `model` section of the role.
+    `router_replay`: the role's setting of the same name.
+    `name`: the name of the model in the messages.
 
     Limits of the hardware are not checked.
     """
@@ -44,8 +46,8 @@ def setting_problems(
 
 
 def prefix_problems(role: RoleConfig) -> list[str]:
-    """Returns one error message, with a fix, for every setting of a role that is incompatible with
-    `shared_prefixes`."""
+    """Returns one error message, with a fix, for every setting of a role that is incompatible with `shared_prefixes`
+    (computing a prompt that several rollouts share only once)."""
     if not role.shared_prefixes:
         return []
     found = []

@@ -13,12 +13,12 @@ from megatron_rl.models.sizes import Features, Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model's sizes and features."""
+    """The name, the sizes and the features of a model."""
 
     name: str
     sizes: Sizes
     features: Features = Features()
-    guessed: bool = False  # whether the sizes are those of a public model that was recognised only by words in a path
+    guessed: bool = False  # True if the model was only recognised as a public model by words in a path
 
     @property
     def active(self) -> int:
@@ -27,10 +27,12 @@ class Shape:
 
 
 def read_shape(source: str) -> Shape:
-    """Reads a model's shape from a model directory, a config.json, or a public name (`Qwen/Qwen2.5-Math-7B`).
+    """Reads a model's shape. `source`: a model directory, a config.json, or the name of a public model
+    (`Qwen/Qwen2.5-Math-7B`).
 
     A path that contains the words of a public model's name (`runs/sft_qwen2.5_math_7b/model`) is resolved to that model
-    and marked `guessed`. Raises ConfigError if the model cannot be resolved.
+    and marked `guessed`. Raises ConfigError if `source` is neither an existing file or directory nor the name of a
+    known public model, or if the config.json is not supported.
     """
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a decoder model, named as in Hugging Face configs."""
+    """The sizes of a decoder model, such as the number of layers."""
 
     family: str
     num_layers: int
@@ -30,11 +30,11 @@ class Sizes:
     kv_rank: int = 0  # width of the key/value latent; 0 if attention has no latent
     q_rank: int = 0  # width of the query latent; 0 if queries are projected from the hidden state
     rope_dim: int = 0  # number of rotated elements of a head's query and key; 0 if all of head_dim are rotated
-    value_dim: int = 0  # number of elements of a head's value; 0 if it is head_dim
+    value_dim: int = 0  # number of elements of a head's value; 0 if the number is head_dim
 
     @property
     def rotated(self) -> int:
-        """Returns how many elements of a head's query and key the rotary embedding rotates."""
+        """Returns the number of elements of a head's query and key that the rotary embedding rotates."""
         return self.rope_dim or self.head_dim
 
     @property
@@ -59,7 +59,8 @@ class Sizes:
 
     @property
     def cached(self) -> int:
-        """Returns how many elements an engine's KV cache holds per token and layer: keys and values, or the latent."""
+        """Returns the number of elements per token and layer in an engine's KV cache: keys and values, or the latent
+        vector of latent attention."""
         return self.kv_rank + self.rope_dim if self.kv_rank else 2 * self.kv_heads * self.head_dim
 
     def cache_copies(self, tp: int) -> int:
@@ -71,7 +72,7 @@ class Sizes:
         return tp if self.kv_rank else max(1, tp // self.kv_heads)
 
     def is_sparse(self, layer: int) -> bool:
-        """Checks whether a layer has experts."""
+        """Checks whether layer `number` has experts."""
         return bool(self.experts) and layer >= self.dense_layers
 
 
@@ -81,7 +82,7 @@ class Rotary:
 
     theta: float = 10_000.0
     kind: str = "default"  # rope_type in config.json
-    factor: float = 8.0  # ratio of the scaled context length to the original one; not used by the kind "default"
+    factor: float = 8.0  # ratio of scaled to original context length; not used by the kind "default"
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -99,8 +100,8 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a router chooses experts: a token goes to the experts with the largest scores, and the scores weigh their
-    outputs."""
+    """How a router chooses experts: a token goes to the experts with the largest scores, and the outputs of these
+    experts are weighted by the scores."""
 
     chosen: int  # number of experts per token
     renormalised: bool  # whether the scores of the chosen experts are rescaled to sum to 1
@@ -109,8 +110,8 @@ class Routing:
     scale: float = 1.0  # factor that multiplies the weights of the chosen experts
     shared_gate: bool = True  # whether a gate scales the output of the shared expert
     # Group-limited routing: experts are divided into `groups` equal groups, and a token may only go to experts of its
-    # `groups_chosen` best groups. The score of a group is the sum of its `group_best` largest expert scores. One group:
-    # no limit.
+    # `groups_chosen` best groups. The score of a group is the sum of its `group_best` largest expert scores. With one
+    # group, there is no limit.
     groups: int = 1
     groups_chosen: int = 1
     group_best: int = 1
@@ -121,7 +122,7 @@ class AttentionKind:
     """The sliding window and rotary embedding of a layer's attention. The layers of a model may be of several kinds."""
 
     rotary: Rotary = Rotary()
-    # number of tokens that a token attends to, itself and those right before it; None: all before it
+    # number of tokens that a token attends to, including itself; None: all earlier tokens
     window: int | None = None
     layer_type: str | None = None  # name of this kind of layer in config.json, if the model has several kinds
 
@@ -134,23 +135,23 @@ class Features:
     """
 
     norm_eps: float = 1e-6
-    norm_from_one: bool = False  # norms multiply by 1 + weight, not by weight
-    norms_before: bool = True  # the inputs of attention and feed-forward are normalised
-    # the outputs of attention and feed-forward are normalised before they are added to the residual
+    norm_from_one: bool = False  # True if norms multiply by 1 + weight instead of weight
+    norms_before: bool = True  # True if the inputs of attention and feed-forward are normalised
+    # True if the outputs of attention and feed-forward are normalised before the residual addition
     norms_after: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate
-    qkv_bias: bool = False  # query, key and value projections have a bias
-    qk_norm: bool = False  # queries and keys are normalised per head
-    qk_norm_joint: bool = False  # queries and keys are normalised over all heads together
-    softmax_scale: float | None = None  # scale of the attention scores; None: 1 / sqrt(head_dim)
-    latent_eps: float = 1e-6  # epsilon of the norms of latents, which does not depend on norm_eps
-    embedding_scale: float = 1.0  # factor that multiplies token embeddings, rounded to the model's dtype
+    qkv_bias: bool = False  # True if query, key and value projections have a bias
+    qk_norm: bool = False  # True if queries and keys are normalised per head
+    qk_norm_joint: bool = False  # True if queries and keys are normalised over all heads together
+    softmax_scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(head_dim)
+    latent_eps: float = 1e-6  # epsilon of the norms of the latents in latent attention
+    embedding_scale: float = 1.0  # factor of token embeddings, rounded to the model's dtype
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
-    pattern: tuple[int, ...] = ()  # index in `kinds` of each layer's attention; empty: all layers have kind 0
+    pattern: tuple[int, ...] = ()  # for each layer, the index in `kinds` of its attention; empty: 0 for all layers
     routing: Routing | None = None  # None if the model has no experts
 
     def kind_of(self, layer: int) -> int:
-        """Returns the index in `kinds` of a layer's attention."""
+        """Returns the index in `kinds` of the attention of layer `layer`."""
         return self.pattern[layer] if self.pattern else 0
 
     @property
