@@ -17,14 +17,14 @@ ARENAS = 2
 
 
 def restart_without_thread_caches() -> None:
-    """Restarts this program (exec, same process id and arguments) without malloc's per-thread caches. Returns in the
-    restarted program. Call it in a Python main program before anything is printed, opened, or imported slowly.
+    """Restarts this program (exec, same process id and arguments) without malloc's per-thread caches. In the restarted
+    program, the call returns. Call it in a Python main program before anything is printed, opened, or imported slowly.
 
-    glibc keeps up to seven freed blocks of each of 64 sizes per thread, and does not return their pages. A driver with
-    twenty threads grew by 1.6 KiB per iteration with these caches and by 0.4 KiB without, while the memory in use
-    stayed the same (docs/log.md). The cache size is read from GLIBC_TUNABLES when a program starts.
-    Does nothing without glibc, under a debugger or profiler, in a child of multiprocessing, and if GLIBC_TUNABLES
-    already sets the size.
+    glibc keeps up to seven freed blocks of each of 64 sizes per thread, and does not return their memory pages to the
+    operating system. A driver process (rank 0) with twenty threads grew by 1.6 KiB per iteration with these caches and
+    by 0.4 KiB without, while the memory in use stayed the same (docs/log.md). The cache size is read from
+    GLIBC_TUNABLES when a program starts. Does nothing without glibc, under a debugger or profiler, in a child of
+    multiprocessing, and if GLIBC_TUNABLES already sets the size.
     """
     own = os.environ.get(TUNABLES, "")
     if own.endswith(NO_CACHES):
@@ -39,8 +39,8 @@ def restart_without_thread_caches() -> None:
 
 @contextlib.contextmanager
 def started_without_thread_caches() -> Iterator[None]:
-    """Programs started inside the block have no per-thread malloc caches, unless GLIBC_TUNABLES already sets the cache
-    size. The programs must call `give_caches_back`.
+    """A context manager: programs that are started inside the `with` block have no per-thread malloc caches, unless
+    GLIBC_TUNABLES already sets the cache size. These programs must call `give_caches_back`.
     """
     own = os.environ.get(TUNABLES, "")
     if platform.libc_ver()[0] == "glibc" and NO_CACHES.partition("=")[0] not in own:
@@ -52,8 +52,8 @@ def started_without_thread_caches() -> Iterator[None]:
 
 
 def give_caches_back() -> None:
-    """Removes this module's entry from the environment, so that programs started by this process (such as servers) have
-    malloc's per-thread caches.
+    """Removes the setting of this module from GLIBC_TUNABLES, so that programs that this process starts (such as
+    servers) have malloc's per-thread caches again.
     """
     own = os.environ.get(TUNABLES, "")
     if own.endswith(NO_CACHES):
@@ -81,8 +81,8 @@ def _is_watched() -> bool:
 
 
 def limit_arenas() -> None:
-    """Limits malloc to two arenas for threads started from now on. Does nothing without glibc, or if MALLOC_ARENA_MAX
-    is set. Existing arenas remain.
+    """Limits malloc to two arenas for threads started from now on. Does nothing if the C library is not glibc, or if
+    MALLOC_ARENA_MAX is set. Existing arenas (separate heaps of malloc) remain.
 
     By default, glibc gives each new thread a separate arena, up to eight per core, and every arena keeps its freed
     pages. A run has about twenty threads, few of which allocate at the same time.
@@ -92,13 +92,13 @@ def limit_arenas() -> None:
 
 
 def return_free_pages() -> None:
-    """Collects reference cycles and returns whole free pages of malloc to the operating system, also pages between used
-    ones. Without glibc, no pages are returned.
+    """Collects reference cycles and returns whole free pages of malloc to the operating system, including pages between
+    used pages. If the C library is not glibc, no pages are returned.
 
     Closed connections are reference cycles that hold buffers, and Python collects them rarely. Iterations allocate and
     free blocks of many sizes, so free pages lie between used ones. malloc itself returns only pages at the end of its
-    heap, so the process would grow. A run freezes its existing objects before the first iteration, so that the
-    collection takes only milliseconds.
+    heap, so the memory of the process would grow. Before the first iteration, a run excludes its existing objects from
+    garbage collection (gc.freeze), so that the collection takes only milliseconds.
     """
     gc.collect()
     if platform.libc_ver()[0] == "glibc":

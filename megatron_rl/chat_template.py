@@ -24,24 +24,26 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
-# An additional message key: character ranges [[start, end], ...] of the content that are quoted from another author
-# than the message's, see `environments.episode_types.quoting`.
+# An additional key of a message: the character ranges [[start, end], ...] of its content that are quoted from another
+# author than the message's author, see `environments.episode_types.quoting`.
 QUOTED = "quoted"
-# An additional message key: 0 if an assistant's turn is not trained on. Left out otherwise.
+# An additional key of a message: 0 if this assistant turn is not trained on. The key is absent otherwise.
 WEIGHT = "weight"
-SYSTEMS = (SYSTEM, "developer")  # roles of a system message, the first message of a conversation
+SYSTEMS = (SYSTEM, "developer")  # possible roles of a system message, which is the first message of a conversation
 # Message keys that a chat template may ignore, because they carry no content for the model.
 _UNWRITTEN = {"role", "content", "tool_call_id", "id"}
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatError(ValueError):
-    """A conversation that the chat template cannot render, or whose assistant tokens cannot be determined."""
+    """Raised for a conversation that the chat template cannot render, or whose assistant tokens cannot be
+    determined.
+    """
 
 
 class UserText(str):
-    """The text of a user message, together with the messages before and after it. It is a prompt for a chat
-    template.
+    """The text of a user message, together with the messages before and after it. As a string it is the text;
+    `tokenize` renders the whole conversation with the chat template.
     """
 
     before: tuple[Message, ...]
@@ -54,8 +56,8 @@ class UserText(str):
 
     @classmethod
     def within(cls, messages: Sequence[Message], text: str) -> Self:
-        """Returns a UserText in which `text` replaces the last user message of a conversation. Raises ChatError if
-        there is none.
+        """Returns a UserText in which `text` replaces the last user message of a conversation. Raises ChatError if the
+        conversation has no user message.
         """
         place = last_user(messages)
         return cls(text, messages[:place], messages[place + 1 :])
@@ -99,8 +101,8 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
 
 
 def check_models(first: Model, second: Model, why: str) -> None:
-    """Raises ConfigError if the tokenizers of two models have different tokens for the same id. Checks only local
-    directories. `why`: see `check_vocabularies`.
+    """Raises ConfigError if the tokenizers of two models have different tokens for the same id. Only models in local
+    directories are checked. `why`: see `check_vocabularies`.
     """
     if all(Path(model.tokenizer or model.path).is_dir() for model in (first, second)):
         check_vocabularies(tokenizer_of(first), tokenizer_of(second), why)
@@ -121,8 +123,8 @@ def system_of(messages: Sequence[Message]) -> str | None:
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
-    """Returns a conversation with the system message `system` in front, if it is given and the conversation
-    has none.
+    """Returns a conversation that begins with the system message `system`. Returns the conversation unchanged if
+    `system` is None or the conversation has a system message already.
     """
     if system is None or system_of(messages) is not None:
         return [*messages]
@@ -130,7 +132,7 @@ def with_system(messages: Sequence[Message], system: str | None) -> list[Message
 
 
 def last_user(messages: Sequence[Message]) -> int:
-    """Returns the index of the last user message. Raises ChatError if there is none."""
+    """Returns the index of the last user message of a conversation. Raises ChatError if there is no user message."""
     for place in range(len(messages) - 1, -1, -1):
         if messages[place]["role"] == USER:
             return place
@@ -140,9 +142,9 @@ def last_user(messages: Sequence[Message]) -> int:
 def tokenize(tokenizer: Any, text: str) -> list[int]:
     """Returns the token ids of a prompt text.
 
-    A UserText, and every text if the tokenizer is a ChatTokenizer, is rendered with the chat template, which writes all
-    special tokens. Any other text gets the tokenizer's additional special tokens (such as Llama's begin token). Raises
-    the errors of `prompt_ids`.
+    A UserText is rendered with the chat template, which writes all special tokens. The same holds for every text if the
+    tokenizer is a ChatTokenizer. Any other text gets the tokenizer's additional special tokens (such as Llama's begin
+    token). Raises the errors of `prompt_ids`.
     """
     if isinstance(text, UserText):
         return prompt_ids(tokenizer, text.messages)
@@ -168,7 +170,7 @@ def render(
     tokenizer: Any, messages: Sequence[Message], *, header: bool = False, continued: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:  # fmt: skip
-    """Returns the text of a conversation.
+    """Renders a conversation with the chat template and returns the text.
 
     `header`: append the header of an assistant turn. `continued`: leave out the end of the last turn. Raises the errors
         of `prompt_ids`.
@@ -181,7 +183,7 @@ def conversation_tokens(
     tokenizer: Any, messages: Sequence[Message], *, first: int = 0, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokenizes a whole conversation. Returns its tokens, [T] int32, and whether an assistant turn generated each
-    token, [T] bool. Turns before message `first` belong to the prompt.
+    token, [T] bool. Turns before the message with index `first` belong to the prompt.
 
     If the template has {% generation %} marks, a turn's tokens are those inside the marks (transformers'
     return_assistant_tokens_mask). Otherwise they are the tokens after the turn's header, up to and including the end of
@@ -210,7 +212,7 @@ def conversation_tokens(
         if messages[place]["role"] == ASSISTANT and trained != marked:
             start = _beginning(tokenizer, messages, tokens, place, tools, header=not marked)
             written[start : _beginning(tokenizer, messages, tokens, place + 1, tools)] = trained
-    written[:1] = False  # the first token is not predicted by any position
+    written[:1] = False  # never train on the first token, because no position predicts it
     if not written.any():
         raise ChatError("an assistant wrote none of its tokens, so that there is nothing to train on")
     return tokens, written
@@ -262,8 +264,8 @@ def _beginning(
     tokenizer: Any, messages: Sequence[Message], tokens: np.ndarray, place: int,
     tools: Sequence[Mapping[str, Any]] | None, *, header: bool = False,
 ) -> int:  # fmt: skip
-    """Returns the number of tokens of the messages before index `place`. Raises ChatError if these tokens are not a
-    prefix of the whole conversation's tokens.
+    """Returns the number of tokens of the messages before the index `place`. Raises ChatError if these tokens are not
+    the beginning of the whole conversation's tokens.
     """
     if place == len(messages):
         return len(tokens)
@@ -287,7 +289,7 @@ def _beginning(
 def _applied(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, settings: Mapping[str, Any]
 ) -> Any:
-    from jinja2 import TemplateError  # imported only when a template is rendered
+    from jinja2 import TemplateError  # a slow import, needed only when a template is rendered
 
     _template(tokenizer, tools)
     try:

@@ -31,18 +31,19 @@ class ControlTokens:
         added = [(token.content, token.special) for token in tokens]
         special = [text for text, is_special in added if is_special]
         in_frame = [text for text, is_special in added if not is_special and text.strip() and text in frame]
-        # Tokens that are matched after normalization can be written in several ways: NFKC converts ＜ to <.
+        # Tokens that the tokenizer matches after normalization can be written in several ways. For example, NFKC
+        # converts ＜ to <.
         normalizer = tokenizer.backend_tokenizer.normalizer if any(token.normalized for token in tokens) else None
         normalise = None if normalizer is None else normalizer.normalize_str
         self._special, self._all = _Speller(special, normalise), _Speller([*special, *in_frame], normalise)
 
     def spell(self, text: str) -> str:
-        """Returns a text with all control tokens escaped."""
+        """Returns a text in which all control tokens are escaped by a space after the first character."""
         return self._all.spell(text)
 
     def spell_message(self, message: Message) -> dict[str, Any]:
-        """Returns a message with the control tokens in all its texts escaped. Messages of the assistant keep added
-        tokens that are not special, such as the model's `<think>`, which templates search for.
+        """Returns a message in which the control tokens in all texts are escaped. In messages of the assistant, added
+        tokens that are not special are kept, such as the model's `<think>`, because chat templates search for them.
         """
         speller = self._special if message.get("role") == ASSISTANT else self._all
         return {name: speller.spell_within(value) for name, value in message.items() if name != QUOTED}
@@ -56,7 +57,9 @@ def fill_quoting(tokenizer: Any, template: str, **values: str) -> str:
 
 
 def spelled(tokenizer: Any, text: str) -> str:
-    """Returns a text with control tokens escaped, so that none of it is tokenized as a control token."""
+    """Returns a text with the control tokens escaped, so that the tokenizer converts no part of the text to a control
+    token.
+    """
     return _control_tokens(tokenizer).spell(text)
 
 
@@ -66,20 +69,21 @@ def _control_tokens(tokenizer: Any) -> ControlTokens:
 
 
 class _Speller:
-    """Finds given strings in texts, and inserts a space after the first character of each.
+    """Finds given strings (control tokens) in texts, and inserts a space after the first character of each.
 
-    `normalise`: the tokenizer's normalization, applied before it searches for control tokens; None if there is none.
+    `normalise`: the normalization that the tokenizer applies before it searches for control tokens; None if there is no
+    normalization.
     """
 
     def __init__(self, texts: Iterable[str], normalise: Callable[[str], str] | None = None) -> None:
-        """Compiles the pattern. Single-character strings are ignored: they are ordinary characters rather than control
-        tokens.
+        """Compiles the pattern that finds the strings. Single-character strings are ignored, because they are ordinary
+        characters rather than control tokens.
         """
         self._normalise = normalise
         found = {text for text in texts if len(text) > 1}
         longest_first = sorted(found, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # few strings, for a check that is much faster than the pattern
+        # the first two characters of each string: a check for these few texts is much faster than the pattern
         self._starts = sorted({text[:2] for text in found})
 
     def spell(self, text: str) -> str:
@@ -87,7 +91,8 @@ class _Speller:
         if self._normalise is None or not self._pattern.search(normalised := self._normalise(text)):
             return text
         text = self._spaced(normalised)
-        if self._pattern.search(self._normalise(text)):  # the tokenizer's normalization removes spaces
+        # the tokenizer's normalization removes spaces, so that a space does not escape a control token
+        if self._pattern.search(self._normalise(text)):
             return self._pattern.sub("", normalised)
         return text
 
@@ -97,7 +102,7 @@ class _Speller:
         return self._pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def spell_within(self, value: Any) -> Any:
-        """Returns a JSON value with the control tokens in all its texts escaped."""
+        """Returns a copy of a JSON value in which the control tokens in all texts are escaped."""
         if isinstance(value, str):
             return self.spell(value)
         if isinstance(value, Mapping):

@@ -23,11 +23,11 @@ Arrays = dict[str, np.ndarray]  # arrays by name
 
 
 class CodecError(ValueError):
-    """Raised for bytes that are not a valid frame, or do not hold a valid value."""
+    """Raised for bytes that are not a valid frame, or whose frame does not hold a valid value."""
 
 
 def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:
-    """Returns the frame of a JSON value and of named arrays. Raises TypeError for an array whose dtype is not in
+    """Serialises a JSON value and named arrays as one frame. Raises TypeError for an array whose dtype is not in
     `KINDS`.
     """
     for array in arrays.values():
@@ -40,8 +40,8 @@ def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:
 
 
 def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
-    """Returns (JSON value, arrays by name) of a frame. The arrays are views of the frame. Raises CodecError for an
-    invalid frame.
+    """Parses a frame. Returns (JSON value, arrays by name). The arrays are views of the frame's memory. Raises
+    CodecError for an invalid frame.
     """
     data, arrays = memoryview(frame), Arrays()
     start = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
@@ -66,17 +66,16 @@ def unpack(frame: bytes | bytearray | memoryview) -> tuple[Any, Arrays]:
 
 
 def pack_parts(parts: Sequence[tuple[Any, Arrays]]) -> bytearray:
-    """Returns the frame of several parts, such as the completions of a response. Each part is a JSON value and named
-    arrays.
+    """Serialises several parts, such as the completions of a response, as one frame. Each part is a JSON value and
+    named arrays.
     """
     named = {f"{number}/{name}": array for number, (_, own) in enumerate(parts) for name, array in own.items()}
     return pack([about for about, _ in parts], named)
 
 
 def unpack_parts(frame: bytes) -> list[tuple[Any, Arrays]]:
-    """Returns the JSON value and the arrays of each part of a frame. The arrays are writable copies.
-
-    Raises CodecError for bytes that are not a frame of parts.
+    """Parses a frame of several parts. Returns (JSON value, arrays by name) of each part. The arrays are writable
+    copies. Raises CodecError for bytes that are not a frame of parts.
     """
     about, arrays = unpack(frame)
     if type(about) is not list:

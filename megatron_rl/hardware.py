@@ -3,7 +3,7 @@
 import re
 
 A100, HOPPER = 312e12, 989e12  # dense bfloat16 operations per second
-# Boards (PCIe, NVL) that are slower than the SXM module with the same name are not in the table.
+# The table lacks boards (PCIe, NVL) that are slower than the SXM module of the same name.
 _BOARDS = ((r"\bA100\b", A100), (r"\bG?H100\b(?!.*(PCIe|NVL))", HOPPER), (r"\bG?H200\b(?!.*NVL)", HOPPER))
 
 

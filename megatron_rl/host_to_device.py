@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # batches can be created without importing torch
+if TYPE_CHECKING:  # so that batches can be created without importing torch
     import torch
     from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LazyModule:
-    """A module that is imported when one of its attributes is accessed for the first time.
+    """A placeholder for a module. The module is imported when one of its attributes is accessed for the first time.
 
     A module that uses torch only inside functions can be imported without torch, which keeps `megatron-rl check` fast:
 
@@ -21,7 +21,7 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the library. Raises ImportError if the library is not installed, and AttributeError
-        for an unknown name.
+        """Returns an attribute of the module, which is imported if necessary. Raises ImportError if the module is not
+        installed, and AttributeError for an unknown name.
         """
         return getattr(importlib.import_module(self._name), name)

@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start ranks or run as ranks
+ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start ranks or are executed by ranks
 
 
 def program() -> int:
-    """Runs the command in the process arguments. Returns the exit status."""
+    """Runs the command that the process arguments specify. Returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a character outside the locale's encoding must not end a run
+        # printing a character outside the locale's encoding must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.argv[1:2] and sys.argv[1] in ON_RANKS:
         from megatron_rl.allocator import restart_without_thread_caches
@@ -28,15 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        # Arrow selects its allocator at import. Its default allocator holds 6 MB for iterations of 64 KiB, and
-        # grows in large steps (docs/log.md).
+        # pyarrow selects its memory allocator when it is imported. Its default allocator holds 6 MB after iterations
+        # that need 64 KiB, and grows in large steps (docs/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
         # Ranks that overlap communication with matrix products need this setting. CUDA reads it once, when torch first
-        # accesses a GPU, which some imports do. Ranks that are started from here inherit it.
+        # accesses a GPU, which may happen during an import. Ranks that this process starts inherit the setting.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if not {"-h", "--help"} & {*words} and _is_first():
             _tell_start(command, words)
-    from megatron_rl.commands.parser import build_parser  # slow imports, after the first line has been printed
+    from megatron_rl.commands.parser import build_parser  # slow imports: done after the first line has been printed
     from megatron_rl.config.base import ConfigError, without_passwords
     from megatron_rl.run.json_lines import DiskError
     from megatron_rl.run.run_directory import RunBusy
@@ -55,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_first() -> bool:
-    """Returns whether this process is the launcher's rank 0, or was started without a launcher."""
+    """Returns whether this process is rank 0 of a launcher (torchrun or Slurm), or was started without a launcher."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _tell_start(command: str, words: Sequence[str]) -> None:
-    """Prints the first output line immediately."""
+    """Prints the first line of output, before slow imports."""
     from megatron_rl.run.startup_messages import tell
 
     files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
@@ -68,7 +68,7 @@ def _tell_start(command: str, words: Sequence[str]) -> None:
 
 
 def _call(args: argparse.Namespace) -> int:
-    """Imports the module of one command only, and runs it."""
+    """Runs the command that the parsed arguments specify. Imports only the modules of this command."""
     from megatron_rl.commands import cluster
     from megatron_rl.config.base import ConfigError
 
@@ -92,7 +92,7 @@ def _call(args: argparse.Namespace) -> int:
 
 
 def _alone(args: argparse.Namespace) -> int:
-    """Runs a command that does not need ranks."""
+    """Runs a command that needs no ranks (no distributed processes)."""
     if args.command == "check":
         from megatron_rl.commands.check import run
     elif args.command == "plan":

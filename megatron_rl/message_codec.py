@@ -25,7 +25,8 @@ from megatron_rl.run.checkpoint import Checkpoint
 from megatron_rl.sampling import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.types import Author, Stop
 
-# Dataclasses, named tuples and enums that may be sent between ranks. Other classes raise an error; add new ones here.
+# Dataclasses, named tuples and enums that may be sent between ranks. Sending an object of another class raises
+# TypeError; add new classes to this tuple.
 TRAVELLERS: tuple[type, ...] = (
     *(Rule, Counts, Form, Value, Outline, StepTotals, Completion, Sampling, TandemSampling, TopScores),
     *(Checkpoint, Author, Stop),
@@ -36,15 +37,17 @@ COLLECTIONS: Mapping[str, type] = {kind.__name__: kind for kind in (list, tuple,
 
 
 def pack(value: Any, travellers: Sequence[type] = TRAVELLERS) -> bytearray:
-    """Returns the bytes of a value. Raises TypeError, with the type's name, if the value cannot be serialised."""
+    """Serialises a value. Returns the bytes. Raises TypeError, with the name of the type, if the value has a type that
+    cannot be serialised.
+    """
     packer = _Packer(travellers)
     tree = packer.tree(value)
     return frames.pack(tree, packer.arrays)
 
 
 def unpack(packed: bytes | bytearray | memoryview, travellers: Sequence[type] = TRAVELLERS) -> Any:
-    """Returns the value of packed bytes. Its arrays are copies. Raises CodecError for bytes that do not hold a valid
-    value.
+    """Deserialises bytes that `pack` returned. Returns the value, whose arrays are copies. Raises CodecError for bytes
+    that do not hold a valid value.
     """
     tree, arrays = frames.unpack(packed)
     try:
@@ -54,18 +57,20 @@ def unpack(packed: bytes | bytearray | memoryview, travellers: Sequence[type] = 
 
 
 class _Packer:
-    """Builds the tree of one value. An array or object that occurs several times in the value is serialised once."""
+    """Converts one value to a tree of JSON values and a list of arrays. An array or object that occurs several times in
+    the value is serialised once.
+    """
 
     def __init__(self, travellers: Sequence[type]) -> None:
         self._travellers = frozenset(travellers)
         self.arrays: dict[str, np.ndarray] = {}
         self._names: dict[int, str] = {}  # id() of an array -> its name
-        # id() of an object -> its number; objects are numbered when they are complete
+        # id() of an object -> its number in the tree; objects are numbered in the order in which their conversion ends
         self._objects: dict[int, int] = {}
-        self._held: list[Any] = []  # keeps objects alive, so that no id() is reused
+        self._held: list[Any] = []  # references that keep objects alive, so that no id() is reused
 
     def tree(self, value: Any) -> Any:
-        """Returns the tree of a value, or of a part of the value."""
+        """Converts a value, or a part of the value, to a tree of JSON values."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -113,7 +118,9 @@ class _Packer:
 
 
 class _Unpacker:
-    """Builds the value of one tree. Invalid trees raise the errors listed in `unpack`."""
+    """Converts a tree of JSON values, and the arrays, back to the value. An invalid tree raises one of the exceptions
+    that `unpack` converts to CodecError.
+    """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], travellers: Sequence[type]) -> None:
         self._travellers = {kind.__name__: kind for kind in travellers}
@@ -132,7 +139,7 @@ class _Unpacker:
         }
 
     def value(self, tree: Any) -> Any:
-        """Returns the value of a tree, or of a part of a tree."""
+        """Converts a tree of JSON values, or a part of it, to the value."""
         if type(tree) in PLAIN:
             return tree
         name, *parts = tree

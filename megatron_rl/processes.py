@@ -13,25 +13,27 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TRACKER = b"multiprocessing.resource_tracker"  # substring of the command line of multiprocessing's resource tracker
+# substring that identifies the command line of multiprocessing's resource tracker
+TRACKER = b"multiprocessing.resource_tracker"
 PAUSE_S = 0.002  # seconds between two checks of processes that are ending
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the process table."""
+    """The entry of one process in the process table (/proc)."""
 
     session: int
-    start: int  # start time in clock ticks since boot; together with the pid it identifies a process uniquely
+    # start time of the process in clock ticks since boot; start time and pid together identify a process uniquely
+    start: int
 
 
 def look(pid: int) -> Entry | None:
-    """Returns the table entry of a process, or None if the process has ended (also if it is a zombie)."""
+    """Returns the table entry of a process, or None if the process has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command name before the last ")" may contain any characters
+    fields = text.rpartition(")")[2].split()  # the command name may contain any characters; it ends at the last ")"
     # A process whose main thread has ended has the state zombie, but is alive while it has other threads.
     ended = fields[0] in "ZX" and int(fields[17]) <= 1
     return None if ended else Entry(session=int(fields[3]), start=int(fields[19]))
@@ -57,7 +59,7 @@ def everybody() -> list[int]:
 
 
 def below(pid: int) -> list[int]:
-    """Returns all living descendants of a process."""
+    """Returns all descendants of a process that are alive."""
     out, stack = [], children(pid)
     while stack:
         one = stack.pop()
@@ -68,7 +70,7 @@ def below(pid: int) -> list[int]:
 
 
 def members(session: int) -> list[int]:
-    """Returns the living processes of a session."""
+    """Returns the processes of a session that are alive."""
     return [pid for pid in everybody() if (entry := look(pid)) is not None and entry.session == session]
 
 
@@ -77,7 +79,7 @@ def is_tracker(pid: int) -> bool:
     and semaphores.
 
     The tracker removes them when all processes that used them have ended, and then exits. If it is killed together with
-    these processes, everything stays in /dev/shm.
+    these processes, the shared memory stays in /dev/shm.
     """
     try:
         return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -86,8 +88,8 @@ def is_tracker(pid: int) -> bool:
 
 
 def strays(keeper: int, worker: int) -> list[int]:
-    """Returns the descendants of `keeper` that are no longer under its child `worker`: orphans adopted by the keeper,
-    processes in another session, and all their descendants.
+    """Returns the stray descendants of the process `keeper`, which are no longer under its child `worker`: orphans that
+    the keeper adopted, processes in another session than the keeper's, and all descendants of both.
     """
     entry = look(keeper)
     session = None if entry is None else entry.session
@@ -105,8 +107,8 @@ def strays(keeper: int, worker: int) -> list[int]:
 
 
 def end_strays(keeper: int, worker: int) -> None:
-    """Kills the strays and waits until none is left. `worker` calls this after every answer; without strays
-    it is fast.
+    """Kills the stray processes that `strays` returns and waits until none is left. `worker` calls this after every
+    answer. If there are no strays, the call is fast.
     """
     if children(keeper) == [worker] and not children(worker):
         return
@@ -148,8 +150,8 @@ def kill(pid: int) -> None:
 
 
 def _reap(pid: int) -> bool:
-    """Reaps a child if it has ended. Returns whether it has ended; True for a process that is not a child of this
-    process.
+    """Collects the exit status of a child process if the child has ended. Returns whether it has ended; True for a
+    process that is not a child of this process.
     """
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
@@ -158,7 +160,7 @@ def _reap(pid: int) -> bool:
 
 
 def _numbers(path: str) -> list[int]:
-    """Returns the numbers in a file; empty if the file does not exist any more."""
+    """Returns the integers in a file; an empty list if the file does not exist any more."""
     try:
         with open(path, "rb", buffering=0) as file:
             return [int(word) for word in file.readall().split()]
@@ -168,7 +170,7 @@ def _numbers(path: str) -> list[int]:
 
 @functools.cache
 def _lists_children() -> bool:
-    """Returns whether the kernel lists the children of a process (CONFIG_PROC_CHILDREN)."""
+    """Returns whether the kernel lists the children of a process in /proc (option CONFIG_PROC_CHILDREN)."""
     return os.path.exists("/proc/thread-self/children")
 
 

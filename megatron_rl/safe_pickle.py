@@ -12,7 +12,7 @@ def refuse_bombs(data: bytes) -> None:
     """Raises UnpicklingError for a pickle that is damaged, or that uses a memo index larger than its size in bytes.
 
     Python's unpickler allocates all memo entries up to the largest index: a pickle of 780 bytes allocated 20 GB. This
-    function loads nothing.
+    function does not load the pickle.
     """
     try:
         for operation, argument, place in pickletools.genops(data):

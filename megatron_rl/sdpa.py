@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDEST_HEAD = 256  # maximum head size supported by flash attention
+WIDEST_HEAD = 256  # maximum head size that flash attention supports
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Computes attention: query [S, H, L, d], key [S, KV, M, d], value [S, KV, M, v] -> [S, H, L, v]. Causal if `mask`
-    is None.
+    """Computes attention: query [S, H, L, d], key [S, KV, M, d], value [S, KV, M, v] -> [S, H, L, v]. The attention is
+    causal if `mask` is None.
 
     `mask`: broadcasts to [S, H, L, M], True where a query attends to a key.
     `scale`: factor on the scores; None means 1 / sqrt(d).
+
     Keys and values are repeated for every query head if torch would otherwise materialise the scores [S, H, L, M].
     """
     grouped = query.shape[1] != key.shape[1]
@@ -29,10 +30,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sc
 
 
 def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Returns whether torch has a kernel for grouped heads that does not materialise the scores. Also returns True on a
-    CPU, where no such kernel exists in any case.
+    """Returns whether torch can use grouped heads (fewer key heads than query heads) without materialising the scores.
+    Also returns True on a CPU, where repeating the keys would not help because no kernel avoids this.
 
-    On a GPU this is only flash attention, which does not support masks, float32, heads larger than WIDEST_HEAD, and
+    On a GPU, only flash attention can do this. It does not support masks, float32, heads larger than WIDEST_HEAD, and
     values of another width than the keys. The memory-efficient kernel supports all of these, but not grouped heads
     (sdp_utils.cpp, torch 2.10 to 2.13).
     """

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZERS = 16  # maximum number of tokenizers with cached tables of pieces
+TOKENIZERS = 16  # maximum number of tokenizers whose piece tables are cached
 TEMPLATES = 64  # maximum number of cached template texts
-WIDTH = 16  # maximum number of bytes of a piece in the table; longer pieces are rare
+WIDTH = 16  # number of bytes of a row in the piece table; longer pieces are rare and are stored separately
 FILLING = b"\xff"  # padding byte, which does not occur in UTF-8
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a single byte in a vocabulary with byte fallback
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # vocabulary string that represents a single byte (byte fallback)
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model directory or hub name. Raises ConfigError for damaged files.
+    """Loads the tokenizer of a model directory or hub name. Raises ConfigError if the tokenizer's files are damaged.
 
-    A tokenizer.json is used unchanged. transformers 5 would rebuild the tokenizer class of the model type instead (a
-    word-level tokenizer with a Qwen2 config would become byte-level BPE), which changes ids.
+    A tokenizer.json is used unchanged. Otherwise transformers 5 would build a new tokenizer of the class for the model
+    type (a word-level tokenizer with a Qwen2 config would become byte-level BPE), which changes token ids.
     """
-    # imported here: they take seconds, and reading a template does not need them
+    # These imports take seconds, and reading a template does not need them.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from megatron_rl.weights.hf_model import local_directory
@@ -46,7 +46,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         read_object(file)
     try:
         tokenizer = kind.from_pretrained(local)
-        tokenizer("a")  # detects some errors that loading does not
+        tokenizer("a")  # a test call, which detects errors in the files that loading does not detect
     except Exception as error:  # the library `tokenizers` raises plain Exceptions
         raise ConfigError(f"the tokenizer in {local} cannot be read ({error}): fetch it again") from error
     return tokenizer
@@ -56,9 +56,10 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 class Decoded:
     """The text of a token sequence, and the position of every token in the text."""
 
-    text: str  # result of `tokenizer.decode(tokens, skip_special_tokens=True)` without clean-up
-    raw: bytes  # the text in UTF-8; for a byte-level vocabulary the tokens' bytes, even if the text has U+FFFD there
-    ends: np.ndarray  # [T] int64: length of `raw` after token i; never decreases, and ends at len(raw)
+    text: str  # equal to `tokenizer.decode(tokens, skip_special_tokens=True)` without clean-up of spaces
+    raw: bytes  # the text in UTF-8; with a byte-level vocabulary the bytes of the tokens, even where `text` has U+FFFD
+    # [T] int64: number of bytes of `raw` up to and including token i; never decreases, and ends at len(raw)
+    ends: np.ndarray
 
     def text_of(self, first: int, end: int) -> str:
         """Returns the text of tokens [first, end). Invalid UTF-8 bytes are replaced by U+FFFD."""
@@ -66,8 +67,8 @@ class Decoded:
         return self.raw[start : int(self.ends[end - 1]) if end else 0].decode("utf-8", "replace")
 
     def tokens_of(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Converts byte ranges [start, end) of `raw` to the ranges [first, last + 1) of the tokens that contain them.
-        [K, 2] -> [K, 2] int32
+        """Converts byte ranges [start, end) of `raw` to the index ranges [first, last + 1) of the tokens that overlap
+        them. [K, 2] -> [K, 2] int32
         """
         wanted = np.asarray(spans, np.int64).reshape(-1, 2)
         first = np.searchsorted(self.ends, wanted[:, 0], side="right")
@@ -76,7 +77,9 @@ class Decoded:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
-    """Decodes [T] tokens. Special tokens and ids outside the vocabulary add no text. Text is never re-tokenized."""
+    """Decodes [T] tokens. Special tokens and ids outside the vocabulary add no text. The positions come from the given
+    tokens: the text is never tokenized again.
+    """
     backend = tokenizer.backend_tokenizer
     pieces = _pieces(backend, backend.get_vocab_size())
     if pieces is not None:
@@ -85,13 +88,13 @@ def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
             return Decoded(raw.decode("utf-8", "replace"), raw, ends)
         try:
             return Decoded(raw.decode("utf-8"), raw, ends)
-        except UnicodeDecodeError:  # this decoder has its own replacement of invalid bytes
+        except UnicodeDecodeError:  # this decoder replaces invalid bytes differently
             pass
     return _windowed(backend, [int(token) for token in tokens])
 
 
 def decode_all(tokenizer: Any, sequences: Iterable[Sequence[int] | np.ndarray]) -> list[str]:
-    """Returns the text of each sequence, as returned by `decode`."""
+    """Decodes several sequences. Returns the text of each sequence, as `decode` does."""
     return [decode(tokenizer, tokens).text for tokens in sequences]
 
 
@@ -132,16 +135,16 @@ def fill(template: str, **values: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The bytes that each token id adds to a text. Rows have a fixed width and are padded, so that the text of many
-    tokens is computed by one gather, followed by removing the padding.
+    """A table of the bytes (the piece) that each token id adds to a text. Rows have a fixed width and are padded, so
+    that the text of many tokens is computed by one gather, followed by removing the padding.
     """
 
     rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row is used for every id outside the vocabulary
-    lengths: np.ndarray  # [V + 1] int32, number of bytes of each piece
+    lengths: np.ndarray  # [V + 1] int32, number of bytes of the piece of each id
     long: np.ndarray  # [V + 1] bool: True if the piece does not fit into a row, or contains the padding byte
     whole: list[bytes]  # [V + 1], each complete piece
-    strip: bool  # whether one space at the beginning of a text is removed
-    lossy: bool  # whether invalid UTF-8 bytes become U+FFFD as with Python's "replace"
+    strip: bool  # whether one space at the beginning of the decoded text is removed
+    lossy: bool  # whether invalid UTF-8 bytes become U+FFFD in the way of Python's errors="replace"
 
     def join(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
         """Concatenates the pieces of [T] ids. Returns (bytes, [T] number of bytes after each id)."""
@@ -160,10 +163,11 @@ class _Pieces:
 
 @lru_cache(maxsize=TOKENIZERS)
 def _pieces(backend: Any, size: int) -> _Pieces | None:
-    """Returns the table of a tokenizer's pieces, or None if the text of a token depends on its neighbours in another
-    way than by a space at the beginning of the text.
+    """Returns the table of a tokenizer's pieces. Returns None if the text of a token depends on its neighbours, apart
+    from a space at the beginning of the text.
 
-    `size`: size of the tokenizer's vocabulary, part of the cache key, so that a token added later leads to a new table.
+    `size`: size of the tokenizer's vocabulary. It is a part of the cache key, so that a token added later leads to a
+    new table.
     """
     kind = _kind(backend)
     if kind is None:
@@ -186,8 +190,9 @@ def _pieces(backend: Any, size: int) -> _Pieces | None:
 
 
 def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
-    """Determines from the decoder's settings how a vocabulary string is converted to bytes. Returns (function from
-    token to bytes, strip, lossy), see `_Pieces`; None for an unsupported decoder.
+    """Determines from a tokenizer's decoder how a vocabulary string is converted to bytes. Returns (function from
+    vocabulary string to bytes, strip, lossy), with `strip` and `lossy` as in `_Pieces`. Returns None if the decoder is
+    not supported.
     """
     from tokenizers import decoders
 
@@ -217,7 +222,7 @@ def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
 
 
 def _byte_level_spelling() -> Callable[[str], bytes]:
-    """Returns the function from token to bytes for a byte-level vocabulary (GPT-2's table).
+    """Returns the function from vocabulary string to bytes for a byte-level vocabulary (GPT-2's table).
 
     Printable bytes are represented by themselves, other bytes by characters from 256 on. A token with any other
     character is an added token, and is encoded as it is.
@@ -228,7 +233,7 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
         *range(ord("\u00ae"), ord("\u00ff") + 1),
     }
     others = [byte for byte in range(256) if byte not in printable]
-    # 0xFFFF is not a byte, so encoding fails
+    # 0xFFFF is not a byte, so that encoding a string with an unknown character fails
     alphabet = {256 + i: byte for i, byte in enumerate(others)} | dict.fromkeys(others, 0xFFFF)
 
     def spell(token: str) -> bytes:
@@ -241,12 +246,13 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
 
 
 def _windowed(backend: Any, ids: Sequence[int]) -> Decoded:
-    """Decodes with any decoder: the text of a token is the difference between decoding with and without the token, in a
-    short window, as far as it agrees with the whole text.
+    """Decodes a sequence with any decoder. The text of a token is the difference between decoding a short window of
+    tokens with and without the token, as far as this difference agrees with the text of the whole sequence.
     """
     text = backend.decode(ids, skip_special_tokens=True)
     ends: list[int] = []
-    length = start = read = 0  # text[:length] is the final text of ids[:read]; ids[start:read] are the context
+    # text[:length] is the final text of ids[:read]; ids[start:read] are the context of the window
+    length = start = read = 0
     context = ""
     for i in range(len(ids)):
         window = backend.decode(ids[start : i + 1], skip_special_tokens=True)

@@ -19,7 +19,7 @@ else:
 
 
 class Timer:
-    """Measures the seconds of named parts of an update on one rank: `with timer("optimizer"): ...`.
+    """Measures how many seconds named parts of a training step take on one rank: `with timer("optimizer"): ...`.
 
     The time of a nested part is not included in the surrounding part. Repeated parts are summed. On a GPU, a part
     starts and ends with an event in the current stream, so its time is device time, including idle time. Recording does
@@ -29,7 +29,8 @@ class Timer:
     def __init__(self, *, cuda: bool = False) -> None:
         self._cuda = cuda
         self._open: list[str] = []
-        self._marks: list[tuple[str, str | None, Any, Any]] = []  # (part, surrounding part, start mark, end mark)
+        # (name of the part, name of the surrounding part, start mark, end mark)
+        self._marks: list[tuple[str, str | None, Any, Any]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -42,7 +43,7 @@ class Timer:
             self._marks.append((name, around, begin, self._mark()))
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `function` wrapped so that its calls are measured as a part."""
+        """Returns a wrapper of `function` whose calls are measured as the part `name`."""
 
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -56,10 +57,10 @@ class Timer:
         self._marks.clear()
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds of each part since the last call, and discards the measurements.
+        """Returns the seconds of each part since the last call of `take`, and discards the measurements.
 
-        Call it when the results of the last part are on the host, so that all events have completed. A rank that gets
-        no results waits here once for the last event.
+        Call it when the results of the last part are on the host, because all CUDA events have completed then. On a
+        rank without results, this method waits for the last event.
         """
         if self._marks and self._cuda and not self._marks[-1][3].query():
             self._marks[-1][3].synchronize()

@@ -12,10 +12,10 @@ _LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "pla
 
 
 def place_of(error: BaseException) -> str:
-    """Returns file, line and function of an error in user code, such as "my_rewards.py:12 in grade".
+    """Returns the location in user code where an error occurred, such as "my_rewards.py:12 in grade".
 
-    This is the innermost frame that was called from this package and belongs neither to this package nor to a library.
-    Returns an empty string if there is no such frame.
+    The location is the innermost stack frame that was called from this package and belongs neither to this package nor
+    to a library. Returns an empty string if there is no such frame.
     """
     frames = traceback.extract_tb(error.__traceback__)
     first = next((place for place, one in enumerate(frames) if one.filename.startswith(PACKAGE)), 0)
@@ -24,11 +24,11 @@ def place_of(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Returns an error as one text: its type, its message, and its location in user code."""
+    """Returns a text about an error: its type, its message, and its location in user code."""
     place = place_of(error)
     return f"{type(error).__name__}: {str(error)[:500]}" + (f" ({place})" if place else "")
 
 
 def traceback_of(error: BaseException) -> str:
-    """Returns the complete traceback of an error, including its causes."""
+    """Returns the complete traceback of an error as text, including the causes of the error."""
     return "".join(traceback.format_exception(error))

@@ -18,14 +18,16 @@ class Vocabulary:
     """The vocabulary of a model, according to its config.json, generation_config.json and tokenizer."""
 
     path: str  # path of the model
-    rows: int | None  # number of embedding rows; None if config.json does not exist or does not contain it
-    ends: frozenset[int]  # ids of end-of-text tokens, at which engines stop
-    # ids of the tokenizer's special tokens, which can be stop strings (`sampling.stop_strings`)
+    rows: int | None  # number of embedding rows; None if config.json does not exist or does not specify it
+    ends: frozenset[int]  # ids of end-of-text tokens, at which engines end a completion
+    # ids of the tokenizer's special tokens that may be used as stop strings (`sampling.stop_strings`)
     special: frozenset[int]
-    without_row: Mapping[int, str]  # {id: token} of the tokenizer's tokens without an embedding row
+    without_row: Mapping[int, str]  # {id: token} of the tokens of the tokenizer that have no embedding row
 
     def missing(self, tokens: Iterable[int] | np.ndarray) -> str | None:
-        """Returns a message about the first token id without an embedding row, or None if all ids have one."""
+        """Returns an error message about the first of the given token ids that has no embedding row, or None if all ids
+        have one.
+        """
         ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), np.int64)
         if self.rows is None or not len(ids) or ids.max() < self.rows:
             return None
@@ -37,10 +39,10 @@ class Vocabulary:
 
 
 def vocabulary_of(model: Model, tokenizer: Any) -> Vocabulary:
-    """Reads the vocabulary from a model's files.
+    """Reads a model's vocabulary from its files.
 
     Raises ConfigError if an EOS or padding token, an end-of-text token, or a token of the chat template has no
-    embedding row. Unused tokens of the tokenizer may have none.
+    embedding row. Unused tokens of the tokenizer may lack an embedding row.
     """
     facts, generation = (_read(model.path, name) for name in ("config.json", "generation_config.json"))
     rows = facts.get("vocab_size", (facts.get("text_config") or {}).get("vocab_size"))
@@ -74,8 +76,8 @@ def check_vocabularies(first: Any, second: Any, why: str) -> None:
 
 
 def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]]:
-    """Returns the ids without an embedding row that occur in the chat template, and the ids that the tokenizer adds
-    around a text.
+    """Returns the token ids that prompts contain in any case, by a description for error messages: ids that the
+    tokenizer adds around a text, and ids of `names` (tokens without an embedding row) that occur in the chat template.
     """
     around = {*tokenizer("")["input_ids"]}
     template = str(tokenizer.chat_template or "")
@@ -86,8 +88,8 @@ def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]
 
 
 def _ids(path: str, name: str, value: Any) -> set[int]:
-    """Returns the token ids in a JSON value: a single id, a list of ids, or null. Raises ConfigError for any other
-    value.
+    """Returns the set of token ids in a JSON value: a single id, a list of ids, or null. Raises ConfigError for any
+    other value.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
@@ -96,8 +98,8 @@ def _ids(path: str, name: str, value: Any) -> set[int]:
 
 
 def _read(directory: str, name: str) -> dict[str, Any]:
-    """Returns the contents of a JSON file in a model's directory, or an empty mapping if there is no such file."""
-    from megatron_rl.weights.hf_model import local_directory  # lazy import, as other functions do not need it
+    """Returns the JSON object in a file of a model directory, or an empty dict if there is no such file."""
+    from megatron_rl.weights.hf_model import local_directory  # imported late, because other functions do not need it
 
     try:
         file = Path(local_directory(directory)) / name

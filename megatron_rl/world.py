@@ -21,21 +21,27 @@ Handler = Callable[[Any], Any]
 
 
 class DriverError(RuntimeError):
-    """Raised on every other rank when a function on rank 0 raised an error. The message has rank 0's traceback."""
+    """Raised on all other ranks if a function that ran on rank 0 raised an error. The message has the traceback from
+    rank 0.
+    """
 
 
 class FollowerError(RuntimeError):
-    """Raised on the driver when a served call raised an error on some rank. The message has that rank's traceback."""
+    """Raised on rank 0 (the driver) if a handler that `call_all` ran raised an error on some rank. The message has the
+    traceback from this rank.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """The data-parallel replicas of a policy, as lists of ranks. Rank 0 belongs to the first replica."""
+    """Which ranks form the data-parallel replicas of a policy (a trained model). Rank 0 belongs to the first
+    replica.
+    """
 
-    # ranks of each replica; the first rank of a replica receives the driver's data
+    # ranks of each replica; the first rank of a replica receives the replica's data from rank 0
     ranks: Sequence[Sequence[int]] = ((0,),)
-    reporters: Sequence[int] = (0,)  # for each replica: the rank that sends results to the driver
-    group: Any = None  # gloo group of this rank's replica; None if the replica consists of one rank
+    reporters: Sequence[int] = (0,)  # for each replica: the rank that sends the replica's results to rank 0
+    group: Any = None  # gloo process group of this rank's replica; None if the replica has only one rank
 
     def of(self, rank: int) -> int:
         """Returns the index of the replica that a rank belongs to."""
@@ -61,31 +67,34 @@ class World(Protocol):
         ...
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Registers `handler` for `call_all`. Every rank must register the same names."""
+        """Registers `handler` under a name, so that `call_all` can run it. Every rank must register the same names."""
         ...
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        """Runs the handler on every rank at the same time, and returns the results by rank. Calls of several threads
-        run one after the other. To be called on rank 0 inside `from_driver`, in any thread.
+        """Runs the handler with this name on every rank at the same time, and returns the list of results by rank. Must
+        be called on rank 0 inside `from_driver`, in any thread. Calls from several threads run one after the other.
 
-        Raises FollowerError with the rank and its traceback if a handler raised an error on any rank, after all ranks
+        If the handler raises an error on any rank, raises FollowerError with the rank and its traceback after all ranks
         have answered.
         """
         ...
 
     def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
-        """Sends every rank its replica's bytes, [sizes[replica]] uint8. Collective.
+        """Sends from rank 0 to every rank the bytes of the rank's replica, an array [sizes[replica]] uint8. Collective.
 
-        `make(replica)`: called on rank 0 only, once per replica. It must not raise, because other ranks are waiting.
+        `make(replica)`: returns the bytes of a replica. It is called on rank 0 only, once per replica. It must not
+        raise, because other ranks are waiting.
 
         Rank 0 sends each replica's bytes once, to its first rank, which broadcasts them to the replica's other ranks.
-        Rank 0 holds at most one buffer besides its own.
+        Rank 0 holds at most one such array besides the array of its replica.
         """
         ...
 
     def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
-        """Sends the array [size] float32 of each replica's reporter rank to rank 0, which knows the sizes. Returns
-        [replicas] arrays on rank 0, None on other ranks. Collective.
+        """Sends a float32 array from one rank of each replica (its reporter rank) to rank 0. Returns the list of arrays
+        by replica on rank 0, None on other ranks. Collective.
+
+        `sizes`: number of elements of each replica's array, known on rank 0.
         """
         ...
 
@@ -127,8 +136,8 @@ class TorchWorld:
     """All ranks of the default process group, with a separate gloo group for communication (objects are never sent
     through NCCL).
 
-    While rank 0 runs a function in `from_driver`, the other ranks wait for its commands: run a served handler, or
-    receive the result.
+    While rank 0 runs a function in `from_driver`, the other ranks wait for its commands: to run a registered handler,
+    or to receive the result.
     """
 
     def __init__(self, timeout: timedelta = timedelta(hours=2)) -> None:
@@ -136,7 +145,7 @@ class TorchWorld:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._handlers: dict[str, Handler] = {}
         self._driving = False  # True on rank 0 inside from_driver
-        self._calling = threading.Lock()  # one command at a time, from any thread of rank 0
+        self._calling = threading.Lock()  # lock: one command at a time, although any thread of rank 0 may send commands
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -149,14 +158,15 @@ class TorchWorld:
         return all(all_gather(value, self._group))
 
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        if self.size == 1 or self._driving:  # nested calls run directly; the outer call sends the result
+        if self.size == 1 or self._driving:  # in a nested call, only the outer call sends its result to the other ranks
             return function(*args)
         if self.rank != 0:
             return self._follow()
         self._driving = True
         try:
             result = function(*args)
-            # packed inside the try block, so that a result that cannot be sent raises on every rank instead of hanging
+            # packed inside the try block: a result that cannot be sent then raises on every rank, and no rank waits
+            # forever
             packed = pack(result)
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))
@@ -196,7 +206,7 @@ class TorchWorld:
             for replica, ranks in enumerate(replicas.ranks):
                 if replica != own:
                     dist.send(torch.from_numpy(make(replica)), ranks[0], group=self._group)
-            buffer = make(own)  # created last, when the buffers of other replicas have been freed
+            buffer = make(own)  # created last, when the arrays of the other replicas have been freed
         else:
             buffer = np.empty(sizes[own], np.uint8)
             if self.rank == replicas.ranks[own][0]:
@@ -230,23 +240,24 @@ class TorchWorld:
             self._collect(what, unpack(extra[self.rank]))
 
     def _collect(self, name: str, argument: Any) -> list[tuple[str | None, bytes]]:
-        """Runs the handler on this rank, and gathers (traceback or None, packed result) of every rank on rank 0."""
+        """Runs a registered handler on this rank, and gathers (traceback or None, packed result) of every rank on rank
+        0.
+        """
         failure, packed = None, bytearray()
         try:
             packed = pack(self._handlers[name](argument))
-        except BaseException as error:  # sent to the driver, which raises it on every rank
+        except BaseException as error:  # the error is sent to rank 0, which raises it on every rank
             failure = "".join(traceback.format_exception(error))
         return gather((failure, packed), self._group)
 
     def _send(self, value: Any) -> Any:
-        """Returns rank 0's value on every rank."""
+        """Broadcasts a value from rank 0 and returns it on every rank."""
         return value if self.size == 1 else broadcast(value, self._group)
 
 
 def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[type] = TRAVELLERS) -> Any:
-    """Returns the value of the group's rank `source` on every rank of the group. Collective.
-
-    Raises TypeError on the source rank, before anything is sent, if the value cannot be serialised.
+    """Broadcasts a value from the rank `source` of a process group and returns it on every rank of the group.
+    Collective. Raises TypeError on the rank `source`, before anything is sent, if the value cannot be serialised.
     """
     root, device = dist.get_global_rank(group, source), _get_object_coll_device(group)
     sends = dist.get_rank(group) == source
@@ -260,8 +271,8 @@ def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[t
 
 
 def gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -> list[Any]:
-    """Gathers the values of all ranks of a gloo group on its first rank. Returns the values there, [] on other ranks.
-    Collective.
+    """Gathers a value from each rank of a gloo process group on the group's first rank. Returns the list of values
+    there, and [] on other ranks. Collective.
     """
     packed = pack(value, travellers)
     size, first = torch.tensor([len(packed)]), dist.get_global_rank(group, 0)
@@ -284,5 +295,7 @@ def gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -
 
 
 def all_gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -> list[Any]:
-    """Returns the values of all ranks of a gloo group on every rank, in rank order. Collective."""
+    """Gathers a value from each rank of a gloo process group. Returns the list of values, in rank order, on every rank.
+    Collective.
+    """
     return broadcast(gather(value, group, travellers=travellers), group, travellers=travellers)
