@@ -74,7 +74,7 @@ class Completion:
     stop: Stop
     # [T] float32, log-probs of the tokens under the model at temperature 1; None if the engine does not return them
     model_logprobs: np.ndarray | None = None
-    # pairs (index of the first token, weight version from this token on); empty means the engine's version for all tokens
+    # pairs (index of the first token, weight version from this token on); empty means the engine's version
     versions: Sequence[tuple[int, int]] = field(default_factory=list)
     # [prompt + T - 1, L, k] int16, ids of the chosen experts; None if the engine does not return them
     experts: np.ndarray | None = None
