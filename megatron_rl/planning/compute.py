@@ -224,9 +224,7 @@ def _dense_rate(cluster: Cluster, batch: SequenceBatch, own: float) -> float:
 
 
 def _share(batch: SequenceBatch, own: float) -> float:
-    """Returns the factor (at most 1) on a GPU's rate for the loss through unequal sequence lengths and few tokens per
-    rank.
-    """
+    """Returns the factor (at most 1) by which unequal sequence lengths and few tokens per rank reduce a GPU's rate."""
     fill = (own / (own + SMALL)) / (8192 / (8192 + SMALL)) if own < 8192 else 1.0
     return 1.0 if batch.full else PARTIAL * fill
 
