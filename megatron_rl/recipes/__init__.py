@@ -1,3 +1,3 @@
-"""Training methods (recipes), one file each: which roles generate, how their outputs are rewarded, and when each role
-is trained.
+"""Training methods (recipes), one file each: a recipe determines which roles generate, how their outputs are rewarded,
+and when each role is trained.
 """

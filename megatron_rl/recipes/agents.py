@@ -20,15 +20,16 @@ class Agents(OverEpisodes, Recipe):
     """
 
     updates: int  # number of updates in the run
-    # roles in an episode and their numbers of agents;
+    # number of agents in an episode by role; the tokenizer of the first role is used for the problems
     agents: Mapping[str, int] = field(default_factory=lambda: {"agent": 1})
-    # the first role's tokenizer is used for the problems
     trained: Sequence[str] = ()  # roles that are trained; empty means all
     group_size: int = 8  # episodes per problem, all with the same environment seed
-    # Which samples of a role are compared. task: samples of one problem. episode: samples of one episode,
-    # for a role with several agents. ema: each with a moving average of its role's rewards (SPIRAL, arXiv 2506.24119).
+    # What the reward of a role's sample is compared with. "task": the samples of the same problem. "episode": the
+    # samples of the same episode, for a role with several agents. "ema": a moving average of the role's rewards
+    # (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
-    estimator: str = "grpo"  # used with `task`: a name in algorithms.estimators, or module:name
+    # used if `compared` is "task": a name in algorithms.estimators, or module:name of a function
+    estimator: str = "grpo"
     ema_decay: float = DECAY
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class Agents(OverEpisodes, Recipe):
 
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = {role: self.group_size * count for role, count in self.agents.items()}
-        alike = dict.fromkeys(drawn, self.group_size)  # the episodes of a problem begin with the same prompt
+        alike = dict.fromkeys(drawn, self.group_size)  # all episodes of a problem begin with the same prompt
         return {
             r: RecipeRole(
                 trained=r in self._trained, samples=count, drawn=drawn, per_prompt=alike, episode=self.estimates[r]
@@ -79,8 +80,8 @@ class Agents(OverEpisodes, Recipe):
         return {role: self._credited([r for r in played.rollouts if r.role == role]) for role in iteration.roles}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Plays two episodes per problem, one at temperature 1 and one greedy. A failed episode counts with rewards of
-        0.
+        """Plays two episodes per problem, one at temperature 1 and one greedy. Returns metrics; a failed episode is
+        included with rewards of 0.
         """
         return self.measure_episodes(context, prompts)[0]
 
@@ -95,8 +96,8 @@ class Agents(OverEpisodes, Recipe):
         return [role for role in self.agents if not self.trained or role in self.trained]
 
     def _credited(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Assigns advantages to the samples of one role. The moving average is applied before it is updated with the
-        sample's reward.
+        """Assigns advantages to the samples of one role. With `compared` "ema", each sample is compared with the moving
+        average before the average is updated with the sample's reward.
         """
         if self.compared == "task":
             return assign_advantages(rollouts, reward=self.rewards, estimator=self.estimator)

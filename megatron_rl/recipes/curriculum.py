@@ -1,4 +1,6 @@
-"""A curriculum: skips problems based on how often the policy solved them in its last attempt."""
+"""A curriculum, which skips problems based on the share of correct solutions that the policy last generated for
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from megatron_rl.types import Prompt
 
 @config
 class Curriculum:
-    """Settings for skipping problems based on the success rate of their last group, the share of correct solutions."""
+    """Settings for skipping problems by success rate, the share of correct solutions in the last group that was sampled
+    for a problem.
+    """
 
-    # problems with at least this rate are never used again (ScaleRL, arXiv 2510.13786); null: off
+    # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: no problem is
+    # retired
     retire_at: float | None = 0.9
-    rest_at: float | None = None  # problems with at most this rate (for example 0.0) rest for some epochs; null: off
-    rest_epochs: int = 1  # number of epochs for which a resting problem is skipped
+    # problems with at most this success rate, for example 0.0, are skipped for some epochs; null: no problem is skipped
+    rest_at: float | None = None
+    rest_epochs: int = 1  # number of epochs for which such a problem is skipped
 
     def __post_init__(self) -> None:
         for name in ("retire_at", "rest_at"):
@@ -38,11 +44,11 @@ class Curriculum:
 
 @dataclass
 class Record:
-    """The state of a curriculum: the data rows that are retired, and the rows that rest, with the epoch in which they
-    return.
+    """The state of a curriculum: the data rows that are never used again (retired), and the rows that are skipped for
+    some epochs (resting).
 
-    The state is saved with the recipe's state after every iteration, also for iterations collected ahead, together with
-    the position in the data. So a resumed run skips the same problems.
+    The state is saved with the recipe's state after every iteration, also for iterations generated ahead of training,
+    together with the position in the data. So a resumed run skips the same problems.
     """
 
     curriculum: Curriculum | None  # None if no problem is ever skipped
@@ -50,12 +56,12 @@ class Record:
     resting: dict[int, int] = field(default_factory=dict)
 
     def over(self, source: PromptSource) -> PromptSource:
-        """Returns a source of the same problems without the skipped ones."""
+        """Returns a source that yields the problems of `source` without the skipped problems."""
         return source if self.curriculum is None else _Chosen(source, self)
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Updates the state with the success rates of the groups. Ignores a group in which a grading failed: one graded
-        sample of eight could otherwise retire the problem for the whole run.
+        """Updates the state with the success rates of the groups. Ignores a group in which a grading failed. Otherwise
+        a single graded sample of eight could retire the problem for the whole run.
         """
         if self.curriculum is None:
             return
@@ -76,7 +82,7 @@ class Record:
         return row not in self.retired and epoch >= self.resting.get(row, epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of retired and resting problems; empty without a curriculum."""
+        """Returns the numbers of retired and resting problems as metrics; an empty dict if there is no curriculum."""
         if self.curriculum is None:
             return {}
         return {"retired": float(len(self.retired)), "resting": float(len(self.resting))}
@@ -92,13 +98,15 @@ class Record:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A source that skips problems; implements iteration.PromptSource."""
+    """A source of problems that skips retired and resting problems; implements iteration.PromptSource."""
 
     source: PromptSource
     record: Record
 
     def take(self, count: int | None = None) -> list[Prompt]:
-        """Returns the next `count` admitted problems. Raises DataError if a whole epoch has none."""
+        """Returns the next `count` problems that are not skipped. Raises DataError if a whole epoch has no such
+        problem.
+        """
         taken = self.source.take(count)
         wanted, since = len(taken), None
         kept: list[Prompt] = []
@@ -110,7 +118,8 @@ class _Chosen:
                     since = None
                 elif since is None:
                     since = epoch
-                elif epoch - since > 1 + self._longest_rest():  # at least one whole epoch after all rests have ended
+                # true once at least one whole epoch has passed after the last resting problem returned
+                elif epoch - since > 1 + self._longest_rest():
                     raise DataError(
                         f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
                         "add data, or raise recipe.args.curriculum.retire_at"

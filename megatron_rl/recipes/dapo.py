@@ -20,17 +20,20 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Dapo(Grpo):
-    """A recipe that trains `generator` on the graded outcome, with options that select problems, adjust rewards, or
-    retry problems with hints. Without any option it is identical to Grpo.
+    """A recipe that trains the role `generator` on the graded outcome of its solutions, with options that select
+    problems, adjust rewards, or retry problems with hints. Without any option it is identical to Grpo.
     """
 
-    dynamic_sampling: DynamicSampling | None = None  # skip groups without signal, and take more problems instead
+    # skip groups whose outcomes are all equal, and sample more problems instead
+    dynamic_sampling: DynamicSampling | None = None
     curriculum: Curriculum | None = None  # skip problems that are solved or too hard
-    hints: Hints | None = None  # retry problems without a correct solution, with the beginning of a known solution
-    # penalty for solutions close to the maximum length; option to leave out truncated ones
+    # sample problems without a correct solution again, with the beginning of a known solution in the prompt
+    hints: Hints | None = None
+    # penalty for solutions close to the maximum length, and an option not to train on truncated solutions
     overlong: Overlong | None = None
-    brevity: Brevity | None = None  # higher rewards for short correct solutions of problems with high success rates
-    _record: Record = field(init=False, repr=False, compare=False)  # state of the curriculum
+    brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
+    # state of the curriculum: the problems that are skipped
+    _record: Record = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +78,8 @@ class Dapo(Grpo):
     def _draw(
         self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
     ) -> tuple[list[Group], Metrics]:
-        """Samples the groups of one round. The success rate without hints is recorded as the difficulty of
+        """Samples the groups of one round (see DynamicSampling.rounds). The success rate without hints is recorded as
+        the difficulty of
         a problem.
         """
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
@@ -88,5 +92,7 @@ class Dapo(Grpo):
         return self.hints.retry(context, GENERATOR, groups, metrics, sampling=sampling, text=self.prompt)
 
     def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
-        """Returns the rollouts with all their rewards, and the weight of each reward that is used."""
+        """Adds the length rewards, if configured, to the rollouts. Returns the rollouts, and the weight of each reward
+        in the total reward.
+        """
         return priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)

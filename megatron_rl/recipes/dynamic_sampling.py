@@ -1,4 +1,4 @@
-"""Groups of solutions to problems, and dynamic sampling, which takes more problems until enough groups have
+"""Groups of solutions to problems, and dynamic sampling, which samples more problems until enough groups have
 a signal.
 """
 
@@ -20,7 +20,7 @@ GRADED = "graded/"  # name prefix of metrics that are counts of gradings
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """One problem and its graded solutions. Solutions that could not be graded are not included."""
+    """One problem and its graded solutions. Samples that could not be graded are not included."""
 
     prompt: Prompt
     solutions: Sequence[Solution]
@@ -28,12 +28,14 @@ class Group:
 
     @property
     def success_rate(self) -> float | None:
-        """Share of correct solutions; None if no solution was graded."""
+        """Share of correct solutions among the graded solutions; None if no solution was graded."""
         return fmean(float(s.correct) for s in self.solutions) if self.solutions else None
 
     @property
     def has_signal(self) -> bool:
-        """Whether the outcomes of the solutions differ, so that their comparison gives nonzero advantages."""
+        """Whether the outcomes of the solutions differ. If all outcomes are equal, all advantages are 0 and there is
+        nothing to learn.
+        """
         return len({s.rollout.rewards["outcome"] for s in self.solutions}) > 1
 
     def renamed(self, name: str) -> Group:
@@ -42,7 +44,7 @@ class Group:
         return replace(self, solutions=solutions)
 
 
-# (index of the round, problems) -> groups, metrics
+# function that samples one group per problem: (index of the round, problems) -> groups, metrics
 Draw = Callable[[int, Sequence[Prompt]], tuple[list[Group], Metrics]]
 
 
@@ -50,7 +52,7 @@ def solve_groups(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Group], Metrics]:
     """Samples and grades n solutions of each of [P] prompts with recipes.solutions.solve. Returns [P] groups, and the
-    metrics of `solve`.
+    metrics that `solve` returned.
     """
     found: dict[int, Solution] = {}
     _, metrics = solve(context, role, prompts, sampling, then=found.__setitem__)
@@ -61,15 +63,16 @@ def solve_groups(
 
 @config
 class DynamicSampling:
-    """Settings of dynamic sampling: groups whose outcomes are all equal are skipped, and more problems are taken
+    """Settings of dynamic sampling: groups whose outcomes are all equal are skipped, and more problems are sampled
     instead (DAPO, arXiv 2503.14476, section 3.2).
 
-    An update trains on the first run.prompts_per_iteration groups with a signal; further groups are discarded. After
-    `rounds` rounds it trains on the groups found so far.
+    An update trains on the first run.prompts_per_iteration groups with a signal; further groups are discarded. If there
+    are fewer such groups after `rounds` rounds of sampling, the update trains on those found.
     """
 
-    rounds: int = 10  # maximum number of sampling rounds; 1: skipped groups are not replaced (ScaleRL)
-    oversampling: int = 1  # problems per round for each group that an update trains on; 3 in DAPO's runs
+    rounds: int = 10  # maximum number of sampling rounds; 1 means that skipped groups are not replaced (ScaleRL)
+    # number of problems sampled per round for each group that an update trains on; 3 in DAPO's runs
+    oversampling: int = 1
 
     def __post_init__(self) -> None:
         for name in ("rounds", "oversampling"):
@@ -78,11 +81,12 @@ class DynamicSampling:
 
 
 def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | None) -> tuple[list[Group], Metrics]:
-    """Takes problems and samples their groups: run.prompts_per_iteration problems, or as configured by `dynamic`.
-    Rollouts of later rounds get new group ids, so that no two problems share one.
+    """Takes problems from `source` and samples a group of solutions for each: run.prompts_per_iteration problems, or
+    more rounds as configured by `dynamic`. Rollouts of later rounds get new group ids, so that no two problems have the
+    same group id.
 
-    Returns the groups to train on, and metrics: the metrics of the rounds, prompts_taken, rounds, and over everything
-    that was sampled outcome_of_all (mean), alike (share of groups without signal) and tokens_drawn.
+    Returns the groups to train on, and metrics: those of `draw`, prompts_taken, rounds, and, over all sampled groups,
+    outcome_of_all (mean outcome), alike (share of groups whose outcomes are all equal) and tokens_drawn.
     """
     prompts = source.take()
     wanted = len(prompts)

@@ -28,30 +28,33 @@ CURE = "Mend the environment or its tools, or raise recipe.args.step_timeout_s o
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodesGraded:
-    """Played episodes, with the samples of the successful episodes."""
+    """The result of playing and grading episodes of an environment."""
 
     episodes: Sequence[Episode]
-    rollouts: list[Rollout]  # samples with all rewards; the payload has the index of the episode
-    # answers (of all agents), tool_calls, cuts (means per episode), episodes/timeout, episodes/error (counts)
+    # samples of the episodes that did not fail, with all rewards; the payload has the index of the episode
+    rollouts: list[Rollout]
+    # metrics: means per episode of answers (of all agents), tool_calls and cuts (truncations of the transcript), and
+    # counts of failed episodes, episodes/timeout and episodes/error
     metrics: dict[str, float]
 
 
 @dataclass(kw_only=True)
 class OverEpisodes(EpisodeSettings):
-    """Base class of recipes over episodes, with their common arguments.
+    """Base class of recipes that train on episodes of an environment. Its fields are their common arguments.
 
-    An episode that fails or times out gives no sample (not a reward of 0); its group continues without it.
+    An episode that fails or times out gives no sample, rather than a sample with a reward of 0. The other episodes of
+    its group are used.
     """
 
     environment: Use  # an Environment or another EpisodeMaker, as target and args
-    # weights of the total reward, by reward name
+    # weight of each reward in the total reward, by reward name
     rewards: Mapping[str, float] = field(default_factory=lambda: {OUTCOME: 1.0})
 
     def build_maker(self, agents: Mapping[str, int], rewarded: Collection[str], *, key: str) -> None:
-        """Creates the object that plays the episodes.
+        """Creates the EpisodeMaker, which plays the episodes, from the arguments of the recipe.
 
         `agents`: number of agents per episode of each role that takes part.
-        `rewarded`: roles whose samples must have all weighted rewards.
+        `rewarded`: roles whose samples must have all rewards named in the argument `rewards`.
         `key`: name of the setting with the roles, for error messages.
 
         Raises ConfigError for invalid arguments of the environment or the episodes.
@@ -83,7 +86,7 @@ class OverEpisodes(EpisodeSettings):
 
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
         """Returns a problem's text. The conversation itself is started by the environment. Raises ConfigError if the
-        problems are conversations and the dialogue setting is plain text.
+        problem is a conversation (a list of messages) but the dialogue setting is plain text.
         """
         if "messages" in payload and self.dialogue == TEXT:
             raise ConfigError(
@@ -97,8 +100,8 @@ class OverEpisodes(EpisodeSettings):
         samplings: Mapping[str, Sampling], *,
         each: int = 1,
     ) -> EpisodesGraded:  # fmt: skip
-        """Plays `each` episodes of each of [P] problems and grades texts for which the environment gives no reward with
-        the run's reward function.
+        """Plays `each` episodes of each of [P] problems. Texts for which the environment gives no reward are graded
+        with the run's reward function.
 
         `seeds`: [P] environment seeds, one for all episodes of a problem.
         `samplings`: sampling settings by role.
@@ -128,7 +131,7 @@ class OverEpisodes(EpisodeSettings):
         return EpisodesGraded(episodes=episodes, rollouts=rollouts, metrics=_figures(episodes))
 
     def total(self, rollout: Rollout) -> float:
-        """Returns the weighted sum of a sample's rewards."""
+        """Returns the total reward of a sample: the sum of its rewards, weighted by the argument `rewards`."""
         return sum(weight * rollout.rewards[name] for name, weight in self.rewards.items())
 
     def measure_episodes(
@@ -138,8 +141,9 @@ class OverEpisodes(EpisodeSettings):
         played at temperature 1.
 
         The metrics are the mean of each reward over the agents of a role, and the number of answers per episode of all
-        agents. An agent without a reward, for instance in a failed episode, counts with 0 and as ungraded. If the run's
-        reward function is the only reward, it is called reward, and accuracy (the share of correct agents) is added.
+        agents. An agent without a reward, for instance in a failed episode, is included with a reward of 0 and counted
+        in the metric ungraded. If the run's reward function is the only reward, it is called reward, and accuracy (the
+        share of correct agents) is added.
         """
         metrics: dict[str, float] = {}
         seeds = [context.seed_for("evaluation", i) for i in range(len(prompts))]
@@ -151,7 +155,7 @@ class OverEpisodes(EpisodeSettings):
             found = self.play_episodes(context, prompts, seeds, own)
             last = [samples[-1] for samples in by_agent(found.rollouts)]
             for role, count in self._agents.items():
-                for name in self.rewards:  # a frozen role may have no rewards
+                for name in self.rewards:  # samples of a frozen role may lack rewards
                     gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
                     if not gained and role not in self._rewarded:
                         continue
@@ -168,8 +172,8 @@ class OverEpisodes(EpisodeSettings):
 
 
 def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Groups samples by episode and agent. An agent whose transcript was truncated has several samples. Agents and
-    their samples keep their order.
+    """Groups the samples of episodes by episode and agent. An agent whose transcript was truncated during the episode
+    has several samples. The order of the agents and of their samples is kept.
     """
     agents: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in rollouts:
@@ -178,8 +182,8 @@ def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def _grade(context: RolloutContext, episodes: Sequence[Episode]) -> dict[tuple[int, str], Graded]:
-    """Grades, with the run's reward function, the texts for which environments gave no reward. Returns the gradings by
-    episode and agent.
+    """Grades, with the run's reward function, the texts for which the environment gave no reward. Returns the gradings
+    by (index of the episode, name of the agent).
     """
     asked = [(one.number, agent) for one in episodes for agent in one.answers]
     with context.watch("reward"):
@@ -191,7 +195,8 @@ def _grade(context: RolloutContext, episodes: Sequence[Episode]) -> dict[tuple[i
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     count = max(1, len(episodes))
-    names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}  # metric -> attribute of an episode
+    # name of the metric -> attribute of Episode
+    names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}
     metrics = {metric: sum(getattr(one, own) for one in episodes) / count for metric, own in names.items()}
     for kind in (Outcome.TIMEOUT, Outcome.ERROR):
         metrics[f"episodes/{kind.value}"] = float(sum(one.outcome is kind for one in episodes))

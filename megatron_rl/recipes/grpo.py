@@ -1,5 +1,5 @@
-"""GRPO (arXiv 2402.03300): one model, a group of samples per problem, and advantages from comparing the outcomes in a
-group.
+"""GRPO (arXiv 2402.03300): one model, a group of samples per problem, and advantages computed by comparing the outcomes
+in a group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Recipe):
-    """A recipe that trains `generator` on the graded outcome in every iteration."""
+    """A recipe that trains the role `generator` on the graded outcome of its solutions in every iteration."""
 
     updates: int  # number of updates in the run
     group_size: int = 5  # samples per problem

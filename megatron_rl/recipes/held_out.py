@@ -19,10 +19,10 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
 
-Row = dict[str, Any]  # one solution in a checkpoint, see solutions_to_json
-# returns solutions and metrics
+Row = dict[str, Any]  # one solution as JSON values for a checkpoint, see solutions_to_json
+# function that samples one solution of each prompt and returns the solutions and metrics
 Draw = Callable[[RolloutContext, Sequence[Prompt], Sampling], tuple[Sequence[Solution], object]]
-KEPT = "balanced_solutions"  # key in RolloutContext.kept
+KEPT = "balanced_solutions"  # key under which RolloutContext.kept stores the set
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BalancedSet:
 
     solver: str  # role that generates the solutions
     per_class: int
-    rounds: int  # maximum number of samples per problem to find the solutions
+    rounds: int  # maximum number of samples per problem until enough correct and wrong solutions are found
     draw: Draw  # samples one solution of each problem
 
     def metrics(
@@ -44,8 +44,8 @@ class BalancedSet:
         first: Sequence[Solution],
         labels: StepLabels | None,
     ) -> dict[str, float]:
-        """Returns metrics of the reviewer. The first call chooses the set from the given solutions (`first`) and, if
-        they do not suffice, from further samples for the same problems.
+        """Evaluates the reviewer on the set and returns the metrics. The first call of a run chooses the set from the
+        given solutions `first` and, if these are not enough, from further samples for the same problems.
         """
         if KEPT not in context.kept:
             rounds = self._rounds(context, prompts, first)
@@ -64,9 +64,11 @@ class BalancedSet:
 
 
 def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
-    """Takes solutions round by round until there are `per_class` correct and `per_class` wrong ones, or no more rounds.
+    """Selects solutions from one round of samples after the other until there are `per_class` correct and `per_class`
+    wrong solutions, or no more rounds.
 
-    Skips solutions that do not fit into the reviewer's prompt. The correct solutions come first in the result.
+    Skips solutions for which `fits` is False: those too long for the reviewer's prompt. The correct solutions come
+    first in the result.
     """
     kept: dict[bool, list[Solution]] = {True: [], False: []}
     for solutions in rounds:
@@ -84,9 +86,10 @@ def measure_reviewer(
     """Returns metrics of the reviewer, named `role/metric`, for verdicts sampled at temperature 1 and (with the suffix
     `_greedy`) for greedy verdicts.
 
-    outcome_f1 and (with gold labels) step_f1: harmonic means of the accuracies on correct and on wrong solutions or
-    steps; left out if a class is empty. aligned: share of verifications with one verdict per step. predicted_positive:
-    share of solutions judged correct. num_correct and num_wrong: numbers of solutions in each class.
+    outcome_f1: harmonic mean of the accuracies on correct and on wrong solutions. step_f1: the same for reasoning
+    steps, if gold labels exist. Both are left out if there are no correct or no wrong items. aligned: share of
+    verifications with one verdict per step. predicted_positive: share of solutions judged correct. num_correct and
+    num_wrong: numbers of correct and of wrong solutions.
     """
     correct, role = sum(s.correct for s in solutions), reviewer.role
     metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
@@ -105,9 +108,10 @@ def measure_reviewer(
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
-    """Returns the data of each solution that a checkpoint stores: the problem's id, the tokens from the first generated
-    token on, their spans as (number of tokens, author), the stop reason, and whether the solution is correct. For a
-    transcript also the payload and the text, which includes the messages of the environment.
+    """Converts solutions to JSON values for a checkpoint. Each row has the problem's id, the tokens from the first
+    generated token on, their spans as (number of tokens, author), the stop reason, and whether the solution is correct.
+    For a conversation (Transcript), a row also has the payload and the text, which includes the messages of the
+    environment.
     """
     rows = []
     for s in solutions:
@@ -129,8 +133,8 @@ def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
 def solutions_from_json(
     rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], role: str, tokenizer: Any
 ) -> list[Solution]:
-    """Restores stored solutions and joins them with their problems. Raises ValueError for a problem that is not in
-    `prompts`.
+    """Restores the solutions from the rows of a checkpoint. The problems are looked up in `prompts` by id. Raises
+    ValueError if the problem of a row is not in `prompts`.
     """
     problems = {p.id: p for p in prompts}
     out = []

@@ -1,4 +1,4 @@
-"""Retries problems without a correct solution with the beginning of a known solution as a hint (GHPO, arXiv
+"""Samples problems without a correct solution again, with the beginning of a known solution as a hint (GHPO, arXiv
 2507.10628).
 """
 
@@ -27,7 +27,7 @@ class Hints:
     """
 
     shares: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of the solution's characters to show, tried in this order
-    field: str = "solution"  # payload field that holds the solution; map it in data.fields
+    field: str = "solution"  # payload field that holds the known solution; a data column is mapped to it in data.fields
     introduction: str = INTRODUCTION  # text between the question and the hint
 
     def __post_init__(self) -> None:
@@ -44,13 +44,14 @@ class Hints:
 
         `sampling`: sampling settings of the original groups. `text`: converts a payload to the text of a prompt.
 
-        A problem whose prompt with the hint is too long is not retried; its group is unchanged. Returns the groups in
-        the same order, and the metrics with hinted (number of groups) and hints_too_long. Raises ConfigError for a
-        problem without the solution field.
+        If the prompt with the hint is too long, the group of the problem is not replaced. Returns the groups in the
+        same order, and the metrics, to which hinted (number of groups sampled with hints) and hints_too_long are added.
+        Raises ConfigError for a problem without the solution field.
         """
         solutions = [self._solution(group.prompt) for group in groups]
         out, hinted, too_long = list(groups), set[int](), set[int]()
-        # The failure share of the round was already checked. Of a few hinted answers, two failures would end the run.
+        # The maximum share of failed gradings was already checked for the whole round. It is not checked for the few
+        # samples with hints, where two failures could end the run.
         lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
             prompts = {

@@ -16,9 +16,10 @@ from megatron_rl.types import Rollout, Stop
 class Overlong:
     """Settings for solutions close to sampling.max_tokens or truncated there (DAPO, arXiv 2503.14476)."""
 
-    cache: int = 0  # number of tokens before max_tokens over which the penalty increases from 0; 0: no penalty
+    # number of tokens before max_tokens over which the penalty increases from 0 to `penalty`; 0: no penalty
+    cache: int = 0
     penalty: float = 1.0  # penalty for a solution of max_tokens tokens
-    # truncated solutions are used in the comparison of their group, but not trained on
+    # if True, truncated solutions are used in the comparison of their group, but not trained on
     leave_out_truncated: bool = False
 
     def __post_init__(self) -> None:
@@ -30,7 +31,9 @@ class Overlong:
             raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
 
     def check(self, spec: RunSpec, role: str) -> None:
-        """Raises ConfigError if the penalty would start before a solution's first token."""
+        """Raises ConfigError if `cache` is larger than the maximum length of a solution, so that the penalty would
+        start before the first token.
+        """
         limit = spec.roles[role].sampling.max_tokens
         if self.cache > limit:
             raise ConfigError(
@@ -53,9 +56,9 @@ class Overlong:
 
 @config
 class Brevity:
-    """Settings that give longer correct solutions lower rewards, in the problems with the highest success rates only.
-    Solutions of other problems get the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv
-    2505.18086; its code is not released, and the size of its penalty is not confirmed).
+    """Settings of a penalty for long correct solutions, which applies only to the problems with the highest success
+    rates. Solutions of other problems get the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv
+    2505.18086; its code is not released, so the default size of the penalty may differ from the paper's).
     """
 
     share: float = 0.2  # lambda: share of an update's groups with length rewards, those with the highest success rates
@@ -93,10 +96,11 @@ class Brevity:
 def priced(
     groups: Sequence[Group], limit: int, overlong: Overlong | None, brevity: Brevity | None
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """Adds the length rewards `overlong` and `brevity`, if configured, to the rollouts of [P] groups.
+    """Adds the rewards `overlong` and `brevity`, which depend on the length, to the rollouts of [P] groups, if they are
+    configured.
 
-    `limit`: maximum number of tokens of a solution. Returns the rollouts in order, and the weight of each reward that
-        is used.
+    `limit`: maximum number of tokens of a solution. Returns the rollouts in order, and the weight of each reward in the
+        total reward.
     """
     rollouts = [s.rollout for group in groups for s in group.solutions]
     weights = {"outcome": 1.0}

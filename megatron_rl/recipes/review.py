@@ -19,17 +19,17 @@ from megatron_rl.rewards import verdicts
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import STEP, Annotations, Prompt, Rollout
 
-# (step texts, payload) -> gold label of each step
+# function (step texts, payload) -> known correctness (gold label) of each step
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]
 Verification = Judgement[Solution, verdicts.Review]
-Reviewed = Literal["all", "undecided", "failed"]  # which groups are verified, see AskByGroup
-Judged = Sequence[Sequence[Verification]]  # the verifications of each solution
+Reviewed = Literal["all", "undecided", "failed"]  # which groups of solutions are verified, see AskByGroup
+Judged = Sequence[Sequence[Verification]]  # for each solution, its verifications
 
 
 @dataclass(frozen=True)
 class Reviewer:
-    """The settings with which `role` is prompted for verifications. The template has {question}, {solution} and
-    {num_steps}.
+    """The settings with which the role `role` is prompted to verify solutions. `template` is a text with {question},
+    {solution} and {num_steps}.
     """
 
     role: str
@@ -64,7 +64,9 @@ class Reviewer:
         )
 
     def rollout(self, context: RolloutContext, verification: Verification) -> Rollout:
-        """Converts a verification to a rollout to train on, with the rewards verifier, agrees and format."""
+        """Converts a verification to a rollout that the verifier can be trained on, with the rewards verifier, agrees
+        and format.
+        """
         review = verification.opinion
         drawn = verification.rollout(self.role, partner_weight=context.partner_weights.get(self.role, 0.0))
         payload = {**drawn.payload, "verdicts": list(review.verdicts), "correct": review.agrees}
@@ -73,7 +75,7 @@ class Reviewer:
 
 
 class Reviews:
-    """A stream of verification requests for solutions that become available one after the other."""
+    """A stream of verification requests for solutions that are added one after the other."""
 
     def __init__(self, reviewer: Reviewer, context: RolloutContext, sampling: Sampling) -> None:
         question = Question(prompt=lambda solution: reviewer.prompt(context, solution), read=reviewer.read)
@@ -91,12 +93,13 @@ class Reviews:
         self._places.append(place)
 
     def finish(self) -> list[list[Verification]]:
-        """Waits for all verifications. Returns the n verifications of each added solution, ordered by index. The list
-        is empty for skipped solutions and too long prompts.
+        """Waits for all verifications. Returns the n verifications of each added solution, ordered by index. A solution
+        that was skipped or whose prompt was too long has an empty list.
         """
         start = time.perf_counter()
         found: dict[int, list[Verification]] = {}
-        for place, verifications in self._judging.answers():  # parsed while others are still being generated
+        # verifications are parsed while other verifications are still being generated
+        for place, verifications in self._judging.answers():
             found[place] = verifications
             self._watch.beat()
         self._watch.add("review", time.perf_counter() - start)
@@ -104,14 +107,16 @@ class Reviews:
 
 
 class AskByGroup:
-    """Requests verifications only for groups whose outcomes leave something to learn from steps.
+    """Requests verifications only for the groups of solutions that `reviewed` selects, for instance groups that give no
+    signal by their outcomes.
 
     `reviewed`: which groups are verified.
         all        every group, each solution as soon as it is available
         undecided  groups whose outcomes are all equal, so that comparing them gives no signal
         failed     undecided groups without a correct solution
         None       no group
-    A group is decided on as soon as all of its `size` solutions are available; `finish` decides on incomplete groups.
+    Whether a group is verified is decided as soon as all of its `size` solutions are available. For groups with fewer
+    solutions, `finish` decides.
     """
 
     def __init__(self, reviews: Reviews, reviewed: Reviewed | None, size: int) -> None:
@@ -129,8 +134,8 @@ class AskByGroup:
             self._decide(self._waiting.pop(solution.rollout.group))
 
     def finish(self) -> list[list[Verification]]:
-        """Waits for all verifications. Returns the verifications of each added solution, ordered by index; empty for a
-        solution that is not verified.
+        """Waits for all verifications. Returns a list of verifications for each added solution, ordered by index. The
+        list of a solution that is not verified is empty.
         """
         for own in self._waiting.values():
             self._decide(own)
@@ -151,8 +156,8 @@ class AskByGroup:
 def with_verdicts(
     rollout: Rollout, verifications: Sequence[Verification], credit: StepCredit = PAPER_CREDIT
 ) -> Rollout:
-    """Adds the verdicts and the text of a verification to a solution's payload, and rewards to its steps if there is
-    one verdict per step. Without a verification, returns the rollout unchanged.
+    """Adds the verdicts and the text of a solution's only verification to its payload. If there is one verdict per
+    step, also adds rewards to its steps. Without a verification, returns the rollout unchanged.
     """
     if not verifications:
         return rollout
@@ -165,12 +170,12 @@ def with_verdicts(
 
 
 def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:
-    """Compares final verdicts with graded outcomes. An unreadable verdict counts as the verdict "wrong"."""
+    """Compares final verdicts with graded outcomes. A final verdict that cannot be parsed counts as "wrong"."""
     return confusion((v.opinion.final, v.item.correct) for v in verifications)
 
 
 def gold_confusion(verifications: Sequence[Verification], step_labels: StepLabels) -> Confusion:
-    """Compares step verdicts with gold labels, for verifications where their counts agree."""
+    """Compares step verdicts with gold labels, for verifications with as many verdicts as labels."""
     labels = [step_labels(v.item.steps, v.item.rollout.payload) for v in verifications]
     return step_confusion([v.opinion.verdicts for v in verifications], labels)
 
@@ -184,8 +189,9 @@ def aligned(verifications: Sequence[Verification]) -> float:
 def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int = 0) -> dict[str, float]:
     """Returns metrics of the verifications of solutions.
 
-    reviews_skipped: solutions of groups that are not verified. reviews_dropped: other solutions without a verification.
-    Also verdicts_match, confusion/*, predicted_positive, and step_agreement if gold labels exist.
+    reviews_skipped: number of solutions in groups that are not verified. reviews_dropped: number of other solutions
+    without a verification. Also verdicts_match, confusion/*, predicted_positive, and step_agreement if gold labels
+    exist.
     """
     rows = [verification for group in judged for verification in group]
     without = sum(not group for group in judged)

@@ -1,5 +1,5 @@
-"""Samples, annotates and grades solutions for recipes in a streaming way, evaluates roles, and checks the arguments of
-recipes.
+"""Functions that recipes share: sampling, annotating and grading solutions while further solutions are generated,
+evaluating roles, and checking a recipe's arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Solution:
 
     @property
     def form(self) -> float:
-        """The format score. It determines whether a verification must have one verdict per step."""
+        """The format score of the solution's text. It determines whether a verification of the solution must have one
+        verdict per step.
+        """
         return generator_format(self.text)
 
     def to_train(self, credited: Rollout) -> list[Rollout]:
@@ -54,11 +56,12 @@ class Solution:
         return [credited]
 
 
-Then = Callable[[int, Solution], object]  # callback: (index among the requested samples, solution)
+# callback for a graded solution: (index among the requested samples, solution)
+Then = Callable[[int, Solution], object]
 
 
 def pass_over(place: int, solution: Solution) -> None:
-    """Does nothing; the default callback for solutions."""
+    """Does nothing. The default callback for graded solutions."""
 
 
 def solve(
@@ -68,12 +71,13 @@ def solve(
     sampling: Sampling,
     then: Then = pass_over,
 ) -> tuple[list[Solution], dict[str, float]]:
-    """Samples [P * n] solutions and grades them while others are still being generated. Returns the graded solutions in
-    order, and the metrics graded/timeout, graded/error and steps_per_solution.
+    """Samples n solutions of each of [P] prompts, and grades each solution while other solutions are still being
+    generated. Returns the graded solutions in order, and the metrics graded/timeout, graded/error and
+    steps_per_solution.
 
-    A sample without a score is not a solution and is left out of its group. `then` is called with the index (among the
-    P * n) and the solution as soon as it is graded. Raises RewardFailure if too many gradings fail, and EngineError for
-    a tandem whose author mask is missing or implausible.
+    A sample without a score is not a solution and is left out of its group. As soon as a solution is graded, `then` is
+    called with its index (among the P * n samples) and the solution. Raises RewardFailure if too many gradings fail,
+    and EngineError for a tandem whose author mask is missing or implausible.
     """
     start, draws = time.perf_counter(), Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
@@ -94,7 +98,7 @@ def solve(
 
     answered = _beside(draws.answers(), grade)
     context.watch.add("rollout", answered - start)
-    # additional time for grading after sampling has finished
+    # logs the time that grading takes after sampling has finished
     context.watch.add("reward", time.perf_counter() - answered)
     gradings = [found[place][2] for place in sorted(found)]
     check_failures(gradings, context.max_failure_share)
@@ -106,8 +110,8 @@ def solve(
 
 
 def sampling_for(context: RolloutContext, iteration: Iteration, role: str, n: int) -> Sampling:
-    """Returns the settings for n samples of a role in an iteration, with a separate seed. Log-probs are requested only
-    for roles that the iteration trains.
+    """Returns the settings for n samples of a role in an iteration, with a seed that depends on the iteration and the
+    role. Log-probs are requested only for roles that the iteration trains.
     """
     seed = context.seed_for(iteration.number, role)
     return replace(context.samplings[role], n=n, seed=seed, logprobs=role in iteration.roles)
@@ -119,8 +123,8 @@ def accuracies(
     """Evaluates a role with one sample per problem at temperature 1, and with greedy decoding. Returns {metric: value},
     and the sampled solutions.
 
-    accuracy: share of correct answers. reward: mean score. ungraded: number of answers without a score, which count as
-    wrong with reward 0.
+    accuracy: share of correct answers. reward: mean score. ungraded: number of answers without a score. Such answers
+    are included as wrong, with a reward of 0.
     """
     own, seed = context.samplings[role], context.seed
     sampled, _ = solve(context, role, prompts, plain(own, seed=seed))
@@ -137,8 +141,8 @@ def accuracies(
 def accuracies_of_fitting(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], own: Sequence[Prompt | None]
 ) -> dict[str, float]:
-    """Evaluates a role with `accuracies` on the problems that fit into its prompt; the metric `too_long` counts the
-    others.
+    """Evaluates a role with `accuracies` on the problems that fit into its prompt; the metric `too_long` is the number
+    of problems that do not fit.
 
     `own`: the prompt of each problem for this role, or None if it is too long.
     """
@@ -149,8 +153,8 @@ def accuracies_of_fitting(
 
 
 def annotate_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
-    """Adds annotations of the step blocks in the generated text to the rollout, located by the positions of the tokens
-    in the text.
+    """Annotates the reasoning steps of a rollout. The steps are the step blocks in the generated text; their tokens are
+    found by the positions of the tokens in the text.
     """
     ranges = rollout.positions(decoded.tokens_of(step_spans(decoded.raw)))
     return replace(rollout, annotations={**rollout.annotations, STEP: Annotations(ranges)})
@@ -164,7 +168,8 @@ def question_text(template: str, payload: Mapping[str, object]) -> str:
     return problem_text(read_template(template), asked)
 
 
-MOST = 10**6  # maximum of updates, group sizes and similar counts: a schedule is a list with one entry per update
+# upper bound of updates, group sizes and similar counts, because a schedule is a list with one entry per update
+MOST = 10**6
 
 
 def check_arguments(
@@ -176,11 +181,11 @@ def check_arguments(
     `groups`: group sizes, which must be large enough for recipe.estimator and at most MOST.
     `positive`, `natural`: numbers from 1 (positive) or 0 (natural) to MOST.
     `shares`: numbers in [0, 1].
-    `templates`: argument -> names. The template must exist and contain each name in braces. The text is required even
-        if the problems are conversations, which do not use it.
-    `one_of`: switches of which at least one must be on.
+    `templates`: {argument: names}. The template that the argument names must exist and contain each name in braces. The
+        text is required even if the problems are conversations, which do not use it.
+    `one_of`: boolean arguments of which at least one must be true.
     """
-    # recipes without an estimator, such as distillation, compare no rewards
+    # recipes without the argument `estimator`, such as distillation, do not compare rewards
     compares = "estimator" in {each.name for each in fields(recipe)}
     if compares:
         find_estimator(recipe.estimator)
@@ -202,8 +207,9 @@ def check_arguments(
 
 
 def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
-    """Raises ConfigError if the training problems of iterations led by `role` lack a field, and with `held_out` also if
-    the evaluation problems do. `fields`: {name of the field: what reads the field}.
+    """Raises ConfigError if problems lack a field that the recipe needs. Checks the training problems of the iterations
+    whose first role is `role`, and with `held_out` also the evaluation problems. `fields`: {name of the field:
+    description of the setting that reads it}.
     """
     own = f"roles.{role}.data" if f"roles.{role}.data" in spec.data.training else "data"
     sets = {own: spec.data.training[own]}
@@ -249,7 +255,7 @@ def _check_template(name: str, template: str, needed: Sequence[str]) -> None:
 
 
 def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
-    """Decodes the generated tokens. Returns (rollout with annotated steps, text)."""
+    """Decodes the generated tokens of a rollout. Returns (rollout with annotated reasoning steps, generated text)."""
     decoded = decode(tokenizer, rollout.response)
     return annotate_steps(rollout, decoded), decoded.text
 
@@ -265,7 +271,7 @@ def _count(gradings: Sequence[Graded], kind: Outcome) -> float:
 
 
 def _beside(items: Iterable[Item], work: Callable[[Sequence[Item]], None]) -> float:
-    """Iterates over all items while a second thread processes them. `work` gets all items that arrived since its last
+    """Iterates over `items` while a second thread processes them. `work` gets all items that arrived since its last
     call. Returns the time (perf_counter) of the last item. Raises the errors of the iteration and of `work`.
     """
     waiting: SimpleQueue[Item] = SimpleQueue()

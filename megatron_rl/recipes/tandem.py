@@ -1,5 +1,5 @@
 """Tandem RL (arXiv 2606.28166): GRPO on texts that a trained senior and a frozen junior generate together. The senior
-is trained on its part.
+is trained on the tokens that it generated.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ class Tandem(Dapo):
     """A recipe that trains `generator`, the senior, on the reward of the whole text. `roles.generator.tandem`
     configures the junior and how the author of each token is chosen.
 
-    The junior's tokens are in the text on which old and new log-probs are computed, but in no loss, mean or gradient,
-    unless `tandem.junior_weight` is set. Held-out problems are solved by the senior alone. Any other recipe supports
-    tandems through the same setting; this recipe fails without it, where Grpo would silently run without a junior.
+    The junior's tokens are part of the text for which log-probs are computed, but are excluded from loss, means and
+    gradient, unless `tandem.junior_weight` is set. Held-out problems are solved by the senior alone. Other recipes
+    support tandems through the same setting. The difference is that this recipe raises an error if the setting is
+    missing, whereas Grpo would run without a junior.
     """
 
     group_size: int = 8

@@ -23,15 +23,15 @@ from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, Reci
 from megatron_rl.training.rollouts import mean_reward, without_signal
 from megatron_rl.types import Prompt, Rollout
 
-SIGNAL_DECAY = 0.8  # decay factor of the moving share of groups with outcome signal
+SIGNAL_DECAY = 0.8  # decay factor of the moving average of the share of groups whose outcomes differ
 
 
 @dataclass(kw_only=True)
 class BaseTango(Recipe):
     """A recipe that first warms up the verifier, then cycles through generator iterations and verifier iterations.
 
-    A frozen role (train_... false) still generates, and the other role keeps its iterations. A frozen verifier has no
-    warm-up. Subclasses define what the generator generates.
+    A role with train_generator or train_verifier false is frozen: it still generates, and the iterations of the other
+    role stay the same. A frozen verifier has no warm-up. Subclasses define what the generator generates.
     """
 
     generator_updates: int = 300  # number of generator updates in the run
@@ -39,17 +39,19 @@ class BaseTango(Recipe):
     generator_iterations: int = 3  # generator iterations per cycle
     verifier_iterations: int = 1  # verifier iterations per full cycle
     group_size: int = 5  # solutions per problem in a generator iteration
-    verifications: int = 5  # verifications per solution in a verifier iteration, which has one solution per problem
-    alpha_start: float = 0.1  # weight of the step advantages at the first generator update
+    # number of verifications per solution in a verifier iteration, which samples one solution per problem
+    verifications: int = 5
+    alpha_start: float = 0.1  # alpha, the weight of the step advantages, at the first generator update
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
     reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see AskByGroup
-    # Generator iterations are verified only while the moving share of groups whose outcomes differ is below this; null:
-    # always.
+    # Solutions of generator iterations are verified only while the moving average of the share of groups whose outcomes
+    # differ is below this value; null: always.
     review_below: float | None = None
-    verifier_rests: bool = False  # skip verifier iterations too while generator iterations are not verified
-    greedy_verdicts: bool = False  # greedy decoding of the verifier in generator iterations
+    # if True, verifier iterations are skipped while solutions of generator iterations are not verified
+    verifier_rests: bool = False
+    greedy_verdicts: bool = False  # if True, the verifier decodes greedily in generator iterations
     estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
     class_weight_decay: float = 0.8  # decay factor of the moving counts of correct and wrong solutions
@@ -69,13 +71,13 @@ class BaseTango(Recipe):
             positive=["generator_updates", "generator_iterations", "balanced_per_class", "balanced_rounds"],
             shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
-        # raises ConfigError for invalid arguments
+        # a test call, which raises ConfigError for an invalid estimator or alpha
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
         if self.verifier_rests and not self.review_below:
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             raise ConfigError(f"recipe.args.verifier_rests: {text}")
         self._counts = ClassCounts().updated([], self.class_weight_decay)
-        self._signal = 0.0  # moving share of groups whose outcomes differ, in generator iterations
+        self._signal = 0.0  # moving average of the share of groups whose outcomes differ, in generator iterations
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
         self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
@@ -127,7 +129,8 @@ class BaseTango(Recipe):
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
         """Samples, for each problem, a group of solutions with one verification each (generator iteration), or one
-        solution with a group of verifications (verifier iteration). A skipped verifier iteration takes no problems.
+        solution with a group of verifications (verifier iteration). A verifier iteration that is skipped takes no
+        problems from `source`.
         """
         if iteration.role != self.solver and self.verifier_rests:
             context.add_metrics(VERIFIER, {"rests": float(self._outcomes_suffice())})
@@ -151,8 +154,8 @@ class BaseTango(Recipe):
         return {VERIFIER: self._credit_reviews(context, solutions, judged)}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates both roles. The verifier is evaluated on a balanced set, which the first call creates and
-        checkpoints store.
+        """Evaluates both roles. The verifier is evaluated on a fixed set with equal numbers of correct and wrong
+        solutions. The first call creates the set, and checkpoints store it.
         """
         metrics, solutions = self.measure(context, prompts)
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
@@ -164,7 +167,7 @@ class BaseTango(Recipe):
         self._counts, self._signal = ClassCounts(**state["counts"]), float(state["signal"])
 
     def _reviewed(self, iteration: Iteration) -> Reviewed | None:
-        """Returns which groups of an iteration are verified."""
+        """Returns which groups of solutions are verified in an iteration; None if no group is."""
         if iteration.role != self.solver:
             return "all"
         return None if self._outcomes_suffice() else self.reviewed
@@ -175,8 +178,8 @@ class BaseTango(Recipe):
     def _credit_solutions(
         self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
     ) -> list[Rollout]:
-        """Mixes outcome and step advantages by alpha for solutions with one verdict per step. Groups that are not
-        verified learn from their outcomes only.
+        """Assigns advantages to the solutions of a generator iteration. Outcome and step advantages are mixed with the
+        weight alpha if a solution has one verdict per step. Groups that are not verified get outcome advantages only.
         """
         alpha, credit = self._alpha(iteration.update(self.solver)), self.step_credit
         context.add_metrics(self.solver, {"alpha": alpha, "signal": self._signal})
@@ -188,8 +191,8 @@ class BaseTango(Recipe):
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
     def _follow(self, solutions: Sequence[Solution]) -> None:
-        """Updates the moving share of problems whose outcomes differ. Problems with only one graded solution are
-        ignored.
+        """Updates the moving average of the share of problems whose solutions have different outcomes. Problems with
+        only one graded solution are ignored.
         """
         sizes = Counter(s.rollout.group for s in solutions)
         compared = [s for s in solutions if sizes[s.rollout.group] > 1]
@@ -197,7 +200,7 @@ class BaseTango(Recipe):
             self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(compared) - self._signal)
 
     def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
-        """Returns the share of an iteration's problems whose outcomes differ."""
+        """Returns the share of an iteration's problems whose solutions have different outcomes."""
         return 1 - without_signal([s.rollout for s in solutions], "outcome")
 
     def _alpha(self, update: int) -> float:
@@ -205,8 +208,8 @@ class BaseTango(Recipe):
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
     def _credit_reviews(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
-        """Compares the verifications of one solution with each other. Class weights increase the influence of the rarer
-        outcome (eq. 9).
+        """Assigns advantages to verifications by comparing the verifications of the same solution. Class weights
+        increase the influence of solutions with the rarer outcome (arXiv 2505.15034, eq. 9).
         """
         context.add_metrics(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
         rows = [verification for group in judged for verification in group]
@@ -244,13 +247,15 @@ class Tango(BaseTango):
 class LeanTango(Tango):
     """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time").
 
-    Only groups without a correct solution are verified and learn from verdicts; other groups learn from outcomes. As
-    soon as the outcomes differ in a quarter of the problems, no group is verified. The tokens of a step get the credit
-    of the step's verdict only, compared with the same step of the problem's other solutions. The verifier decodes
-    greedily in generator iterations. It is trained a third as often, and only while it is used.
+    Only groups without a correct solution are verified and learn from verdicts; other groups learn from outcomes. While
+    the solutions of at least a quarter of the problems have different outcomes (as a moving average), no group is
+    verified. The tokens of a step get the credit of the step's verdict only, compared with the same step of the
+    problem's other solutions. The verifier decodes greedily in generator iterations. It is trained a third as often,
+    and only while it is used.
     """
 
-    generator_iterations: int = 9  # per cycle; a verifier iteration takes as long as two generator iterations
+    # generator iterations per cycle; one verifier iteration takes as long as two generator iterations
+    generator_iterations: int = 9
     reviewed: Reviewed = "failed"
     review_below: float | None = 0.25
     verifier_rests: bool = True

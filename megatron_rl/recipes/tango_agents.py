@@ -21,13 +21,14 @@ class TangoAgents(OverEpisodes, BaseTango):
     messages of the environment; verdict k is about turn k.
 
     An episode is correct if its weighted reward is above the middle of reward.range. An episode that failed or timed
-    out is neither correct nor wrong: it is not judged, and its group continues without it.
+    out is neither correct nor wrong. It is not judged and is left out of its group.
     """
 
     role: str = GENERATOR  # the generator's role name in the environment
     agents: int = 1  # number of generator agents in an episode; each is judged separately
     verifier_template: str = "tango_turns_verifier"  # template with {question}, {solution}, {num_steps}
-    # How a conversation is formatted as {solution}: each turn of the generator, and the environment's text before it.
+    # Format of one turn of a conversation in {solution}. The environment's text before each turn is formatted
+    # separately.
     turn_form: str = "Turn {number}:\n{text}\n\n"
     told_form: str = "The environment said:\n{text}\n\n"
 

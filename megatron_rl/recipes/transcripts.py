@@ -22,7 +22,8 @@ from megatron_rl.types import STEP, Annotations, Author, Outcome, Rollout
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transcript(Solution):
     """The graded conversation of one agent in an episode. Its rollout is the concatenation of all samples of the agent.
-    Turn k is annotation k. Tokens after a turn count for the turn, also if the transcript was truncated.
+    Turn k is the reasoning step (annotation) k. Tokens between two turns belong to the earlier turn, also if the
+    transcript was truncated.
     """
 
     turns: list[str]  # texts that the agent generated, without the environment's messages
@@ -53,8 +54,8 @@ class TranscriptForm:
     def write(self, question: str, told: Sequence[str], turns: Sequence[str]) -> str:
         """Returns a conversation as text.
 
-        `told`: [K] texts of the environment before each turn. `turns`: [K] turns. The first text is left out if it
-            contains the question, which is shown to the verifier anyway.
+        `told`: [K] texts of the environment before each turn. `turns`: [K] turns. The first text of the environment is
+            left out if it contains the question, because the verifier's template shows the question.
         """
         parts = []
         for number, (heard, turn) in enumerate(zip(told, turns, strict=True), start=1):
@@ -68,14 +69,15 @@ def transcripts(
     played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens,
     threshold: float,
 ) -> list[Transcript]:  # fmt: skip
-    """Converts every agent of the successful episodes to a transcript, in order. Its reward `outcome` is the recipe's
-    weighted reward; the transcript is correct if the reward is above `threshold`.
+    """Converts every agent of the successful episodes to a transcript, in order. The reward `outcome` of a transcript
+    is the weighted sum of rewards that the recipe defines. A transcript is correct if this reward is above `threshold`.
 
     `reader`: control tokens of the verifier's tokenizer. They are escaped in the transcript, so neither the generator
         nor a tool can end the verifier's prompt and speak in its place.
 
     The environment's texts are those of its messages. If an episode does not record them (as with the library
-    verifiers), they are decoded from the samples; a sample after a cut then shows its whole beginning.
+    verifiers), they are decoded from the samples; a sample that begins after a truncation then shows the text of its
+    whole prompt.
     """
     found = []
     for samples in by_agent(played.rollouts):
@@ -92,7 +94,9 @@ def transcripts(
 
 
 def joined(samples: Sequence[Rollout]) -> Rollout:
-    """Concatenates samples into one rollout, on which advantages are computed. The result cannot be trained on."""
+    """Concatenates the samples of an agent into one rollout, for which advantages can be computed. The result cannot be
+    trained on; see `parted`.
+    """
     starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
     spans = [sample.spans + np.array([start, start, 0, 0]) for sample, start in zip(samples, starts, strict=True)]
     return replace(
@@ -107,8 +111,8 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Splits the results computed on the joined rollout `whole` back to its samples: payload, annotations, advantages,
-    and the reward TRAINED. A sample gets the annotations, scores and verdicts of its turns.
+    """Copies the results computed for the joined rollout `whole` to its samples, and returns the samples: payload,
+    annotations, advantages, and the reward TRAINED. A sample gets the annotations, scores and verdicts of its turns.
     """
     annotations, parts, start = whole.annotations_of(STEP), [], 0
     for sample in samples:
@@ -135,8 +139,8 @@ def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
 
 
 def annotate_turns(rollout: Rollout) -> Rollout:
-    """Annotates the maximal runs of generated tokens between environment tokens, regardless of their weight
-    versions.
+    """Annotates each turn of a conversation as a reasoning step. A turn is a maximal run of generated tokens between
+    environment tokens, regardless of weight versions.
     """
     spans = rollout.spans[rollout.spans[:, 2] != Author.ENVIRONMENT]
     apart = spans[1:, 0] != spans[:-1, 1]
@@ -153,7 +157,7 @@ def turn_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 
 def _heard(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """Decodes the text before each annotated turn."""
+    """Returns the decoded text before each annotated turn."""
     ranges = rollout.annotations_of(STEP).ranges.tolist()
     ends = [0, *(end for _, end in ranges)]
     return [decode(tokenizer, rollout.tokens[ends[k] : start]).text for k, (start, _) in enumerate(ranges)]
