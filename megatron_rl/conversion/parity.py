@@ -67,7 +67,7 @@ def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
 def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.Tensor]:
     """Returns the float32 tensors of a model into which peft has merged an adapter, under the names of the model's
     files."""
-    from peft import PeftModel  # only needed here
+    from peft import PeftModel  # imported late: only this function needs peft
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged: Any = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)

@@ -14,7 +14,7 @@ class FusedAdam(torch.optim.Optimizer):
     parameter, and `step` is in the parameter group.
 
     torch's AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic is
-    that of torch's Adam and AdamW.
+    the same as in torch's Adam and AdamW.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Attention of the project's torch layer spec, over packed or padded sequences, with or without a sliding window.
 
-The attention is plugged into Megatron through a layer spec. Rotary embedding is applied here, from tables that are
-computed once per micro-batch, because Megatron-core's rotary embedding of packed sequences loops over sequences in
-every layer.
+The attention is plugged into Megatron through a layer spec. Rotary embedding is applied in the attention, from tables
+that are computed once per micro-batch, because Megatron-core's rotary embedding of packed sequences loops over
+sequences in every layer.
 """
 
 from __future__ import annotations

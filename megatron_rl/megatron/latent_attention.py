@@ -1,8 +1,9 @@
 """Multi-latent attention of the project's torch layer spec.
 
-The layer's forward pass is Megatron-core's (MultiLatentAttention). Its projections are replaced here for three reasons:
-core uses the layer norms' epsilon for the norms of the latents, its rotary embedding loops over packed sequences in
-every layer, and without Transformer Engine it does not sum the gradient of the key's shared part over tensor ranks.
+The layer's forward pass is Megatron-core's (MultiLatentAttention). This module replaces its projections for three
+reasons: core uses the layer norms' epsilon for the norms of the latents, its rotary embedding loops over packed
+sequences in every layer, and without Transformer Engine it does not sum the gradient of the key's shared part over
+tensor ranks.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class RoleModel:
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Sets the initial values of this rank's parameters. They are loaded from the Hugging Face weights; with
-        `model.init = "random"` they are those of a seeded random initialization by transformers."""
+        `model.init = "random"` transformers generates them from a seed."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
             made = tensor_copies.by_expert(

@@ -5,5 +5,5 @@ them.
 - rows.py and partitions.py describe a parameter. blocks.py holds the layers that several families share.
 - divisibility.py checks which layouts a model allows.
 
-Every file here with a `FAMILY` constant is a family. See docs/adding_a_model.md.
+Every module of this package with a `FAMILY` constant defines a model family. See docs/adding_a_model.md.
 """

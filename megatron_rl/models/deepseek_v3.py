@@ -2,7 +2,7 @@
 out.
 
 Public files are quantised to 8 bits (quantization_config) and are refused: convert them to bfloat16 first. Their
-model.layers.61 predicts a second token ahead. It is left out here, as in transformers. Chat templates of R1 begin an
+model.layers.61 predicts a second token ahead. This layer is skipped, as in transformers. Chat templates of R1 begin an
 answer with <think>. Special tokens are handled as in V2.
 """
 

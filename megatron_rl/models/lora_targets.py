@@ -31,7 +31,7 @@ _HARMLESS = {
     "qalora_group_size",
 }  # fmt: skip
 # Values of other keys of adapter_config.json with which the adapted weight is W + alpha / r B A. Unlisted keys, such as
-# those of later versions of peft, must be off (null, false or empty). Unlisted initialisation methods change W whenever
+# keys of later versions of peft, must be off (null, false or empty). Unlisted initialisation methods change W whenever
 # peft loads the adapter.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

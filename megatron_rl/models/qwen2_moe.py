@@ -1,6 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE: experts in every layer, and a shared expert that processes every token.
 
-Stop and padding tokens are those of Qwen2.
+Stop and padding tokens are the same as in Qwen2.
 """
 
 from megatron_rl.models.family import EVERY_LAYER, Family

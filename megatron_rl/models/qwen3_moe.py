@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in every layer. Its chat template is that of Qwen3."""
+"""Qwen3-MoE: Qwen3 with experts in every layer. The chat template is the same as in Qwen3."""
 
 from megatron_rl.models.family import EVERY_LAYER, SETTLED
 from megatron_rl.models.qwen3 import Qwen3

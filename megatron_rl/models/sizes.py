@@ -72,7 +72,7 @@ class Sizes:
         return tp if self.kv_rank else max(1, tp // self.kv_heads)
 
     def is_sparse(self, layer: int) -> bool:
-        """Checks whether layer `number` has experts."""
+        """Checks whether layer `layer` has experts."""
         return bool(self.experts) and layer >= self.dense_layers
 
 
