@@ -59,7 +59,6 @@ def _gpu_notes(spec: Spec, host: Host) -> list[str]:
 
     The messages are notes and not errors, because the run may be intended for another host."""
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
-        # no GPU indices are listed: correct without GPUs, and with a cluster profile that starts the servers on other
-        # hosts
+        # engine.gpus is empty: correct without GPUs, and if a cluster profile starts the servers on other hosts
         return []
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]

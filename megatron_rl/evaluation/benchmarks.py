@@ -22,9 +22,8 @@ LABEL = "megatron_rl.rewards.short_answer:grade_label"
 SHORT = "megatron_rl.rewards.short_answer:grade_text"
 CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
-# Template of all benchmarks: RL Tango's released code evaluates all benchmarks, including mathematics, with the
-# training
-# prompt without the word "mathematical" (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
+# RL Tango's prompt template for all benchmarks: its training prompt without the word "mathematical"
+# (released code, data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
 GENERAL = "tango_general"
 PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
 TABLE_ROWS = 400  # maximum number of rows of a table that is part of a question
@@ -38,9 +37,8 @@ class Benchmark:
     name: str
     title: str
     hub: str  # name of the data set on the Hugging Face hub
-    # Function that converts a row to the question, the answer and other values for the grader. Returns None for a row
-    # that
-    # does not belong to the benchmark.
+    # Function that converts a row to the question, the answer and other values for the grader.
+    # The function returns None for a row that does not belong to the benchmark.
     read: Callable[[DataRow], Values | None]
     grader: str = MATH
     template: str = GENERAL

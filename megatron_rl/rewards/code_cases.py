@@ -47,8 +47,8 @@ _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULT
 _PYTHON = ("python", "python3", "py")
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
             "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
-# Imports that LiveCodeBench puts before every program, because LeetCode programs have no imports. This module only
-# puts them before programs that fail without them.
+# Imports that LiveCodeBench puts before every program, because LeetCode programs have no imports.
+# This module puts these imports only before programs that fail without them.
 IMPORTS = "".join(
     [
         *(f"from {name} import *\n" for name in (*_MODULES, "builtins", "typing")),

@@ -34,8 +34,8 @@ START_TIMEOUT_S = 120.0  # time limit in seconds for a worker process to import 
 START_TRIES = 4
 START_PAUSE_S = 1.0  # pause in seconds between two attempts to start a process
 PIPE_BYTES = 1 << 16  # maximum number of bytes of one read from or write to a worker's pipe
-# Value of `_Worker.ended` for a worker that reported that it ran out of memory. Items that the worker still holds are
-# not the cause.
+# Value of `_Worker.ended` for a worker that ran out of memory.
+# Items that such a worker still holds did not cause it.
 EXHAUSTED = "out of memory"
 # time limit in seconds for a worker's parent process (reaper.py) to end all processes that the worker started
 END_S = 10.0
@@ -226,8 +226,8 @@ class GradePool:
 
     def _start(self) -> _Worker:
         command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
-        # A worker's parent process (reaper.py) gets a signal from Linux when the thread that started it ends. The pool
-        # therefore starts it in a thread that lives as long as the pool; the calling thread may end earlier.
+        # Linux sends a worker's parent process (reaper.py) a signal when the thread that started it ends.
+        # The pool therefore starts the process in a thread that lives as long as the pool.
         self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
         process = self._starter.submit(_open_process, command).result()
         for pipe in (process.stdin, process.stdout):

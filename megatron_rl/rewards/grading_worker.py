@@ -52,8 +52,8 @@ def main(reaper: int | None) -> None:
     os.dup2(2, 1)
     if sys.platform == "linux":  # on other systems, a worker ends when its pipe is closed, unless it hangs
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The signals that stop a run are handled by the run itself, which then ends its workers. The worker ignores them
-    # with a handler and not with SIG_IGN, because programs that a reward starts would inherit SIG_IGN.
+    # The worker ignores the signals that stop a run: the run itself handles them and then ends its workers.
+    # A handler is used and not SIG_IGN, because programs that a reward function starts would inherit SIG_IGN.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), lambda number, frame: None)
     target, args, memory_mib, bounds, sys.path[:] = pickle.load(requests)

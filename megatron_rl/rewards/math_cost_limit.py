@@ -17,8 +17,8 @@ EXPONENT = 10_000  # largest number that may be in an exponent
 FACTORIAL = 9_999  # largest number that may be before an exclamation mark or in a binomial coefficient
 SUM_POWER = 60  # largest exponent of a sum that has letters or roots, because sympy would expand the power
 TERMS = 2_500  # largest number in a text with a summation sign, because the number may be a bound of the sum
-# Largest number in a text with a product sign, and largest lower index of a binomial coefficient whose upper index is
-# not a number.
+# Largest number in a text with a product sign. Also the largest lower index of a binomial coefficient
+# whose upper index is not a number.
 FACTORS = 100
 CELLS = 20  # maximum number of cell separators in a determinant
 BARS = 20  # maximum number of bars of absolute values, because the parser tries all ways to pair the bars

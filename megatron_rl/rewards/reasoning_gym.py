@@ -38,15 +38,14 @@ EVALUATED = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
-# reasoning-gym data sets that iterate over sets of strings: they generate other problems in every process, unless
-# PYTHONHASHSEED is 0.
+# reasoning-gym data sets that generate other problems in every process, unless PYTHONHASHSEED is 0,
+# because they iterate over sets of strings.
 HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
 UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # data sets that partly ignore the setting `seed`
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
-# Matches an answer that could run code when a scorer evaluates it: attribute access, a call of a function that is not
-# in
-# this expression, or characters that can hide a call.
+# Matches an answer that could run code when a scorer evaluates it: attribute access, a call of a function
+# that is not in this expression, or characters that can hide a call.
 _CODE = re.compile(
     r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
     r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)"

@@ -33,8 +33,8 @@ from megatron_rl.rewards import sandbox_walls
 START_TIMEOUT_S = 30.0
 ERROR_BYTES = 1 << 20  # limit of standard error; the code is ended if it prints more
 KEPT_ERROR_BYTES = 4096  # number of bytes that are kept from the end of standard error
-# All environment variables that the sandboxed code gets. The fixed hash seed makes the order of a set of strings the
-# same in every run.
+# All environment variables that the sandboxed code gets.
+# The fixed hash seed makes the iteration order of a set of strings the same in every run.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",

@@ -16,8 +16,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 # paths of shared libraries and programs that the sandbox can read
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")
 RUNNER = Path(__file__).with_name("sandbox_inside.py").read_text()
-# Linux settings that can forbid user namespaces: the file, the value that forbids user namespaces, and the command that
-# allows them.
+# Linux settings that can forbid user namespaces: (file, value that forbids them, command that allows them).
 SYSCTLS = (
     ("proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
     ("proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
@@ -38,9 +37,9 @@ FAMILIES = (1, 2, 10)  # socket families that a network namespace isolates: unix
 # machine -> (index into the pairs of REFUSED, number in audit.h)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
-# System calls that are refused, with their numbers on x86-64 and on aarch64. Some of them may allow an escape from the
-# sandbox if the kernel has a bug, or access to another process's memory. Others (memfd, shm, msg, sem, mq) allocate
-# memory that is not covered by the limits of a process.
+# System calls that are refused in the sandbox: name -> (number on x86-64, number on aarch64).
+# Some may allow an escape from the sandbox if the kernel has a bug, or access to another process's memory.
+# Others (memfd, shm, msg, sem, mq) allocate memory that is not covered by the limits of a process.
 REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
@@ -163,8 +162,7 @@ def call_filter() -> bytes:
         lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]
     for numbers in REFUSED.values():
         lines += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, REFUSE)]
-    # clone3 is reported as missing, because a filter cannot read the flags of clone3, which are in memory. The C
-    # library then uses clone.
+    # clone3 is reported as missing, so that the C library uses clone: a filter cannot read the flags of clone3.
     lines += [(EQUAL, 0, 1, CLONE3[index]), (RETURN, 0, 0, MISSING)]
     lines += [(EQUAL, 0, 4, CLONE[index]), (LOAD, 0, 0, FIRST_ARGUMENT)]
     lines += [(ANY_BIT, 0, 1, ALL_NAMESPACES), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, CALL_NUMBER)]

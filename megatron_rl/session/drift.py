@@ -31,8 +31,7 @@ from megatron_rl.world import TorchWorld, World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
-# The mean log-prob gap is reported as growing if its least-squares line over the weight syncs rises by more than
-# this number of standard errors.
+# The mean log-prob gap is said to grow if its least-squares line rises by more than this many standard errors.
 SIGMAS = 3.0
 ROUNDING = 1e-6  # in nats; a rise of the mean log-prob gap below this value is float32 rounding error
 

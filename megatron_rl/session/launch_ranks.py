@@ -37,9 +37,8 @@ class Place:
     world_size: int
     local_rank: int
     address: str  # address of the host of rank 0; if `port` is None, address of this host
-    # Port number that only identifies this start of the ranks. Rank 0 listens at another, free port, which it writes to
-    # a
-    # file that all ranks can read.
+    # Port number that only identifies this start of the ranks.
+    # Rank 0 listens at another, free port, which it writes to a file that all ranks can read.
     port: int | None
     job: SlurmJob | None = None
 

@@ -36,8 +36,7 @@ class Supervisor:
         self.log = run / "logs" / f"serve_{role}_{replica}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair()
-        # started in a separate session, so that Ctrl-C does not end the servers, which the run needs until the
-        # iteration ends
+        # separate session: Ctrl-C must not end the servers, which the run needs until the iteration ends
         with self.log.open("ab", buffering=0) as out, other:
             out.write(server_log.start_line())
             self._process = subprocess.Popen(

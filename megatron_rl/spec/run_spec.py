@@ -30,8 +30,7 @@ class RoleSpec(RoleConfig):
 
     name: str
     owner: str  # name of the role whose policy and engine this role uses: `same_as` if set, otherwise this role
-    # name of the role whose servers generate for this role: the owner, or a role with another adapter of the same base
-    # model
+    # name of the role whose servers are used: the owner, or a role with another adapter of the same base model
     servers: str
 
 
@@ -43,8 +42,8 @@ class EngineSpec:
     # the roles with a separate engine; includes roles whose engine is a third-party endpoint
     roles: Mapping[str, RoleSpec]
     refit: RefitConfig = field(default_factory=RefitConfig)
-    # directory of the server token, the server registry and the server logs: the run directory, or the output directory
-    # of an evaluation or generation
+    # directory of the server token, the server registry and the server logs:
+    # the run directory, or the output directory of an evaluation or generation
     directory: Path
     families: tuple[str, ...] = ()  # import paths of user-defined model families, which server processes must register
     trains: bool = False  # whether a trainer runs beside the engines
