@@ -134,7 +134,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
-    first: dict[Any, str] = {}  # base model of shared servers -> first role that uses these servers
+    first: dict[Any, str] = {}  # shared base model, or the owner -> role that owns the servers
     out: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name
