@@ -1,4 +1,5 @@
-"""Groups the metrics of runs into charts by the question that they answer, and downsamples them for the page."""
+"""Groups the metrics of runs into charts, sorted by questions such as whether the run learned, and downsamples the
+charts for the HTML page."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import numpy as np
 from megatron_rl.report.reading import PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics
 from megatron_rl.run.metrics import EVAL
 
-MAX_POINTS = 2000  # maximum number of values of one line, which are the minimum and maximum of each bucket
-PAGE_POINTS = 400_000  # maximum number of values of all lines of a page
-FEWEST = 100  # minimum of the limit of values per line on a page with many lines
+# Maximum number of values of one line of a chart; a downsampled line has two values, minimum and maximum, for each
+# bucket
+MAX_POINTS = 2000
+PAGE_POINTS = 400_000  # maximum number of values of all lines of an HTML page together
+FEWEST = 100  # on a page with many lines, the limit of values per line is not lowered below this number
 LEARN, VERIFY, UPDATE, TIME, REST = "learn", "verify", "update", "time", "rest"
 QUESTIONS = {
     LEARN: "Does it learn?",
@@ -23,7 +26,7 @@ QUESTIONS = {
     TIME: "Where does the time go?",
     REST: "Other metrics",
 }
-# [(question, pattern)]. The first pattern that matches a metric's name determines the question.
+# [(question, pattern)]: a metric belongs to the question of the first pattern that matches the metric's name.
 _SORTED = (
     (TIME, r"^seconds|^speed"),
     (
@@ -75,12 +78,12 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Thinned:
-    """A downsampled line to draw. Each point is a bucket of one or more iterations."""
+    """A downsampled line of a chart. Each point represents a bucket of one or more consecutive iterations."""
 
     x: list[int]  # first iteration of each bucket
     y: list[float]  # mean of each bucket
-    low: list[float] | None = None  # minimum of each bucket; None if buckets have one iteration
-    high: list[float] | None = None  # maximum of each bucket; None if buckets have one iteration
+    low: list[float] | None = None  # minimum of the values in each bucket; None if every bucket is a single iteration
+    high: list[float] | None = None  # maximum of the values in each bucket; None if every bucket is a single iteration
 
     def plain(self) -> dict[str, Any]:
         """Returns the line in the format of the page's scripts."""
@@ -100,13 +103,14 @@ class Chart:
 
     @property
     def trouble(self) -> str:
-        """Returns sentences about values that are not finite, or "" if all are finite."""
+        """Returns sentences about values that are NaN or infinite, or "" if all values are finite."""
         return "; ".join(curve.trouble for _, _, curve in self.lines if curve.trouble)
 
 
 @dataclass(slots=True)
 class Sorted:
-    """The metrics of runs: charts, and {question: texts} about metrics that never change."""
+    """The metrics of runs, sorted: charts of the metrics that change, and {question: texts} about the metrics that
+    never change."""
 
     charts: list[Chart]
     constants: dict[str, list[str]]
@@ -138,7 +142,7 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
         chart.about = chart.about or ("" if chart.dots else about)
         for place, curve in found:
             same = [i for i, (other, _, drawn) in enumerate(chart.lines) if other == place and drawn == curve]
-            if same:  # the run has a line with equal values: one line gets both names
+            if same:  # the run has another line with equal values; the two lines are drawn as one line with both names
                 chart.lines[same[0]] = (place, f"{chart.lines[same[0]][1]} = {name}", curve)
             else:
                 chart.lines.append((place, name, curve))
@@ -182,8 +186,8 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
 
 
 def bucket_width(charts: Iterable[Chart]) -> int:
-    """Returns the number of iterations per bucket; 1 if no line needs downsampling. It is the same for all lines of a
-    page, so that all runs have points at the same iterations."""
+    """Returns the number of iterations per bucket; 1 if no line needs downsampling. The number is the same for all
+    lines of a page, so that all runs have points at the same iterations."""
     curves = [curve for chart in charts for _, _, curve in chart.lines]
     if not curves:
         return 1
@@ -205,7 +209,8 @@ def thin(curve: Curve, width: int) -> Thinned:
         buckets, values = buckets[order], values[order]
     starts = np.flatnonzero(np.diff(buckets, prepend=buckets[0] - 1))
     counts = np.diff(starts, append=len(values))
-    means = np.add.reduceat(values / np.repeat(counts, counts), starts)  # divided first, so that sums do not overflow
+    # The values are divided before they are added, so that the sums do not overflow
+    means = np.add.reduceat(values / np.repeat(counts, counts), starts)
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
     return Thinned(np.maximum(buckets[starts] * width, -1).tolist(), rounded(means), rounded(low), rounded(high))
 

@@ -26,7 +26,7 @@ COLUMNS = ("set", "first", "second", "scores", "difference", "better / worse", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The comparison of the evaluations `first` and `second` on one measure of one problem set.
+    """The comparison of the evaluations `first` and `second` by one measure (such as solve) on one problem set.
 
     The set named "all" contains the problems of all sets.
     """
@@ -35,14 +35,16 @@ class Compared:
     second: str
     name: str
     measure: str
-    scores: tuple[float, float]  # mean scores of `first` and `second` over the problems that both have
+    scores: tuple[float, float]  # mean scores of `first` and `second` over the problems that both evaluations contain
     test: Paired
 
 
 def compare(files: Sequence[Path]) -> list[Compared]:
-    """Compares each finished evaluation with the first one. `files`: NAME.json of each, with NAME.jsonl next to it.
+    """Compares each finished evaluation with the first one. `files`: the file NAME.json of each evaluation, with
+    NAME.jsonl in the same directory.
 
-    Raises ConfigError if a file is not a finished evaluation, or has no problem in common with the first.
+    Raises ConfigError if a file is not a finished evaluation, or if an evaluation has no problem in common with the
+    first evaluation.
     """
     if len(files) < 2:
         raise ConfigError("--compare: give two results or more, NAME.json files of `megatron-rl eval`")
@@ -116,7 +118,8 @@ def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
 
 
 def score_of(row: Sample) -> float | None:
-    """Returns a sample's score; for a judgement, 1.0 if it is correct and 0.0 if not; None if there is neither."""
+    """Returns a sample's score. If the sample is a judgement, returns 1.0 if the judgement is correct and 0.0 if not.
+    Returns None if the sample has neither a score nor a judgement."""
     if isinstance(score := row.get("score"), int | float):
         return float(score)
     return float(row["predicted"] == row["label"]) if {"predicted", "label"} <= row.keys() else None

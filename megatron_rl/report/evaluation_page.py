@@ -21,9 +21,9 @@ from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.report.html_page import shortened, write_page
 from megatron_rl.run.atomic_files import write_text
 
-SHOWN = 3  # number of correct samples, and of wrong samples, of each set on the page
+SHOWN = 3  # maximum number of correct samples, and of wrong samples, that the page shows for each problem set
 MAX_CHARACTERS = 6000  # maximum length of a sample's text; longer texts are truncated
-BAR_HEIGHT = 24  # height of a set's bar in the bar chart of all sets
+BAR_HEIGHT = 24  # height of a problem set's bar in the bar chart of all problem sets
 # Pattern of the names of metrics that are fractions between 0 and 1.
 SHARES = re.compile(r"accuracy|pass@|maj@|best_of_|vote_of_|f1|finished|aligned|located|first_share")
 FORMAT = 1  # version of NAME.json
@@ -32,10 +32,11 @@ FORMAT = 1  # version of NAME.json
 def metrics_json(
     sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of NAME.json: `metrics` and `intervals` over all sets, and `sets` with the metrics of each.
+    """Returns the content of NAME.json: `metrics` and `intervals` over all problem sets, and `sets` with the metrics of
+    each problem set.
 
-    The names of metrics are prefixed by their measure, except for solve and judge. `means`: {measure: {metric: mean
-    over the sets}}. `about`: further keys of the content.
+    The name of a metric has the name of its measure as a prefix, except for the measures solve and judge. `means`:
+    {measure: {metric: mean over the sets}}. `about`: further keys of the content.
     """
     flat = {
         name if measure in (SOLVE, JUDGE) else f"{measure}/{name}": interval
@@ -56,7 +57,8 @@ def metrics_json(
 
 
 def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]]) -> list[Table]:
-    """Returns a table for each measure, with a row for each metric and a column for each set."""
+    """Returns one table for each measure (such as solve), with a row for each metric and a column for each problem
+    set."""
     out = []
     for measure, names, rows in _rows(sets, means):
         title = f"{measure}: mean over problems [95 % bootstrap interval]"
@@ -102,7 +104,7 @@ def _rows(
 ) -> list[tuple[str, list[str], list[tuple[str, int, Mapping[str, Interval]]]]]:
     """Returns [(measure, names of its metrics, [(title of the set, number of problems, metrics)])].
 
-    If a measure has several sets, the last entry is the mean over the sets.
+    If a measure has several problem sets, the last entry of its list is the mean over the problem sets.
     """
     out = []
     for measure, mean in means.items():
@@ -130,7 +132,7 @@ def _intervals(metrics: Mapping[str, Interval]) -> dict[str, list[float]]:
 
 
 def _chosen(metrics: SetMetrics, samples: Samples) -> list[tuple[Sample, bool]]:
-    """Returns [(sample, whether it is correct)] of a set: up to SHOWN correct samples, then up to SHOWN wrong
+    """Returns [(sample, whether it is correct)] of a problem set: up to SHOWN correct samples, then up to SHOWN wrong
     samples."""
     rows = [row for group in samples.rows(metrics.name, metrics.measure) for row in group]
     told = [(r, r["predicted"] == r["label"] if "predicted" in r else r["score"] > CORRECT) for r in rows]

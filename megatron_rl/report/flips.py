@@ -13,7 +13,7 @@ from megatron_rl.report.html_page import shortened
 from megatron_rl.report.shown_rollouts import Picked
 
 FLIP = 0.5  # a problem is solved if more than this fraction of its answers is correct
-MAX_FLIPS = 500  # maximum number of flips shown for each pair
+MAX_FLIPS = 500  # maximum number of flipped problems that are shown for each pair of evaluations or times
 MAX_CHARACTERS = 4000  # maximum length of a text; longer texts are truncated
 Solved = tuple[int, int]  # (number of correct answers, number of answers)
 
@@ -33,8 +33,8 @@ class Flips:
 def of_evaluations(files: Sequence[Path]) -> list[Flips]:
     """Compares each result of `megatron-rl eval` with the previous one.
 
-    `files`: NAME.json of each evaluation, with NAME.jsonl next to it. Raises ConfigError if a file is not a finished
-    evaluation.
+    `files`: the file NAME.json of each evaluation, with NAME.jsonl in the same directory. Raises ConfigError if a file
+    is not a finished evaluation.
     """
     names, read, out = names_of(files), [read_answers(path) for path in files], []
     for place in range(1, len(files)):
@@ -53,8 +53,8 @@ def of_evaluations(files: Sequence[Path]) -> list[Flips]:
 
 
 def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
-    """Compares the first and the last iteration in which a run answered a problem, among the picked rollouts. `runs`:
-    names of the runs."""
+    """Finds problems that flipped between the first and the last iteration in which a run answered them. Only the
+    rollouts in `picked`, which the page shows, are used. `runs`: names of the runs."""
     out = []
     for place, name in enumerate(runs):
         again = {key: found for key, found in picked.solved.items() if key[0] == place and len(found) > 1}
@@ -90,6 +90,7 @@ def _share(rows: Sequence[Sample]) -> Solved:
 
 
 def _of(rows: Sequence[Sample], name: str) -> str | None:
-    """Returns the text `name` of the first row that has it, truncated; None if no row has it."""
+    """Returns the text in the column `name` of the first row that has such a text, truncated. Returns None if no row
+    has one."""
     value = next((str(row[name]) for row in rows if row.get(name) is not None), None)
     return None if value is None else shortened(value, MAX_CHARACTERS)

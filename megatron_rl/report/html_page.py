@@ -1,4 +1,4 @@
-"""Renders the templates in page/ to self-contained HTML pages."""
+"""Renders the HTML templates in report/page/ to self-contained pages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _HIDDEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Data for the scripts of a page: the text of an element that is neither shown nor executed.
+    """Data for the scripts of a page. The page contains the data as the text of an HTML element that is neither shown
+    nor executed.
 
-    `text` must not contain `<`. This holds for the results of `as_json` and base64.
+    `text` must not contain `<`. The results of `as_json` and base64 contain no `<`.
     """
 
     id: str
@@ -42,8 +43,8 @@ def write_page(
 
     All values are escaped. `styles`, `scripts`: names of files in page/, which are included in the page. The page's
     content security policy allows a browser to run only these scripts, and to load nothing. `data`: blocks for the
-    scripts; they are written one at a time, because they may be large. Characters that cannot be encoded as UTF-8, such
-    as lone surrogates, become question marks.
+    scripts; the blocks are written one at a time, because they may be large. Characters that cannot be encoded as
+    UTF-8, such as lone surrogates, become question marks.
     """
     codes = [(FILES / name).read_text(encoding="utf-8") for name in scripts]
     frame = {"styles": [(FILES / name).read_text(encoding="utf-8") for name in styles], "scripts": codes, "data": data}
@@ -60,8 +61,8 @@ def write_page(
 
 
 def templates() -> Environment:
-    """Returns the jinja2 environment of the templates in page/. It escapes all values; an undefined name is an
-    error."""
+    """Returns the jinja2 environment of the templates in page/. The environment escapes all values, and raises an error
+    for an undefined name."""
     found = Environment(
         loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],

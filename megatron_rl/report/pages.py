@@ -25,9 +25,9 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
     """Writes a page about a run or a sweep from the files that its directory has so far.
 
     Returns the path of the page: `target`, or DIRECTORY/report.html. Uses no network. `rollouts`: maximum number of
-    rollouts on the page. Parts that were not logged (rollouts, a verifier, evaluations) are left out. Damaged files are
-    left out too, and are named on the page and in a warning. Raises FileNotFoundError if the directory has no run, and
-    ConfigError if sweep.json is damaged.
+    rollouts on the page. Parts of the page whose data were not logged (rollouts, a verifier, evaluations) are left out.
+    Damaged files are also left out, and are named on the page and in a warning. Raises FileNotFoundError if the
+    directory has no run, and ConfigError if sweep.json is damaged.
     """
     target = target or run_dir / "report.html"
     if (run_dir / SWEEP).exists():

@@ -36,7 +36,8 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_overview(run: RunMetrics, path: Path) -> Path:
-    """Draws up to MOST charts of a run into an image and returns its path: held-out metrics, then training metrics."""
+    """Draws up to MOST charts of a run into a PNG image, first the held-out metrics, then training metrics. Returns the
+    path of the image."""
     charts = sorted(sort_curves([run]).charts, key=lambda chart: not chart.dots)[:MOST]
     rows = max(1, math.ceil(len(charts) / COLUMNS))
     width = bucket_width(charts)
@@ -71,7 +72,7 @@ def _draw(axes: Axes, chart: Chart, width: int) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Returns running means over a centered window of about a tenth of the line.
+    """Returns running means of a line's values over a centered window of about a tenth of the line.
 
     The window is narrower near the ends, so that it stays centered.
     """

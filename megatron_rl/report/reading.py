@@ -1,4 +1,5 @@
-"""Reads the data of one run for a report, with compact arrays for metrics: metrics, settings, refits, damaged files."""
+"""Reads the data of one run for a report: metrics (in compact arrays), settings, refits, and the names of damaged
+files."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 
-PREFLIGHT, SFT = "preflight", "sft"  # with EVAL, the scopes of metrics lines that are not roles
+PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not names of roles; EVAL is another one
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
 Key = tuple[str, str]  # (scope, name of the metric)
@@ -22,8 +23,8 @@ Columns = dict[str, dict[str, "Curve"]]
 
 @dataclass(slots=True)
 class Curve:
-    """The values of one metric of a run over its iterations (see metrics.MetricsRow.place), in the order of the file.
-    Values that are not finite are left out and counted."""
+    """The values of one metric of a run over its iterations (see run.metrics.MetricsRow.place), in the order of
+    metrics.jsonl. Values that are not finite are left out and counted."""
 
     iterations: array[int] = field(default_factory=lambda: array("i"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -32,7 +33,7 @@ class Curve:
 
     @property
     def trouble(self) -> str:
-        """Returns a sentence about values that are not finite, or "" if all are finite."""
+        """Returns a sentence about values that are NaN or infinite, or "" if all values are finite."""
         if not self.broken:
             return ""
         return f"{self.broken} values are not finite, the first at iteration {self.first_broken + 1}"
@@ -49,7 +50,8 @@ class Curve:
 
 @dataclass(slots=True)
 class Clock:
-    """The iteration, the recipe's cycle, and the measured seconds so far at each line of the metrics."""
+    """The iteration, the recipe's cycle (one item of its schedule), and the measured seconds of the run so far, for
+    each line of metrics.jsonl."""
 
     iterations: array[int] = field(default_factory=lambda: array("i"))
     cycles: array[int] = field(default_factory=lambda: array("q"))
@@ -69,7 +71,8 @@ class RunMetrics:
     curves: dict[Key, Curve]  # metrics
     seconds: dict[Key, Curve]  # times by (scope, phase)
     clock: Clock
-    updates: dict[str, int]  # {scope: number of lines}, without evaluations and preflight
+    # {scope: number of lines in metrics.jsonl}, without the scopes of evaluations and of the preflight
+    updates: dict[str, int]
     summary: Mapping[str, Any]
     settings: Mapping[str, Any]  # flat settings, such as {"run.seed": 1}
     config_text: str
@@ -87,7 +90,8 @@ class RunMetrics:
 
     @property
     def iterations(self) -> int:
-        """Returns the number of iterations so far: the last iteration index of a role's lines + 1."""
+        """Returns the number of iterations so far, which is the last iteration index in the lines of all roles, plus
+        1."""
         own = (
             curve.iterations[-1]
             for (scope, _), curve in self.curves.items()
@@ -151,7 +155,7 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _Columns:
-    """Collects lines of metrics and refits into columns {scope: {name: curve}}."""
+    """Collects the lines of metrics.jsonl and refits.jsonl into columns {scope: {name of the metric: curve}}."""
 
     def __init__(self) -> None:
         self.clock = Clock()

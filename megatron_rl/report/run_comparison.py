@@ -17,9 +17,12 @@ from megatron_rl.report.run_sections import HAS_DIRECTION, LOWER_IS_BETTER
 from megatron_rl.run.run_directory import FREE_KEYS, SWEEP
 
 SEED = "run.seed"  # means are taken over runs that differ only in this setting
-MAX_LABEL = 60  # maximum number of characters of an arm's label; an arm with a longer label has its first run's name
-MAX_COLUMNS = 12  # maximum number of runs that have a column each in the table of settings
-# The 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom. NORMAL is used for more degrees.
+# Maximum number of characters of the label of an arm (group of runs that differ only in the seed); if the label is
+# longer, the name of the arm's first run is used
+MAX_LABEL = 60
+MAX_COLUMNS = 12  # maximum number of runs in the table of settings, which has one column per run
+# The 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom. NORMAL is used for more degrees of
+# freedom.
 T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -72,8 +75,8 @@ def differences(runs: Sequence[RunMetrics]) -> dict[str, list[Any]]:
 
 
 def arms(runs: Sequence[RunMetrics]) -> list[Arm]:
-    """Groups the runs into arms with equal settings except the seed. The label of an arm is its distinguishing
-    settings."""
+    """Groups the runs into arms: groups of runs whose settings are equal except for the seed. The label of an arm
+    consists of the settings that distinguish it from other arms."""
     changed = {name: values for name, values in differences(runs).items() if name != SEED}
     found: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
@@ -99,8 +102,8 @@ def ends(run: RunMetrics) -> dict[str, float]:
 
 
 def interval(values: Sequence[float]) -> float | None:
-    """Returns half the width of the 95 % confidence interval of a mean (Student's t), or None for fewer than two
-    values."""
+    """Returns half the width of the 95 % confidence interval of a mean (Student's t), or None if there are fewer than
+    two values."""
     if len(values) < 2:
         return None
     quantile = T[len(values) - 2] if len(values) - 2 < len(T) else NORMAL
@@ -145,8 +148,8 @@ def _best(runs: Sequence[RunMetrics]) -> dict[str, float]:
 def means_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table | None:
     """Returns a table of means with 95 % intervals over the runs of each arm; None if every arm has only one run.
 
-    A mean is over the runs that have the metric. If some runs that have begun lack the metric, the cell includes the
-    number of runs.
+    Each mean is over those runs of an arm that have the metric. If some runs that have begun lack the metric, the cell
+    includes the number of runs.
     """
     if all(len(arm.runs) < 2 for arm in found):
         return None

@@ -1,4 +1,5 @@
-"""Reads the files of a run directory. Damaged files and lines are left out and recorded in a list."""
+"""Reads the files of a run directory. Damaged files and lines are skipped, and a message about each is added to a
+list."""
 
 from __future__ import annotations
 

@@ -26,9 +26,12 @@ FACTS = (
     r"launch\.nproc",
     r"recipe\.args\.\w+",
 )
-WINDOW = 0.2  # fraction of all iterations that are the "first", and the "last", iterations
-LARGEST = 1e300  # larger integers have no float, and differences of larger floats may not be finite
-# Patterns of the main metric of a role in an evaluation, in order of preference.
+# Fraction of all iterations at the start of a run ("first iterations") and at its end ("last iterations") over which
+# means are taken
+WINDOW = 0.2
+# Limit of absolute values: larger integers may not fit into a float, and differences of larger floats may be infinite
+LARGEST = 1e300
+# Patterns that find the main metric of a role in an evaluation, in order of preference.
 MAIN = (
     r"accuracy_sampled$",
     r"reward_sampled$",
@@ -39,9 +42,11 @@ MAIN = (
     r"accuracy|outcome|score|reward",
 )
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
-# Metrics for which it is known whether higher or lower is better. Unknown for others, such as the number of answers.
+# Pattern of the metrics for which it is known whether higher or lower values are better. For other metrics, such as the
+# number of answers, it is unknown.
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
-MAX_CARDS = 4  # maximum number of held-out metrics that have a card
+# Maximum number of held-out metrics that are shown as a card, a box with the metric's change
+MAX_CARDS = 4
 SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
     *("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
@@ -85,8 +90,9 @@ class Gain:
     def error(self) -> float | None:
         """Returns half the width of the 95 % interval of `end - start`, if both are fractions of `problems` problems.
 
-        The two fractions are treated as independent, which gives a too wide interval if the problems are the same.
-        Returns None if the values are not fractions between 0 and 1, or the number of problems is unknown.
+        The two fractions are treated as independent; if both are measured on the same problems, the interval is wider
+        than necessary. Returns None if the values are not fractions between 0 and 1, or the number of problems is
+        unknown.
         """
         if not self.problems or self.problems < 0 or not (0 <= self.start <= 1 and 0 <= self.end <= 1):
             return None
@@ -94,14 +100,15 @@ class Gain:
 
     @property
     def by_chance(self) -> bool:
-        """Returns whether the change is within the interval of `error`, and may therefore be due to chance."""
+        """Returns whether the change is not larger than `error`, half the width of its 95 % interval, and may therefore
+        be due to chance."""
         return self.error is not None and abs(self.end - self.start) <= self.error
 
     @property
     def better(self) -> bool | None:
         """Returns whether the metric improved.
 
-        Returns None for a training metric, for a metric that did not change more than by chance, and if it is not known
+        Returns None for a training metric, for a metric whose change may be due to chance, and if it is not known
         whether higher or lower values are better.
         """
         change = self.end - self.start
@@ -271,8 +278,8 @@ def _main(gains: Sequence[Gain]) -> list[Gain]:
 def _reward_gain(run: RunMetrics, role: str) -> Gain | None:
     """Returns the change of a role's main training metric from its first to its last iterations (means over WINDOW).
 
-    The metric is the reward on which the role is trained, or the loss if there is no reward. Returns None if there is
-    no such metric with several values.
+    The main metric is the reward on which the role is trained, or the loss if there is no reward. Returns None if there
+    is no such metric with several values.
     """
     names = ["validation_loss"] if role == SFT else [*COLUMNS["reward"][:-1]]
     names += sorted(name for scope, name in run.curves if scope == role and name.startswith("reward/"))

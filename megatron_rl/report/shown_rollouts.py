@@ -19,10 +19,12 @@ from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 
 MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
-MAX_FILES = 400  # maximum number of iterations that are read of all runs together; more if more rollouts are requested
+# Maximum number of iterations whose rollouts are read, for all runs together; more are read if more rollouts are
+# requested
+MAX_FILES = 400
 CHUNK = 64  # number of rollouts whose texts are compressed together
 MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated
-MAX_PIECES = 400  # maximum number of pieces of a conversation
+MAX_PIECES = 400  # maximum number of pieces of a conversation that the page shows
 Row = Mapping[str, Any]  # a rollout as store.read_rows returns it
 
 
@@ -46,7 +48,8 @@ class Index:
         return len(self.columns.get("run", ()))
 
     def add(self, run: int, row: Row, threshold: float) -> None:
-        """Adds a rollout. `run`: index of its run. `threshold`: as in `is_correct`."""
+        """Adds a rollout to the columns. `run`: index of the rollout's run. `threshold`: score above which an answer is
+        correct."""
         says, truth = opinion(row, threshold)
         episode, agent = row["episode"], row["agent"]
         values = {
@@ -75,7 +78,8 @@ class Index:
 
 @dataclass(slots=True)
 class Picked:
-    """The rollouts that a page shows, and the results of each problem by iteration, for problems that recur."""
+    """The rollouts that a page shows, and, for problems that occur in several iterations, the number of correct answers
+    in each iteration."""
 
     index: Index = field(default_factory=Index)
     chunks: list[str] = field(default_factory=list)  # each a list of CHUNK rollouts as base64 of gzipped JSON
@@ -86,7 +90,8 @@ class Picked:
     seen: int = 0  # number of rollouts in the files that were read
 
     def note(self) -> str:
-        """Returns a text with the numbers of shown rollouts and iterations, and of all."""
+        """Returns a text with the number of rollouts and iterations that the page shows, and the number of all rollouts
+        and iterations."""
         shown, of = len(self.index), f" of {self.seen:,}" if self.seen > len(self.index) else ""
         iterations = (
             f"all {self.files:,} iterations"
@@ -96,7 +101,8 @@ class Picked:
         return f"{shown:,}{of} rollouts, from {iterations} that were kept"
 
     def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
-        """Yields the data blocks of the page; none if there are no rollouts. `runs`: names of the runs."""
+        """Yields the blocks of data for the page's scripts. Yields nothing if there are no rollouts. `runs`: names of
+        the runs."""
         if len(self.index):
             yield Block("rollouts-data", as_json(self.index.plain(runs)))
         for number, chunk in enumerate(self.chunks):
@@ -104,8 +110,8 @@ class Picked:
 
 
 def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
-    """Selects about `most` rollouts. The iterations are evenly spaced over each run, with its first and last iteration.
-    In an iteration, whole groups are selected."""
+    """Selects about `most` rollouts. The selected iterations are evenly spaced over each run, including the first and
+    the last iteration. Within an iteration, whole groups (all samples of a prompt) are selected."""
     picked, waiting = Picked(), list[dict[str, Any]]()
     for place, record in enumerate(records):
         files, threshold = record.iteration_files(), record.threshold()
@@ -146,7 +152,7 @@ def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
 
     The verdict is 1 (correct), 0 (wrong), 2 if it is unreadable, or -1 if there is none. The row of a solution has its
     verification in the column `review`. The row of a verification has `verdicts` and no `review`; its column `correct`
-    is whether the verdict agrees with the truth. `threshold`: as in `is_correct`.
+    is whether the verdict agrees with the truth. `threshold`: score above which an answer is correct.
     """
     if row["review"] is not None:
         verdict = final_verdict(row["review"])
@@ -198,8 +204,8 @@ def _evenly(files: Sequence[Path], count: int) -> list[Path]:
 
 
 def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
-    """Returns about `quota` rows, equally many of each role: whole groups as long as they fit, and at least a part of
-    one group."""
+    """Selects about `quota` rows, equally many of each role. Whole groups (all samples of a prompt) are selected as
+    long as they fit; if no group fits, a part of one group is selected."""
     roles = {role: list(own) for role, own in groupby(sorted(rows, key=lambda row: row["role"]), lambda r: r["role"])}
     out: list[dict[str, Any]] = []
     for own in roles.values():
@@ -214,7 +220,7 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
 
 
 def _count(picked: Picked, run: int, row: Row, threshold: float) -> None:
-    """Adds an answer to `picked.solved`, if it is known whether it is correct."""
+    """Adds an answer to the counts in `picked.solved`, if it is known whether the answer is correct."""
     correct = is_correct(row, threshold)
     if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return

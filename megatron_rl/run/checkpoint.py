@@ -41,10 +41,12 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
 
-    All ranks save into one temporary directory on a shared file system: rank 0: begin(number) then a barrier all ranks:
-    save into pending(number) then a barrier rank 0: commit(number) then a barrier before any rank reads it If the run
-    is killed in between, the previous checkpoint remains the newest. `newest` changes no files. Call `newest` on one
-    rank and broadcast the number, so that all ranks use the same checkpoint.
+    All ranks save into one temporary directory on a shared file system:
+        rank 0:     begin(number)                 then a barrier
+        all ranks:  save into pending(number)     then a barrier
+        rank 0:     commit(number)                then a barrier before any rank reads the checkpoint
+    If the run is killed before `commit`, the previous checkpoint remains the newest. `newest` changes no files. Call
+    `newest` on one rank and broadcast the number, so that all ranks use the same checkpoint.
     """
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
