@@ -114,12 +114,13 @@ class SequenceLayout(PackedSeqParams):
     turns: tuple[
         tuple[Tensor, Tensor], ...
     ] = ()  # rotary (cos, sin) of this rank's tokens per kind of attention: [N, 1, d] if packed, else [L, 1, 1, d]
-    masks: tuple[Tensor | None, ...] = ()  # [1, 1, L, L] per kind of attention, if padded without buckets; None: causal
+    # Masks [1, 1, L, L] per kind of attention, of a padded micro-batch without buckets. None: causal attention.
+    masks: tuple[Tensor | None, ...] = ()
     buckets: tuple[AttentionBucket, ...] = ()
     packed: Tensor | None = None  # [N] row index of each query, in the order of the buckets' grids
     # [N] position of each query in the concatenation of the buckets' flattened query grids
     gridded: Tensor | None = None
-    runs: varlen.Segments | None = None  # set if one flash attention call computes all sequences, without buckets
+    runs: varlen.Segments | None = None  # set (and `buckets` empty) if one flash attention call computes all sequences
     context: Context = ALONE
 
 

@@ -159,7 +159,7 @@ class RoleAdapters:
         `Groups.active()` of the role's layout."""
         self._sizes, self._settings, self._shard = sizes, settings, shard
         self._layers: list[tuple[Any, LayerAdapters]] = []
-        self.named: dict[str, torch.nn.Parameter] = {}  # name with global layer index -> parameter, in model order
+        self.named: dict[str, torch.nn.Parameter] = {}  # parameter name with global layer index -> parameter
         for layer in (layer for core in cores for layer in core.decoder.layers):
             number, device = layer.layer_number - 1, next(layer.parameters()).device
             own = LayerAdapters(layer.config, sizes, number, settings, shard, device=device)

@@ -122,7 +122,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> 
         wd_incr_steps=ENDLESS,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        # a checkpoint restores the schedule's step, but not its rates
+        # a checkpoint restores the schedule's step, not its learning rates
         override_opt_param_scheduler=True,
     )
     return optimizer, scheduler

@@ -68,7 +68,7 @@ class Bucket:
     """A bucket of a distributed optimizer: a flat buffer of several parameters, split into `ranks` equal parts, one for
     each data-parallel rank."""
 
-    places: Mapping[Tensor, tuple[int, int]]  # parameter -> its start and end offset in the bucket
+    places: Mapping[Tensor, tuple[int, int]]  # parameter -> (start, end) offset of the parameter in the bucket
     part: int  # number of elements of one rank's part
     ranks: int
 

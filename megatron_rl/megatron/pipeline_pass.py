@@ -74,7 +74,8 @@ class Pass:
     loss: BatchLoss | None = None  # loss to compute; None: no loss, the statistics are stored in `into`
     scale: float = 1.0  # factor by which the gradient of the loss is multiplied
     backward: bool = False  # True if gradients are computed
-    # [R, tokens of all sequences of this replica] output tensor for the statistics; R: batches.packed_batch.num_rows
+    # [R, tokens of all sequences of this replica] tensor in which the statistics are stored; R is the result of
+    # batches.packed_batch.num_rows
     into: Tensor | None = None
 
 

@@ -29,7 +29,7 @@ from megatron_rl.megatron.kernels import varlen
 
 platform.install()
 
-QUERY_UNIT = 16  # for grouping, query counts are rounded up to this multiple, so that there are fewer attention calls
+QUERY_UNIT = 16  # to get fewer attention calls, query counts are rounded up to a multiple of this number
 MASK_ELEMENTS = 1 << 22  # maximum number of mask elements of a bucket with prompts of different lengths
 
 

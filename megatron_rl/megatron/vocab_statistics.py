@@ -259,7 +259,9 @@ def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[
     The sums are over x = logit minus the maximum, for this rank's logits:
     - `mass`: sum of exp(x).
     - `entropy`: sum of exp(x) * x; only if requested.
-    - `vocab_mean`: sum of x; only if requested. Without Triton, the maximum is subtracted from `logits` in place.
+    - `vocab_mean`: sum of x; only if requested.
+
+    Without Triton, the maximum is subtracted from `logits` in place.
     """
     entropy, mean = "entropy" in head.names, "vocab_mean" in head.names
     if head.triton:

@@ -49,8 +49,8 @@ def trouble(device: torch.device) -> str | None:
 
 
 def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a function forward and backward with a fixed gradient of its outputs. Returns its outputs and the gradients
-    of its inputs.
+    """Runs a function forward and backward with a fixed gradient of its outputs. Returns the outputs and the gradients
+    of the inputs.
 
     If the outputs do not require gradients, returns only the outputs.
     """
