@@ -1,1 +1,3 @@
-"""Methods of single papers and toy environments. Modules in this package import only what user modules may import."""
+"""Training methods of single papers, and toy environments. Modules of this package import only the parts of megatron_rl
+that user-defined modules may import.
+"""

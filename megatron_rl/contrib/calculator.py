@@ -1,4 +1,4 @@
-"""A calculator tool for models: exact arithmetic on numbers, with bounded time and size."""
+"""A calculator tool for models: exact arithmetic, with bounds on computing time and on the size of numbers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import Tool
 
-ROUNDED_DIGITS = 15  # number of digits of a result without a finite decimal representation
-MOST_DIGITS = 4000  # maximum number of digits that Python converts to text
-# slightly more than log2(10), so that only results that are certainly too large are rejected before computing
+ROUNDED_DIGITS = 15  # number of significant digits shown of a result without a finite decimal representation
+MOST_DIGITS = 4000  # upper bound of max_digits; Python by default refuses to convert integers of over 4300 digits
+# upper bound of log2(10): a power is rejected before it is computed only if it certainly has too many digits
 BITS_PER_DIGIT = 4
 _BINARY: Mapping[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -29,14 +29,14 @@ _UNARY: Mapping[type, Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos,
 
 
 class _Mistake(ValueError):
-    """An expression without a result. The message is shown to the model."""
+    """Raised for an expression that has no result. The message is shown to the model."""
 
 
 @dataclass(kw_only=True)
 class Calculator(Tool):
     """A tool that evaluates an expression of numbers, + - * / // % ** and parentheses. Numbers are fractions, so that
-    0.1 + 0.2 is 0.3; only results of fractional powers are rounded. For an invalid expression it returns a text that
-    begins with `error:`.
+    0.1 + 0.2 is 0.3; only results of powers with a fractional exponent are rounded. For an invalid expression, the tool
+    returns a text that begins with `error:`.
     """
 
     name: str = "calculator"
@@ -69,9 +69,9 @@ class Calculator(Tool):
             return f"error: {error}"
         except ZeroDivisionError:
             return "error: division by zero"
-        except (SyntaxError, ValueError):  # a null byte raises ValueError
+        except (SyntaxError, ValueError):  # ast.parse raises ValueError for a null byte
             return "error: this is no arithmetic expression"
-        except (RecursionError, MemoryError):  # also raised by the parser
+        except (RecursionError, MemoryError):  # ast.parse raises these errors too
             return "error: the expression is nested too deeply"
 
     def _value(self, node: ast.expr, source: str) -> Fraction:
@@ -96,7 +96,7 @@ class Calculator(Tool):
             written = Decimal(ast.get_source_segment(source, node) or "")
         except InvalidOperation:  # the exponent is outside the range of Decimal
             raise self._too_large() from None
-        if abs(written.adjusted()) > self.max_digits:  # checked before the zeros are expanded
+        if abs(written.adjusted()) > self.max_digits:  # checked before the zeros of a large exponent are written out
             raise self._too_large()
         return Fraction(written)
 

@@ -1,8 +1,8 @@
-"""Clusters similar texts, to measure the repetitions of R-Zero's challenger.
+"""Clusters similar texts, to measure how repetitive the questions of R-Zero's challenger are (arXiv 2508.05004).
 
 The released code (Chengsong-Huang/R-Zero 5699329, examples/reward_function/caller_penalty.py) uses BLEU from nltk and
-clusters from scikit-learn. The functions here return the same numbers. If several pairs of clusters have exactly the
-same distance, another pair may be joined first.
+clusters from scikit-learn. The functions here return the same numbers. Only if several pairs of clusters have exactly
+the same distance, these functions may join another pair first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 
 ORDERS = (1, 2, 3, 4)  # lengths n of the n-grams used by BLEU
-NONE_SHARED = 0.1  # smoothed count used if no n-gram of an order is shared: nltk's SmoothingFunction().method1
+NONE_SHARED = 0.1  # count used instead of 0 if no n-gram of an order is shared: nltk's SmoothingFunction().method1
 
 
 def cluster_shares(texts: Sequence[str], distance: float) -> list[float]:
-    """Returns, for each of [N] texts, the share of all texts that are in its cluster, including itself. [N] in (0, 1]
+    """Returns, for each of [N] texts, the share of all texts that are in the same cluster, including the text itself:
+    [N] numbers in (0, 1].
 
     Clusters are joined while the mean BLEU distance between their texts is below `distance` (average linkage).
     """
@@ -29,13 +30,15 @@ def cluster_shares(texts: Sequence[str], distance: float) -> list[float]:
 def bleu_distances(texts: Sequence[str]) -> np.ndarray:
     """Returns 1 - BLEU of each pair of texts: float64 [N, N], symmetric, 0 on the diagonal.
 
-    The earlier text of a pair is the hypothesis, the later one the only reference. Words are separated by whitespace. A
-    pair without a common word has distance 1, and so does any pair with an empty text.
+    In each pair, the text with the lower index is the hypothesis of BLEU, and the other text is the only reference.
+    Words are separated by whitespace. A pair without a common word has distance 1, and so does any pair with an empty
+    text.
     """
     words = [text.split() for text in texts]
     lengths = np.array([len(own) for own in words], np.float64)
     shared = [_shared_ngrams(words, order) for order in ORDERS]
-    counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]  # number of n-grams of the hypothesis
+    # by order: number of n-grams of each text, at least 1
+    counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]
     logs = [
         np.log(np.where(found > 0, found, NONE_SHARED) / count[:, None])
         for found, count in zip(shared, counted, strict=True)
@@ -48,10 +51,11 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
 
 
 def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
-    """Returns the number of n-grams that two texts share, each counted at most as often as in both texts. [N, N],
-    without the diagonal
+    """Returns the number of n-grams that each pair of texts shares, [N, N]; the diagonal is not used. An n-gram is counted
+    as often as it occurs in the text with fewer occurrences.
     """
-    places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)  # n-gram -> [(index of the text, count)]
+    # n-gram -> [(index of a text, number of occurrences in the text)]
+    places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
     for i, own in enumerate(words):
         for ngram, count in Counter(zip(*(own[k:] for k in range(order)), strict=False)).items():
             places[ngram].append((i, count))
@@ -64,11 +68,12 @@ def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
 
 
 def _clusters(distances: np.ndarray, limit: float) -> list[int]:
-    """Joins the nearest clusters while their distance is below `limit`. [N, N] -> [N] labels
+    """Joins the two nearest clusters repeatedly while their distance is below `limit`. `distances`: [N, N] distances of
+    the texts. Returns the cluster label of each text, [N].
 
     Uses the nearest-neighbour chain algorithm, which finds pairs that are each other's nearest neighbours. With average
-    linkage, a joined cluster is never nearer to a third cluster than the nearer of its parts was. So such pairs may be
-    joined in any order, and a cluster without a neighbour below the limit will never have one.
+    linkage, a joined cluster is never nearer to a third cluster than the nearer of its parts was. So pairs of mutual
+    nearest neighbours may be joined in any order, and a cluster without a neighbour below the limit stays without one.
     """
     near, sizes, labels = distances.copy(), np.ones(len(distances)), np.arange(len(distances))
     np.fill_diagonal(near, np.inf)

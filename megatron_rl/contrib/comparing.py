@@ -1,4 +1,6 @@
-"""Pairwise comparison of responses by a judge, in one order or in both, to compensate the judge's position bias."""
+"""Pairwise comparison of responses by a judge model. A pair can be shown in both orders, to compensate the judge's
+position bias.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Prompt
 
-BOTH = (False, True)  # orders of a pair: original, reversed
+BOTH = (False, True)  # the two orders of a pair, as values of Pair.turned: original, reversed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +26,14 @@ class Pair:
 
     id: str
     payload: Mapping[str, Any]
-    own: str  # the response whose margin is computed
+    own: str  # the response whose margin over `other` is computed
     other: str
     turned: bool  # True if `other` is shown first
 
     def margin(self, scores: tuple[float, float]) -> float:
-        """Returns the score of `own` minus the score of `other`. `scores` are in the order shown."""
+        """Returns the score of `own` minus the score of `other`. `scores`: the judge's scores, in the order in which
+        the responses were shown.
+        """
         return scores[1] - scores[0] if self.turned else scores[0] - scores[1]
 
 
@@ -37,15 +41,15 @@ Answer = Judgement[Pair, Comparison]
 
 
 class Comparisons:
-    """A stream of pairs that become available one after the other, with the judge's answers. A sample depends only on
-    the sampling seed and the pair's index.
+    """A stream of pairs of responses that are added one after the other, with the judge's answers about them. A sample
+    depends only on the sampling seed and the pair's index.
     """
 
     def __init__(
         self, context: RolloutContext, template: str, sampling: Sampling, orders: Callable[[int], Sequence[bool]]
     ) -> None:
-        """Creates an empty stream. `orders`: function from the index of a pair to the orders in which the judge is
-        asked, `sampling.n` times each.
+        """Creates an empty stream. `orders`: function that returns, for the index of a pair, the orders in which the
+        pair is shown to the judge. The judge is asked `sampling.n` times per order.
         """
         question = Question[Pair, Comparison](
             prompt=lambda pair: _prompt(context, template, pair), read=lambda _, text: read_comparison(text)
@@ -69,8 +73,8 @@ class Comparisons:
         return [answer for key in sorted(self._found) for answer in self._found[key]]
 
     def margin(self, place: int) -> float | None:
-        """Returns the mean margin of a pair over its orders. Returns None if one of the orders has no readable answer,
-        because the other order alone would be affected by the judge's position bias.
+        """Returns the mean margin of a pair over the orders in which it was shown. Returns None if the judge gave no
+        readable answer for one of the orders, because the other order alone would contain the judge's position bias.
         """
         margins: list[float] = []
         for turned in self._orders(place):

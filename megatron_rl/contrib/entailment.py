@@ -1,4 +1,4 @@
-"""RLBFF's verifier (arXiv 2509.21319): GRPO on judging whether a response fulfils a principle."""
+"""Trains the verifier of RLBFF (arXiv 2509.21319) by GRPO to judge whether a response fulfils a principle."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from megatron_rl.text import fill, read_template
 
 @dataclass(frozen=True, kw_only=True)
 class Entailment(Grpo):
-    """A recipe that trains `generator`, here a verifier, with the reward `megatron_rl.contrib.entailment_reward:grade`.
+    """A recipe that trains the role `generator`, which is a verifier in this recipe, with the reward
+    `megatron_rl.contrib.entailment_reward:grade`.
 
-    A problem has question, response and principle, and a label, yes or no, as its answer. The trained model can be the
-    judge of a Rubric run with judge_template: entailment_verifier.
+    A problem has the fields question, response and principle. Its answer is the label, yes or no. The trained model can
+    be used as the judge of the recipe Rubric with judge_template: entailment_verifier.
     """
 
     group_size: int = 8

@@ -13,7 +13,7 @@ _LABELS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0
 def grade(response: str, payload: Mapping[str, Any]) -> float:
     r"""Returns 1.0 if the last \boxed{} of the verifier's text agrees with payload["answer"] (yes or no), else 0.0.
 
-    Raises ValueError for any other label. Such a grading is an error and gives no reward.
+    Raises ValueError if payload["answer"] is neither yes nor no. The response then gets no reward.
     """
     label = _LABELS.get(str(payload["answer"]).strip().lower())
     if label is None:

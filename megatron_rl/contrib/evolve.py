@@ -29,19 +29,20 @@ class Evolve(Recipe):
 
     The proposer generates questions, some with reference questions from a pool in its prompt. The judge scores the
     questions. Accepted questions are added to the pool; their difficulty is 1 - the mean score of the solver's answers.
-    The solver trains on one answer to each of as many questions from the pool (as in the released code), or on its
-    answers to the accepted questions (`practice`). The judge trains on its judgements of these answers. The pool
-    initially has the problems of the data set.
+    The setting `practice` determines what the solver trains on. With "pool", it is one answer to each of as many
+    questions from the pool as there are proposals (as in the released code). With "proposed", it is the answers to the
+    accepted questions. The judge trains on its judgements of these answers. The pool initially has the problems of the
+    data set.
     """
 
     updates: int  # number of updates in the run
-    proposals: int = 1  # proposals per data set problem of an iteration
-    answers: int = 5  # solver answers per accepted question, to measure its difficulty
-    judgements: int = 5  # judgements per proposed question, and per answer that measures a difficulty
+    proposals: int = 1  # number of proposals per problem that an iteration takes from the data set
+    answers: int = 5  # number of solver answers per accepted question, to measure its difficulty
+    judgements: int = 5  # number of judgements per proposed question, and per answer that measures a difficulty
     practice: Literal["pool", "proposed"] = "pool"  # questions on which the solver and the judge are trained
     reference_share: float = 0.5  # share of proposals with references in the prompt
-    references: int = 1  # number of references in such a prompt
-    least_quality: float = 0.7  # minimum quality of an accepted question
+    references: int = 1  # number of reference questions in such a prompt
+    least_quality: float = 0.7  # minimum mean score from the judge for a question to be accepted
     pool_size: int = 4096  # maximum number of questions in the pool; the oldest are removed first
     estimator: str = "reinforce_pp"  # a name in algorithms.estimators, or module:name; applied to each role's batch
     proposer_template: str = "evolve_proposer"  # a text file or the name of a packaged prompt, as for all templates
@@ -58,7 +59,7 @@ class Evolve(Recipe):
             shares=["reference_share", "least_quality"], templates=templates,
         )  # fmt: skip
         self._templates = {name: read_template(vars(self)[name]) for name in templates}
-        self._pool: list[str] = []  # distinct questions, oldest first
+        self._pool: list[str] = []  # the pool: distinct questions, oldest first
 
     def roles(self) -> Mapping[str, RecipeRole]:
         n, tried, pooled = self.proposals, self.proposals * self.answers, self.proposals * (self.practice == "pool")
@@ -97,7 +98,7 @@ class Evolve(Recipe):
         proposals = [
             self._proposal(rollout, text, quality.get(i), difficulty.get(i))
             for i, (rollout, text) in enumerate(zip(proposed, texts, strict=True))
-            # otherwise the proposal was not judged
+            # any other proposal is left out, because it could not be judged
             if i not in questions or i in difficulty or (i in quality and i not in accepted)
         ]
         metrics = {"questions": len(questions), "accepted": len(accepted), "pool": len(self._pool)}
@@ -107,14 +108,14 @@ class Evolve(Recipe):
         context.add_metrics(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
         judgements = [_judgement(context, rollout) for answer in practised for rollout in answer.judgements]
         parts = ((PROPOSER, proposals, "total"), (SOLVER, solutions, "total"), (JUDGE, judgements, "form"))
-        return {  # the batch of a role is one group
+        return {  # all rollouts of a role form one group
             role: assign_advantages([replace(r, group=role) for r in own], reward=reward, estimator=self.estimator)
             for role, own, reward in parts
         }
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the solver on the problems that fit into its prompt; the metric solver/too_long counts
-        the others.
+        """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of
+        problems that do not fit.
         """
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
         own = [put(context, SOLVER, text) for text in texts]
@@ -130,8 +131,8 @@ class Evolve(Recipe):
         self._pool = list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
 
     def _speaker(self, iteration: Iteration, context: RolloutContext, role: str, purpose: str, n: int) -> Speaker:
-        """Returns a role's speaker for one purpose in an iteration, with a separate random seed. Log-probs are
-        requested only for samples that are trained on.
+        """Returns the Speaker of a role (prompt and sampling settings) for one purpose in an iteration. Each purpose
+        has a separate random seed. Log-probs are requested only for samples that are trained on.
         """
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
         own = replace(sampling_for(context, iteration, role, n), seed=context.seed_for(iteration.number, role, purpose))
@@ -153,8 +154,8 @@ class Evolve(Recipe):
         return judged_answers(context, solver, judge, questions)
 
     def _proposer_prompt(self, context: RolloutContext, rng: random.Random) -> Prompt:
-        """Chooses randomly whether a proposal sees references, and which. References that make the prompt too long are
-        left out.
+        """Returns a prompt for the proposer. Whether it contains reference questions, and which, is chosen randomly.
+        References that make the prompt too long are left out.
         """
         shown = rng.sample(self._pool, min(self.references, len(self._pool)))
         text = fill(self._templates["reference_template"], references="\n\n".join(shown))
@@ -167,8 +168,8 @@ class Evolve(Recipe):
 
     @staticmethod
     def _proposal(rollout: Rollout, text: str, quality: float | None, difficulty: float | None) -> Rollout:
-        """Rewards a proposal with the mean of quality, difficulty and form. A question that was not accepted has
-        difficulty 0, and a proposal without a question has the reward 0.
+        """Assigns a proposal the mean of quality, difficulty and format score as reward. A question that was not
+        accepted has difficulty 0, and a proposal without a question has the reward 0.
         """
         parts = (quality, difficulty or 0.0, proposal_form(text)) if quality is not None else (0.0, 0.0, 0.0)
         own = dict(zip(("quality", "difficulty", "form"), parts, strict=True))

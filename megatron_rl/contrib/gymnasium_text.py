@@ -26,9 +26,9 @@ class GymnasiumText(Environment):
     """One agent in a gymnasium environment whose actions are a text or a number from a small range.
 
     The agent gets an observation and answers with an action, until the environment ends or `turns` answers have been
-    given. The reward `return` is the sum of the environment's rewards. An episode is reset with the task's `seed` if it
-    has one, so that the episodes of a task begin alike, otherwise with the episode's seed. The task's `options` are
-    passed to `reset`.
+    given. The reward `return` is the sum of the environment's rewards. The environment is reset with the task's `seed`
+    if the task has one, so that all episodes of the task begin in the same state. Otherwise it is reset with the
+    episode's seed. The task's `options` are passed to `reset`.
     """
 
     id: str  # id of the environment for gymnasium.make: a name, or module:name
@@ -39,7 +39,8 @@ class GymnasiumText(Environment):
     observation: str = "{observation}"  # template of later messages
     # message after an answer without a valid action
     unreadable: str = "This names no action. The actions are: {actions}."
-    actions: tuple[str, ...] = ()  # names of the numbered actions, in order; their numbers are accepted too
+    # names of the numbered actions, in order; the agent may also give the number of an action
+    actions: tuple[str, ...] = ()
     tag: str | None = None  # the action is inside the last <tag>...</tag>; null: anywhere in the answer
     # Use the environment's text rendering (render_mode: ansi) as the observation; coloured parts are put in brackets.
     render: bool = False

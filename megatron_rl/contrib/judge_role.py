@@ -1,4 +1,4 @@
-"""Prompts for the role `judge`, and the rewards of its answers if it is trained."""
+"""Creates prompts for the role `judge`, and computes the rewards of the judge's answers if the judge is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def judge_prompt(
     context: RolloutContext, template: str, id: str, payload: Mapping[str, Any], /, **values: str
 ) -> Prompt | None:
     """Fills a judge's template with the problem's question and further values. Returns None if the prompt is too long;
-    it is never truncated.
+    a prompt is never truncated.
     """
     tokenizer = context.tokenizers[JUDGE]
     text = fill_quoting(tokenizer, read_template(template), question=str(payload["question"]), **values)
@@ -30,8 +30,8 @@ def judge_prompt(
 def judge_rollout(
     context: RolloutContext, answer: Judgement[Any, Any], *, form: float, agrees: float | None, weight: float
 ) -> Rollout:
-    """Converts an answer of the judge to a rollout with the rewards format, agrees (if a label is known) and total =
-    weight * format + agrees.
+    """Converts an answer of the judge to a rollout that the judge can be trained on. Its rewards are `format`, `agrees`
+    (if the correct answer is known) and total = weight * format + agrees.
     """
     known = {} if agrees is None else {"agrees": agrees}
     drawn = answer.rollout(JUDGE, partner_weight=context.partner_weights.get(JUDGE, 0.0))

@@ -1,4 +1,6 @@
-"""For recipes without a grader: one model answers questions, and another model scores questions and answers."""
+"""Functions for recipes without a reward function: one model answers questions, and another model (the judge) scores
+questions and answers.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,19 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import Draws
 from megatron_rl.types import Prompt, Rollout
 
-Ask = Callable[..., Prompt | None]  # (texts to insert) -> prompt, or None if the prompt is too long
+# function (texts to insert into a template) -> prompt, or None if the prompt is too long
+Ask = Callable[..., Prompt | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JudgedAnswer:
     """One answer to a question, with the judge's judgements."""
 
-    question: int  # key of the question
+    question: int  # key of the question in the mapping of questions
     rollout: Rollout
     text: str
-    judgements: list[Rollout]  # all judgements, also without a score: the judge learns the form from them
+    # all judgements, also those without a readable score, from which the judge learns the answer format
+    judgements: list[Rollout]
     scores: list[float]  # scores in [0, 1] of the judgements that have one
 
 
@@ -41,7 +45,7 @@ class Speaker:
 
 
 def put(context: RolloutContext, role: str, text: str, **payload: str) -> Prompt | None:
-    """Converts a text to a prompt of a role. Returns None if it is too long; it is never truncated."""
+    """Converts a text to a prompt of a role. Returns None if the prompt is too long; a prompt is never truncated."""
     tokens = tokenize(context.tokenizers[role], text)
     return Prompt(id=role, tokens=tokens, payload=payload) if len(tokens) <= context.max_prompt_tokens[role] else None
 

@@ -18,10 +18,10 @@ from megatron_rl.rewards.role_tags import last_inside
 from megatron_rl.text import fill, read_template
 from megatron_rl.types import Outcome
 
-CARDS = "JQK"  # from lowest to highest
+CARDS = "JQK"  # the cards (jack, queen, king), from lowest to highest
 AGENTS = ("first", "second")
 GAME_VALUE = -1 / 18  # expected chips of the first agent per hand in equilibrium (Kuhn 1950)
-FOLDED = 1.0  # chips lost by folding
+FOLDED = 1.0  # number of chips that an agent loses by folding
 Actions = tuple[str, ...]  # all actions of a hand, in order
 # The probability of a bet or call at each information set, named by card and previous actions, such as "K check bet".
 PolicyTable = Mapping[str, float]
@@ -32,14 +32,14 @@ class KuhnPoker(Environment):
     """One hand of Kuhn poker (H. W. Kuhn, A Simplified Two-Person Poker, 1950) between the agents `first` and `second`.
 
     Each agent has put one chip into the pot and gets one of the cards J, Q and K, determined by the episode's seed. The
-    first agent checks or bets a chip; so does the second after a check. An agent that faces a bet folds or calls. The
-    reward `chips` is the agent's profit in the hand; the other agent's loss is equal.
+    first agent checks or bets a chip. After a check, the second agent also checks or bets. An agent that faces a bet
+    folds or calls. The reward `chips` is the agent's profit in the hand; the other agent's loss is equal.
 
     An answer that is not a legal action ends the hand: its agent pays `illegal` chips to the other agent, and gets the
-    reward `legal` 0.0 instead of 1.0. The other agent has no sample if it has not acted yet. Other implementations are
-    similarly strict: SPIRAL (arXiv 2506.24119, train_spiral.py at 75ea2ef) ends a game immediately, with -1.5 for the
-    erring agent and 0.5 for the other, where a game is worth 1. TextArena ends a game at the second error in a row,
-    with -1 and 1.
+    reward `legal` 0.0 instead of 1.0. The other agent has no sample if it has not acted yet. Other implementations also
+    penalise illegal actions: SPIRAL (arXiv 2506.24119, train_spiral.py at 75ea2ef) ends a game immediately, with -1.5
+    for the erring agent and 0.5 for the other, where a game is worth 1. TextArena ends a game at the second error in a
+    row, with -1 and 1.
     """
 
     first: str = "first"  # role whose model plays the agent `first`
@@ -47,7 +47,7 @@ class KuhnPoker(Environment):
     # First message to an agent: a text file or a packaged prompt with {agent}, {card}, {actions} and {said}. {said} is
     # the other agent's last action, or "nothing".
     template: str = "kuhn_poker"
-    # second message to the first agent
+    # message to the first agent when it acts for the second time
     answered: str = "\nThe other player says: {said}. Your actions are: {actions}.\n"
     # The action is inside the last <tag>...</tag> of the answer; null: the whole answer is the action.
     tag: str | None = "action"
@@ -91,7 +91,9 @@ class KuhnPoker(Environment):
         return (self.first, self.second)
 
     def told(self, card: str, said: Actions) -> str:
-        """Returns the message to the agent that acts next and has the given card. `said`: the actions so far."""
+        """Returns the message that asks the next agent for its action. `card`: card of this agent. `said`: actions of
+        the hand so far.
+        """
         agent, opening = AGENTS[len(said) % 2], len(said) < 2
         values = {"said": said[-1] if said else "nothing", "actions": ", ".join(legal_actions(said))}
         return fill(self._template if opening else self.answered, agent=agent, card=card, **values)
@@ -123,7 +125,7 @@ def deal(seed: int) -> tuple[str, str]:
 
 
 def legal_actions(said: Actions) -> tuple[str, str]:
-    """Returns the two legal actions of the agent that acts next. The second action pays a chip."""
+    """Returns the two legal actions of the agent that acts next. The second of them (bet or call) pays a chip."""
     return ("fold", "call") if said[-1:] == ("bet",) else ("check", "bet")
 
 
@@ -132,7 +134,8 @@ def chips_won(cards: Sequence[str], said: Actions) -> int | None:
     over.
     """
     if said[-1:] == ("fold",):
-        return 1 if len(said) % 2 == 0 else -1  # after an even number of actions, the second agent acted last
+        # the last action was a fold: after an even number of actions, the second agent folded and the first agent wins
+        return 1 if len(said) % 2 == 0 else -1
     if said[-1:] != ("call",) and said != ("check", "check"):
         return None
     stake = 2 if said[-1] == "call" else 1
@@ -164,8 +167,8 @@ def best_response(agent: str, against: PolicyTable) -> tuple[float, dict[str, fl
 
 
 def exploitability(first: PolicyTable, second: PolicyTable) -> float:
-    """Returns the expected chips per hand of a best response, averaged over the two agents (NashConv / 2). The
-    exploitability is 0 for an equilibrium, and positive otherwise.
+    """Returns the expected chips per hand of a best response, averaged over the two agents (NashConv / 2). This value
+    is 0 if the policies are an equilibrium, and positive otherwise.
     """
     return (best_response(AGENTS[0], second)[0] + best_response(AGENTS[1], first)[0]) / 2
 
@@ -192,10 +195,12 @@ def average_policy(policies: Sequence[PolicyTable]) -> dict[str, float]:
     average = {}
     for name in policies[0]:
         card, *said = name.split()
-        weights = [1.0 - policy[card] if len(said) == 2 else 1.0 for policy in policies]  # the agent checked earlier
+        # probability that the agent's earlier action was a check
+        weights = [1.0 - policy[card] if len(said) == 2 else 1.0 for policy in policies]
         total = sum(weights)
         named = sum(weight * policy[name] for weight, policy in zip(weights, policies, strict=True))
-        average[name] = named / total if total else 0.0  # unreachable, so any value is correct
+        # if no policy reaches the information set, any value is correct
+        average[name] = named / total if total else 0.0
     return average
 
 

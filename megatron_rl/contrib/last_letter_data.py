@@ -16,7 +16,7 @@ from megatron_rl.rewards.tags import boxed, step_texts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CORRECT, INCORRECT = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"
-NOTHING = "<q>"  # written by a verifier for an empty step, or a step without a corresponding word
+NOTHING = "<q>"  # token that a verifier generates for an empty step, or for a step without a corresponding word
 MAX_STEPS = 13  # later steps are also numbered #13, so that the vocabulary of step numbers is finite
 
 
@@ -45,7 +45,7 @@ def make_problem(rng: random.Random, sizes: ProblemSizes) -> dict[str, Any]:
 
 def teacher_solution(rng: random.Random, words: Sequence[str], misconception: float, *, place: int = 0) -> str:
     """Generates a random solution text. With probability `misconception`, a step reports the first letter of its word
-    instead of the last, or the letter at another index `place`.
+    instead of the last letter. `place`: index of the letter to report instead, if it is not the first.
     """
     letters = [word[place] if rng.random() < misconception else word[-1] for word in words]
     return solution_text(letters)
@@ -64,7 +64,8 @@ def verification_text(rng: random.Random, words: Sequence[str], solution: str, m
     steps are correct, their number equals the number of words, and the boxed answer repeats their letters. Gold
     verdicts are not used.
     """
-    contents = [text.split() for text in step_texts(solution)]  # `#j letter` if the step is well formed
+    # words of each step; `#j letter` if the step is well formed
+    contents = [text.split() for text in step_texts(solution)]
     blocks, verdicts = [], []
     for j, content in enumerate(contents):
         expected = (words[j][0] if rng.random() < misread else words[j][-1]) if j < len(words) else NOTHING

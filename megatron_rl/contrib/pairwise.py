@@ -1,5 +1,5 @@
-"""BRPO (Writing-Zero, arXiv 2506.00103): a judge compares each response of a group with a reference response of the
-group.
+"""BRPO (Writing-Zero, arXiv 2506.00103): a judge compares each response to a problem with a reference, which is another
+response to the same problem.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class Pairwise(Recipe):
     """A recipe that trains `generator` on whether `judge` prefers its responses to a reference response of the same
     group.
 
-    The judge is a frozen model, or a model behind a URL, unless it has training iterations. In these, it compares the
-    responses `answer` and `rejected` of each problem (roles.judge.data may be a set of preferences), and learns to
-    prefer the first. For a problem without `rejected`, it compares two responses of the generator, and learns only the
-    form.
+    The judge is a frozen model or a model behind a URL, unless `judge_warmup` or `judge_iterations` is above 0. In
+    judge iterations, the judge compares the responses `answer` and `rejected` of each problem (roles.judge.data may be
+    a set of preferences), and learns to prefer `answer`. For a problem without `rejected`, it compares two responses of
+    the generator, and learns only the requested answer format.
     """
 
     updates: int  # number of generator updates
     group_size: int = 8  # responses per problem; one of them is the reference for the others
-    both_orders: bool = False  # compare each pair in both orders and average the margins; false: in one random order
+    # true: compare each pair in both orders and average the margins; false: compare each pair in one random order
+    both_orders: bool = False
     judge_warmup: int = 0  # judge iterations before the first generator iteration
     judge_iterations: int = 0  # judge iterations after each generator iteration
     judgements: int = 8  # judgements per pair and order in a judge iteration
@@ -81,8 +82,8 @@ class Pairwise(Recipe):
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates on problems with `rejected`, with greedy decoding and both orders: how often the judge prefers the
-        generator's response to `answer` (win_rate), and `answer` to `rejected` (accuracy). An unreadable comparison
-        counts as not won.
+        generator's response to `answer` (win_rate), and `answer` to `rejected` (accuracy). A comparison that cannot be
+        parsed counts as lost.
         """
         known = [prompt for prompt in prompts if "rejected" in prompt.payload]
         if not known:
@@ -109,9 +110,9 @@ class Pairwise(Recipe):
     def _generator_iteration(
         self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
     ) -> list[Rollout]:
-        """Returns the compared responses of problems whose outcomes differ, with an advantage of 1.0 (better than the
-        reference) or -1.0. Advantages are not divided by a standard deviation. The reference response is not trained
-        on.
+        """Returns the responses to train on: those to problems whose comparisons have different outcomes. Each has an
+        advantage of 1.0 (better than the reference) or -1.0. Advantages are not divided by a standard deviation. The
+        reference response is not trained on.
         """
         n, groups = self.group_size, dict[int, list[Rollout]]()
         references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
@@ -119,7 +120,7 @@ class Pairwise(Recipe):
         for i, prompt in enumerate(prompts):
             draws.ask(i, prompt)
         with context.watch("rollout"):
-            for i, group in draws.answers():  # groups are compared while others are still being generated
+            for i, group in draws.answers():  # a group is compared while other groups are still being generated
                 groups[i], texts = group, _texts(context, group)
                 for j in _others(n, references[i]):
                     compared.add(i * n + j, prompts[i], texts[j], texts[references[i]])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-BEST = 10.0  # maximum score; the minimum is 0
+BEST = 10.0  # maximum score that a judge may give; the minimum is 0
 
 _TAGS = ("<principles>", "</principles>", "<critique>", "</critique>", "<scores>", "</scores>")
 _FORM = re.compile(
     r"<principles>(.*)</principles>\s*<critique>(.*)</critique>\s*<scores>.*</scores>", re.DOTALL
-)  # unambiguous, because each tag must occur exactly once
+)  # the pattern matches in only one way, because each tag must occur exactly once
 _SCORES = re.compile(r"\s*(\d{1,2}(?:\.\d{1,6})?)\s*,\s*(\d{1,2}(?:\.\d{1,6})?)\s*")
 
 

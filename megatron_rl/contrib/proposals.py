@@ -18,8 +18,8 @@ Aim = Literal["hard", "middle", "even"]
 def aimed(aim: Aim, accuracy: float) -> float:
     """Returns the proposer's reward for a question that the solver answers with accuracy a.
 
-    `aim`: hard is 1 - a and middle is 4 a (1 - a), both from Search Self-Play (arXiv 2510.18821); even is min(a, 1 -
-        a), from R-Zero (arXiv 2508.05004).
+    `aim`: the formula. "hard" means 1 - a and "middle" means 4 a (1 - a), both from Search Self-Play (arXiv
+        2510.18821). "even" means min(a, 1 - a), from R-Zero (arXiv 2508.05004).
     """
     hard = 1.0 - accuracy
     return {"hard": hard, "middle": 4.0 * accuracy * hard, "even": min(accuracy, hard)}[aim]
@@ -32,8 +32,8 @@ def read_proposal(text: str) -> tuple[str, str] | None:
 
 
 class AnswerRule:
-    """A function that checks whether proposed answers are correct. It runs in worker processes, which exist as long as
-    the AnswerRule.
+    """A user-defined function that checks whether a proposer's answers are correct. It runs in worker processes, which
+    exist as long as the AnswerRule.
     """
 
     def __init__(self, target: str | None, workers: int) -> None:

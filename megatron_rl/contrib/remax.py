@@ -18,14 +18,14 @@ BASELINE = "greedy"  # name of the reward that holds the greedy answer's outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Remax(Dapo):
-    """A recipe that trains `generator` on the outcome minus the outcome of greedy decoding. One sample per problem is
-    enough.
+    """A recipe that trains the role `generator`. The advantage of a sample is its outcome minus the outcome of the
+    greedy answer to the same problem, so one sample per problem is enough.
 
-    A problem whose greedy answer could not be graded is left out. The other options of Dapo are supported too.
+    A problem whose greedy answer could not be graded is left out. All options of the recipe Dapo are supported.
     """
 
     group_size: int = 1
-    estimator: EstimatorName = "reinforce"  # or reinforce_pp, or a user-defined estimator
+    estimator: EstimatorName = "reinforce"  # reinforce, reinforce_pp or a user-defined estimator
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,8 +54,8 @@ class Remax(Dapo):
 
 
 def _compared(group: Group, likeliest: Group) -> Group:
-    """Adds the outcome of the greedy answer to the solutions' rewards as the baseline. Without a graded greedy answer,
-    the group becomes empty.
+    """Adds the outcome of the greedy answer to the solutions' rewards as the baseline. If the greedy answer could not
+    be graded, returns an empty group.
     """
     if not likeliest.solutions:
         return replace(group, solutions=[])

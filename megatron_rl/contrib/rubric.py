@@ -31,13 +31,13 @@ class Claim:
     rollout: Rollout
     text: str  # text of the response
     criterion: Criterion
-    gold: float | None  # known correct score, if any
+    gold: float | None  # known correct score of the response on the criterion; None if unknown
 
     def read(self, answer: str) -> float | None:
         return self.criterion.read(answer)
 
 
-Answer = Judgement[Claim, float | None]  # a score in [0, 1]; None if unreadable
+Answer = Judgement[Claim, float | None]  # the judge's answer about a claim: a score in [0, 1], or None if unreadable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,14 @@ class Rubric(Recipe):
 
     The judge is asked about each criterion separately. It is a frozen model, or a model behind a URL, unless
     `train_judge` is set. With `train_judge`, both roles learn in the same iterations; the judge is rewarded for
-    readable answers and, if `labels` returns known scores, for correct ones. A response with a criterion without a
-    readable answer is not graded and is left out of its group.
+    readable answers and, if `labels` returns known scores, for correct ones. If the judge gives no readable answer for
+    a criterion, the response is not graded and is left out of its group.
     """
 
     updates: int  # number of updates in the run
     group_size: int = 8  # responses per problem
     judgements: int = 1  # judgements per criterion of a response; the score is their mean
-    criteria: int = 4  # approximate number of criteria in a rubric; used only for plans
+    criteria: int = 4  # approximate number of criteria in a rubric; used only to estimate memory and time
     estimator: str = "grpo"  # a name in algorithms.estimators, or module:name
     train_judge: bool = False
     # module:name of a function (response, payload) -> known score in [0, 1], or None, of each criterion
@@ -102,8 +102,8 @@ class Rubric(Recipe):
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates one sample per problem at temperature 1, and greedy responses, with a greedy judge. The metrics are
-        reward (mean of the rubric rewards), fulfilled and vetoed. A response without a grade counts with 0, and as
-        ungraded.
+        reward (mean of the rubric rewards), fulfilled and vetoed. A response that was not graded is included with 0,
+        and counted in the metric ungraded.
         """
         own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
         found: dict[str, float] = {}
@@ -122,7 +122,7 @@ class Rubric(Recipe):
         rewards and all answers of the judge, both in order, and metrics.
         """
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
-        # keys are fixed indices, independent of the order of arrival
+        # index of the first claim of each problem; it does not depend on the order in which responses arrive
         first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]
         question = Question[Claim, float | None](prompt=lambda claim: self._ask(context, claim), read=Claim.read)
         judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], asked, question)

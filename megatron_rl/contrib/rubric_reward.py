@@ -13,7 +13,8 @@ from typing import Any
 from megatron_rl.rewards.tags import boxed
 
 PASS = 0.5  # minimum score of a fulfilled criterion
-_WORDS = {"yes": 1.0, "no": 0.0}  # answers of a judge trained with the Entailment recipe
+# scores of the answers yes and no, which a judge trained with the recipe Entailment gives
+_WORDS = {"yes": 1.0, "no": 0.0}
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Criterion:
     criterion: str  # description of the criterion
     weight: float = 1.0  # weight of the score in the reward, at least 0
     veto: bool = False  # if True, a response that does not fulfil the criterion has the reward 0
-    saturation: float = 1.0  # score in (0, 1] above which gains are reduced; 1: no reduction
+    saturation: float = 1.0  # score in (0, 1] above which a higher score increases the reward less; 1: no such limit
     tiers: Sequence[str] = ("It is not fulfilled.", "It is fulfilled.")  # descriptions of the score levels, worst first
 
     def read(self, answer: str) -> float | None:
@@ -54,7 +55,7 @@ def read_rubric(payload: Mapping[str, Any]) -> list[Criterion]:
 
 
 def vetoed(criteria: Sequence[Criterion], scores: Sequence[float]) -> bool:
-    """Returns whether a response fails a veto: whether the score of a veto criterion is below PASS."""
+    """Returns whether a response fails a veto: whether its score on any criterion with `veto` is below PASS."""
     return any(one.veto and score < PASS for one, score in zip(criteria, scores, strict=True))
 
 
@@ -71,7 +72,7 @@ def saturated(score: float, threshold: float) -> float:
     """Returns the score s if it is at most the threshold t, otherwise t + (1 - t) (1 - exp(-(s - t) / (1 - t))).
 
     The function has slope 1 at the threshold, and a decreasing slope above it. The paper mentions diminishing returns
-    above a threshold but gives no function; this one is our choice, and needs no second parameter.
+    above a threshold but gives no function; this function was chosen because it needs no second parameter.
     """
     room = 1.0 - threshold
     return score if score <= threshold else threshold + room * (1.0 - math.exp(-(score - threshold) / room))

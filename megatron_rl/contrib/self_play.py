@@ -28,13 +28,14 @@ class SelfPlay(Recipe):
     """A recipe that trains a proposer and a solver, with separate models or a shared one.
 
     The proposer converts a task of the data set to a question with an answer. A question without an answer, or whose
-    answer is rejected by the rule, gets the reward `unparseable` and is not played. The solver answers the other
-    questions. The run's reward function compares its answers with the proposed answer, and the solver's accuracy
-    determines the proposer's reward.
+    answer the function `rule` rejects, gets the reward `unparseable` and is not given to the solver. The solver answers
+    the other questions. The run's reward function compares its answers with the proposed answer, and the solver's
+    accuracy determines the proposer's reward.
     """
 
     needs_shares = True  # rewards must be from 0 to 1, because a missing answer counts as 0
-    # number of iterations that train both roles, or of rounds, each with iterations of the proposer, then of the solver
+    # Number of iterations, each of which trains both roles. If `proposer_iterations` and `solver_iterations` are set:
+    # number of rounds, each of which has iterations of the proposer, then of the solver.
     updates: int
     proposer_iterations: int = 0  # proposer iterations per round, with the solver unchanged; 0 for both: no rounds
     solver_iterations: int = 0  # solver iterations per round, each with one proposal per task
@@ -42,7 +43,8 @@ class SelfPlay(Recipe):
     answers: int = 5  # solver answers per question
     aim: Aim = "hard"
     unparseable: float = 0.0  # the proposer's reward for proposals that cannot be played
-    # if above 0: BLEU distance for clusters; the share of questions in a question's cluster is subtracted (R-Zero)
+    # If above 0: BLEU distance below which questions are in one cluster. The share of questions in a question's cluster
+    # is subtracted from its reward (R-Zero).
     cluster_distance: float = 0.0
     # which answer counts as correct: the proposer's, or the solver's most frequent one
     key: Literal["proposed", "majority"] = "proposed"
@@ -52,10 +54,10 @@ class SelfPlay(Recipe):
     # above 0.5 for a correct answer. It should return 0 for unreadable answers: too many errors stop the run.
     rule: str | None = None
     rule_workers: int = 2  # number of worker processes for `rule`
-    # hierarchical: reward minus the mean over the task's proposals, 0 for a single proposal (prime-rl). ema: minus a
-    # moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Otherwise an estimator over the proposals of
-    # a
-    # task; Search Self-Play has one proposal per task, whose advantage is its reward: reinforce.
+    # Advantage of a proposal. "hierarchical": reward minus the mean over the task's proposals, 0 for a single proposal
+    # (prime-rl). "ema": reward minus a moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Any other
+    # value: an estimator, which compares the proposals of a task. For Search Self-Play, which has one proposal per
+    # task, use "reinforce": the advantage is the reward.
     proposer_estimator: str = "hierarchical"
     ema_decay: float = 0.95
     estimator: str = "grpo"  # estimator for the solver, over the answers to one question
@@ -66,7 +68,7 @@ class SelfPlay(Recipe):
         check_arguments(
             self, groups=["answers"], shares=["ema_decay", "cluster_distance", "least_accuracy", "most_accuracy"],
             positive=["updates", "proposals", "rule_workers"], natural=["proposer_iterations", "solver_iterations"],
-            # a proposer may work without a question
+            # the proposer's template need not contain {question}
             templates={"proposer_template": [], "solver_template": ["question"]},
         )  # fmt: skip
         if (self.proposer_iterations > 0) != (self.solver_iterations > 0):
@@ -131,7 +133,8 @@ class SelfPlay(Recipe):
         context.add_metrics(SOLVER, metrics | {"learned_from": float(len(teaching))})
         out: dict[str, list[Rollout]] = {}
         if PROPOSER in iteration.roles:
-            # A proposal is left out if it, or all answers to it, could not be graded.
+            # A proposal is left out if the check of its answer failed, or if none of the solver's answers could be
+            # graded.
             unplayed = {i for i in range(len(proposed)) if i not in prompts and checked.get(i, False) is not None}
             earned = dict.fromkeys(unplayed, self.unparseable) | {i: aimed(self.aim, a) for i, a in accuracy.items()}
             alike = self._alike(context, [found.get(i, ("", ""))[0] for i in range(len(proposed))])
@@ -143,8 +146,8 @@ class SelfPlay(Recipe):
         return out
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the solver on the problems that fit into its prompt; the metric solver/too_long counts
-        the others.
+        """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of
+        problems that do not fit.
         """
         own = [put(context, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
         return accuracies_of_fitting(context, SOLVER, prompts, own)
@@ -157,14 +160,14 @@ class SelfPlay(Recipe):
 
     def _ask(self, context: RolloutContext, number: int, payload: Mapping[str, Any]) -> Prompt | None:
         """Converts a question to a prompt of the solver, with the proposed answer in the payload for the grader.
-        Returns None if it is too long.
+        Returns None if the prompt is too long.
         """
         prompt = put(context, SOLVER, question_text(self.solver_template, quoted(context, SOLVER, payload)))
         return None if prompt is None else replace(prompt, id=str(number), payload=payload)
 
     def _alike(self, context: RolloutContext, questions: Sequence[str]) -> list[float]:
-        """Returns the share of questions in each question's cluster, which is subtracted from its proposer's reward. An
-        empty text has a separate cluster.
+        """Returns, for each question, the share of questions that are in its cluster. This share is subtracted from the
+        proposer's reward. Each empty text has a separate cluster.
         """
         if not self.cluster_distance:
             return [0.0] * len(questions)
@@ -173,7 +176,9 @@ class SelfPlay(Recipe):
         return shares
 
     def _compared(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Assigns advantages to proposals. The moving average is applied before it is updated with the reward."""
+        """Assigns advantages to proposals as `proposer_estimator` determines. With "ema", a reward is compared with the
+        moving average before the average is updated with the reward.
+        """
         if self.proposer_estimator == "hierarchical":
             return compare_peers(rollouts, [rollout.group for rollout in rollouts], "total")
         if self.proposer_estimator == "ema":

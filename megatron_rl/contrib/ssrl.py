@@ -19,8 +19,8 @@ from megatron_rl.types import NO_VERSION, Author, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Ssrl(Grpo):
-    """A recipe like Grpo that trains `generator` with the reward `megatron_rl.contrib.ssrl_reward:grade`. Tokens of
-    <information> blocks, including the tags, are not in the loss.
+    """A recipe like Grpo that trains the role `generator` with the reward `megatron_rl.contrib.ssrl_reward:grade`.
+    Tokens of <information> blocks, including the tags, are not in the loss.
     """
 
     template: str = "ssrl_generator"
@@ -38,8 +38,9 @@ class Ssrl(Grpo):
 
 
 def without_information(rollout: Rollout, tokenizer: Any) -> Rollout:
-    """Sets the author of the tokens of closed <information> blocks to ENVIRONMENT, and their log-probs to 0. The tokens
-    are located by their positions in the text, without re-tokenizing.
+    """Excludes <information> blocks with a closing tag from the loss: sets the author of their tokens to ENVIRONMENT,
+    and the log-probs of their tokens to 0. The tokens are located by their positions in the text, without
+    re-tokenizing.
 
     A block may have several lines. (The released code masks only blocks on a single line, because the dot in its
     pattern does not match line breaks.)

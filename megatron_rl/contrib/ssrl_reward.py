@@ -1,4 +1,5 @@
-"""Grades answers of a model that searches its own memory (SSRL, arXiv 2508.10874): 0.9 exact match + 0.1 format.
+"""Grades answers of a model that searches its own memory (SSRL, arXiv 2508.10874): 0.9 * exact match + 0.1 * format
+score.
 
 The rules are those of the released code (TsinghuaC3I/SSRL 3009f21, verl/workers/reward_manager/naive.py).
 """
@@ -12,7 +13,7 @@ from typing import Any
 from megatron_rl.rewards import exact_match
 from megatron_rl.rewards.tags import block_texts
 
-TURNS = 2  # number of thoughts required for the full format score
+TURNS = 2  # number of thoughts (<think> blocks) required for the full format score
 MAX_TURNS = 8  # maximum number of thoughts; the format score is 0 above it
 
 _NAMES = ("think", "search", "information", "answer")
@@ -37,7 +38,7 @@ def search_format(response: str) -> float:
     """
     response = response.strip()
     tags = _TAG.findall(response)
-    bracketed = (part.partition("<")[2] for part in response.split(">")[:-1])  # the texts in <...>
+    bracketed = (part.partition("<")[2] for part in response.split(">")[:-1])  # the texts between < and >
     if any(found.removeprefix("/") not in _NAMES for found in bracketed if found):
         return 0.0
     if len(tags) < 4 or not _kept(response):
@@ -53,7 +54,9 @@ def search_format(response: str) -> float:
 
 
 def _kept(response: str) -> bool:
-    """Returns whether the content of every block is allowed."""
+    """Returns whether the content of every block is allowed: not empty, not the template's placeholder, and only one
+    line for a query.
+    """
     placeholder = {"think": "your thoughts", "search": "your query", "information": "your information"}
     for name in _NAMES:
         for content in block_texts(response, name):

@@ -15,20 +15,20 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import sample
 from megatron_rl.types import Outcome, Prompt
 
-# grading of all samples of a problem for which no sample has an answer: all are wrong
+# grading of each sample of a problem for which no sample has an answer: the sample counts as wrong
 UNANSWERED = Graded(Outcome.SCORE)
 
 
 def solve_by_vote(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Solution], dict[str, float]]:
-    r"""Samples [P * n] answers, and grades the answers to a problem by the most frequent one in \boxed{} (the first
-    among equals), which replaces payload["answer"]. Returns the graded ones in order, and the metrics graded/timeout
-    and graded/error.
+    r"""Samples [P * n] answers, and grades the answers to a problem against the most frequent answer in \boxed{} (the
+    earliest one if several are equally frequent), which replaces payload["answer"]. Returns the graded solutions in
+    order, and the metrics graded/timeout and graded/error.
 
     R-Zero (arXiv 2508.05004) creates its labels in this way. R-Zero merges answers that its grader considers equal;
-    here answers are counted as strings, and the grader only compares with the winner. A sample without a score is left
-    out of its group. Raises RewardFailure if too many gradings fail.
+    this function counts answers as strings, and uses the grader only to compare with the most frequent answer. A sample
+    without a score is left out of its group. Raises RewardFailure if too many gradings fail.
     """
     with context.watch("rollout"):
         rollouts = sample(context, role, prompts, sampling)
