@@ -51,7 +51,7 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
 
 
 def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
-    """Returns the number of n-grams that each pair of texts shares, [N, N]; the diagonal is not used. An n-gram is counted
+    """Returns the number of n-grams that each pair of texts shares, [N, N]; the diagonal is not used. An n-gram counts
     as often as it occurs in the text with fewer occurrences.
     """
     # n-gram -> [(index of a text, number of occurrences in the text)]
