@@ -15,8 +15,7 @@ import numpy as np
 from megatron_rl.config.plugins import build, find_function
 from megatron_rl.config.schema import ConfigError, Use
 
-# An estimator is a function (rewards [B] float64, group indices [B] int64, numbers of trained tokens [B] int64) ->
-# advantages [B] float64
+# function (rewards [B] float64, group indices [B] int64, trained tokens [B] int64) -> advantages [B] float64
 Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 # value of the setting `estimator`: a string, or Use (target, args) for an estimator with arguments
 EstimatorName = str | Use
@@ -137,9 +136,9 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "w_reinforce": w_reinforce, "reinforce": reinforce,
     }
 )  # fmt: skip
-# Estimators that can give a nonzero advantage to the only rollout of a group: these estimators compare rewards over the
-# whole batch, or do not compare rewards. All other estimators and user-defined functions never get such a rollout (see
-# advantages.assign_advantages).
+# Estimators that can give a nonzero advantage to a rollout that is alone in its group.
+# These estimators compare rewards over the whole batch, or do not compare rewards.
+# Other estimators and user-defined functions never get such a rollout (see advantages.assign_advantages).
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 

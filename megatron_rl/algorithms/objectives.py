@@ -43,13 +43,11 @@ class Objective:
     """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    # names of the inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", or keys of
-    # Rollout.values
+    # inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", or keys of Rollout.values
     needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
     reads_correction: bool = (
-        # If True, the function reads the correction weights from values["correction"] itself, and its loss is not
-        # multiplied by them.
+        # True if the function multiplies its loss by the correction weights, values["correction"], itself
         False
     )
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron_rl.models.sizes import Sizes
 
-# Candidate numbers n for splitting the sequences that share a prefix: sequences that are assigned together cost at most
-# about 1 / n of a replica's mean cost. All candidates are tried if there are several replicas. 0 means that only the
-# token budget limits the cost.
+# Candidate numbers n for splitting the sequences that share a prefix into smaller units.
+# The sequences of one unit cost at most about 1 / n of a replica's mean cost; n = 0 means no bound on the cost.
+# All candidates are tried if there are several replicas.
 PIECES = (0, 1, 2, 4)
 
 
@@ -63,8 +63,7 @@ class Shares:
 
     sequences: list[list[list[int]]]  # [replicas][M]: indices of the sequences of each micro-batch
     replica_imbalance: float  # maximum cost of a replica divided by the mean, minus 1
-    # maximum cost of a micro-batch divided by the mean, minus 1; pipeline stages wait for the most expensive
-    # micro-batch
+    # maximum cost of a micro-batch divided by the mean, minus 1; pipeline stages wait for the slowest one
     micro_batch_imbalance: float
 
 

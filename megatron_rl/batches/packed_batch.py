@@ -22,8 +22,8 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
-# Statistics that a model can compute for a label (predicted token). `candidate_logprobs` has k values per label, the
-# others have one value.
+# Names of the statistics that a model can compute for a label (predicted token).
+# `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
 
 
@@ -43,8 +43,7 @@ class Batch:
     engine_logprobs: Tensor
     advantages: Tensor  # [N] float32, advantage of the label; zeros if the loss does not use advantages
     cu_seqlens: Tensor  # [S + 1] int64, cumulative sequence lengths, from 0
-    # [N] float32, log-probs of the trainer at the start of the update; None means the log-probs of the current forward
-    # pass
+    # [N] float32, the trainer's log-probs at the start of the update; None: those of the current forward pass
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
     values: Mapping[str, Tensor] = field(

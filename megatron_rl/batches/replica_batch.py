@@ -18,8 +18,7 @@ from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
 from megatron_rl.weights.flops import count
 
-# Names of metrics: floating-point operations of one forward pass, and of training (forward and backward), in an
-# optimizer step.
+# Metrics: floating-point operations of one forward pass, and of training (forward and backward), in an optimizer step
 COUNTED = ("forward_flops", "training_flops")
 
 

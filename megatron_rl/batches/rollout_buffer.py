@@ -96,8 +96,7 @@ class Flat:
     experts: np.ndarray | None  # [N, L, k] int16, expert ids; FREE if unknown
     span_authors: np.ndarray  # [K] int8, author of each span
     rescored: np.ndarray  # [S] bool, True if the trainer's log-probs replace the engine's
-    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch, which are computed only
-    # once; None if prefixes are not shared
+    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch; None: none shared
     shared: np.ndarray | None
     # [S + 1] int64, index of each rollout's first token; the last entry is the total number of tokens
     starts: np.ndarray

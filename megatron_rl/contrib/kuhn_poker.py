@@ -44,8 +44,8 @@ class KuhnPoker(Environment):
 
     first: str = "first"  # role whose model plays the agent `first`
     second: str = "second"  # role whose model plays the agent `second`; may be the same role
-    # First message to an agent: a text file or a packaged prompt with {agent}, {card}, {actions} and {said}. {said} is
-    # the other agent's last action, or "nothing".
+    # First message to an agent: a text file or a packaged prompt with {agent}, {card}, {actions} and {said}.
+    # The placeholder {said} is the other agent's last action, or "nothing".
     template: str = "kuhn_poker"
     # message to the first agent when it acts for the second time
     answered: str = "\nThe other player says: {said}. Your actions are: {actions}.\n"

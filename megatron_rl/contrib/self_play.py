@@ -34,8 +34,8 @@ class SelfPlay(Recipe):
     """
 
     needs_shares = True  # rewards must be from 0 to 1, because a missing answer counts as 0
-    # Number of iterations, each of which trains both roles. If `proposer_iterations` and `solver_iterations` are set:
-    # number of rounds, each of which has iterations of the proposer, then of the solver.
+    # Number of iterations, each of which trains both roles.
+    # With `proposer_iterations` and `solver_iterations`: number of rounds of proposer, then solver iterations.
     updates: int
     proposer_iterations: int = 0  # proposer iterations per round, with the solver unchanged; 0 for both: no rounds
     solver_iterations: int = 0  # solver iterations per round, each with one proposal per task
@@ -43,21 +43,22 @@ class SelfPlay(Recipe):
     answers: int = 5  # solver answers per question
     aim: Aim = "hard"
     unparseable: float = 0.0  # the proposer's reward for proposals that cannot be played
-    # If above 0: BLEU distance below which questions are in one cluster. The share of questions in a question's cluster
-    # is subtracted from its reward (R-Zero).
+    # If above 0: BLEU distance below which questions are in one cluster.
+    # The share of questions in a question's cluster is subtracted from the reward of the question (R-Zero).
     cluster_distance: float = 0.0
     # which answer counts as correct: the proposer's, or the solver's most frequent one
     key: Literal["proposed", "majority"] = "proposed"
     least_accuracy: float = 0.0  # minimum accuracy of a question that the solver is trained on
     most_accuracy: float = 1.0  # maximum accuracy of a question that the solver is trained on
-    # module:name of a reward function (proposed answer, task's payload with the proposed "question") -> score, which is
-    # above 0.5 for a correct answer. It should return 0 for unreadable answers: too many errors stop the run.
+    # module:name of a reward function (proposed answer, payload of the task with the proposed "question") -> score.
+    # The score of a correct answer is above 0.5. It should be 0 for unreadable answers: too many errors stop the run.
     rule: str | None = None
     rule_workers: int = 2  # number of worker processes for `rule`
-    # Advantage of a proposal. "hierarchical": reward minus the mean over the task's proposals, 0 for a single proposal
-    # (prime-rl). "ema": reward minus a moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Any other
-    # value: an estimator, which compares the proposals of a task. For Search Self-Play, which has one proposal per
-    # task, use "reinforce": the advantage is the reward.
+    # Advantage of a proposal:
+    # "hierarchical": reward minus the mean over the task's proposals, 0 for a single proposal (prime-rl).
+    # "ema": reward minus a moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119).
+    # Any other value is the name of an estimator, which compares the proposals of a task.
+    # Search Self-Play has one proposal per task, whose advantage is its reward: "reinforce".
     proposer_estimator: str = "hierarchical"
     ema_decay: float = 0.95
     estimator: str = "grpo"  # estimator for the solver, over the answers to one question
@@ -133,8 +134,7 @@ class SelfPlay(Recipe):
         context.add_metrics(SOLVER, metrics | {"learned_from": float(len(teaching))})
         out: dict[str, list[Rollout]] = {}
         if PROPOSER in iteration.roles:
-            # A proposal is left out if the check of its answer failed, or if none of the solver's answers could be
-            # graded.
+            # a proposal is left out if the check of its answer, or the grading of all the solver's answers, failed
             unplayed = {i for i in range(len(proposed)) if i not in prompts and checked.get(i, False) is not None}
             earned = dict.fromkeys(unplayed, self.unparseable) | {i: aimed(self.aim, a) for i, a in accuracy.items()}
             alike = self._alike(context, [found.get(i, ("", ""))[0] for i in range(len(proposed))])

@@ -24,9 +24,10 @@ class Agents(OverEpisodes, Recipe):
     agents: Mapping[str, int] = field(default_factory=lambda: {"agent": 1})
     trained: Sequence[str] = ()  # roles that are trained; empty means all
     group_size: int = 8  # episodes per problem, all with the same environment seed
-    # What the reward of a role's sample is compared with. "task": the samples of the same problem. "episode": the
-    # samples of the same episode, for a role with several agents. "ema": a moving average of the role's rewards
-    # (SPIRAL, arXiv 2506.24119).
+    # What the reward of a role's sample is compared with:
+    # "task": the samples of the same problem.
+    # "episode": the samples of the same episode, for a role with several agents.
+    # "ema": a moving average of the role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
     # used if `compared` is "task": a name in algorithms.estimators, or module:name of a function
     estimator: str = "grpo"

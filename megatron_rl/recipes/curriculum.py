@@ -21,8 +21,7 @@ class Curriculum:
     for a problem.
     """
 
-    # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: no problem is
-    # retired
+    # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: off
     retire_at: float | None = 0.9
     # problems with at most this success rate, for example 0.0, are skipped for some epochs; null: no problem is skipped
     rest_at: float | None = None

@@ -33,8 +33,8 @@ class EpisodesGraded:
     episodes: Sequence[Episode]
     # samples of the episodes that did not fail, with all rewards; the payload has the index of the episode
     rollouts: list[Rollout]
-    # metrics: means per episode of answers (of all agents), tool_calls and cuts (truncations of the transcript), and
-    # counts of failed episodes, episodes/timeout and episodes/error
+    # Means per episode: answers (of all agents), tool_calls, cuts (truncations of the transcript).
+    # Counts of failed episodes: episodes/timeout, episodes/error.
     metrics: dict[str, float]
 
 

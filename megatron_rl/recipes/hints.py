@@ -50,8 +50,8 @@ class Hints:
         """
         solutions = [self._solution(group.prompt) for group in groups]
         out, hinted, too_long = list(groups), set[int](), set[int]()
-        # The maximum share of failed gradings was already checked for the whole round. It is not checked for the few
-        # samples with hints, where two failures could end the run.
+        # The maximum share of failed gradings was already checked for the whole round.
+        # It is not checked for the few samples with hints, where two failures could end the run.
         lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
             prompts = {

@@ -46,8 +46,8 @@ class BaseTango(Recipe):
     alpha_schedule: WeightSchedule = "exponential"
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
     reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see AskByGroup
-    # Solutions of generator iterations are verified only while the moving average of the share of groups whose outcomes
-    # differ is below this value; null: always.
+    # Upper bound of the moving share of groups whose outcomes differ; null: no bound.
+    # Solutions of generator iterations are verified only while this share is below the bound.
     review_below: float | None = None
     # if True, verifier iterations are skipped while solutions of generator iterations are not verified
     verifier_rests: bool = False

@@ -100,8 +100,8 @@ class RolloutMaker(_Position):
     prompts_per_iteration: int
     # roles whose loss does not use advantages, so that their rollouts may lack advantages
     uncredited: frozenset[str] = frozenset()
-    # Stopwatch for iterations whose rollouts are generated while another iteration trains. Its times are logged with
-    # the metrics of the iteration's first role. None: use the stopwatch of the context.
+    # Stopwatch for rollouts that are generated while another iteration trains; None: the stopwatch of the context.
+    # Its times are logged with the metrics of the iteration's first role.
     own_watch: Stopwatch | None = None
 
     def make(self, iteration: Iteration) -> Collected:
@@ -258,8 +258,7 @@ class Collector:
         return iteration
 
     def _await(self) -> _CollectedIteration:
-        # the thread is started at the first call of `take`, so that earlier work, such as the evaluation at the start,
-        # is not disturbed
+        # the thread starts at the first `take`, so that the evaluation at the start of the run is not disturbed
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
             self._thread.start()

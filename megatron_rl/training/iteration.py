@@ -71,8 +71,7 @@ class RolloutContext:
     partner_weights: Mapping[str, float] = field(default_factory=dict)
     watch: Stopwatch = field(default_factory=Stopwatch)
     seed: int = 0  # random seed of the run
-    # An answer or episode is correct if its reward is above this threshold. It is the middle of the setting
-    # reward.range.
+    # an answer or episode with a higher reward is correct; the threshold is the middle of the setting reward.range
     threshold: float = 0.5
     # maximum share of an iteration's gradings that may fail (time out or raise an error)
     max_failure_share: float = 1.0
@@ -118,8 +117,7 @@ class RecipeRole:
     )  # number of samples that each role generates per problem when this role is trained; used to estimate memory, time
     # by role: how many of the `drawn` samples share one prompt; 1 for roles not in the mapping
     per_prompt: Mapping[str, int] = field(default_factory=dict)
-    # Estimated size of an episode, if the role answers several times in a conversation. Used to estimate memory and
-    # time.
+    # size of an episode, if the role answers several times in a conversation; used to estimate memory and time
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
 
 

@@ -25,8 +25,8 @@ from megatron_rl.types import Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
-# The mean score of correct answers must be at least the first fraction of the range from the lowest to the highest
-# score, and the mean score of wrong answers at most the second fraction.
+# Fractions of the range from the lowest to the highest score.
+# The mean score of correct answers must be at least the first, that of wrong answers at most the second fraction.
 CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
 
 

@@ -94,8 +94,7 @@ class Trainee:
     policy: Policy
     loss: BatchLoss
     refit: Callable[[int], None] | None = (
-        # refit(version) sends the policy's weights to its engine and is called by every rank; None if the policy has no
-        # engine
+        # function refit(version) that sends the policy's weights to its engine; None if the policy has no engine
         None
     )
     # number of rollouts per optimizer step; None means one optimizer step per update
