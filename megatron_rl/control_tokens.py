@@ -31,8 +31,7 @@ class ControlTokens:
         added = [(token.content, token.special) for token in tokens]
         special = [text for text, is_special in added if is_special]
         in_frame = [text for text, is_special in added if not is_special and text.strip() and text in frame]
-        # Tokens that the tokenizer matches after normalization can be written in several ways. For example, NFKC
-        # converts ＜ to <.
+        # Matching after normalization accepts several spellings of a token: for example, NFKC converts ＜ to <.
         normalizer = tokenizer.backend_tokenizer.normalizer if any(token.normalized for token in tokens) else None
         normalise = None if normalizer is None else normalizer.normalize_str
         self._special, self._all = _Speller(special, normalise), _Speller([*special, *in_frame], normalise)

@@ -165,8 +165,7 @@ class TorchWorld:
         self._driving = True
         try:
             result = function(*args)
-            # packed inside the try block: a result that cannot be sent then raises on every rank, and no rank waits
-            # forever
+            # packed inside the try block: if the result cannot be sent, every rank raises, and no rank waits forever
             packed = pack(result)
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))

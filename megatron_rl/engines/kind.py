@@ -66,8 +66,7 @@ class EngineKind:
     make_target: str  # Makefile target that creates the environment .venv-NAME
     # Builds the command line of a server. Raises ConfigError for settings that the engine does not support.
     command: Callable[[Any, ServerStart], Command]
-    # Creates a client from (URL, the job's token, settings, maximum duration of a refit in seconds, facts about the
-    # model).
+    # Creates a client from (URL, token of the job, settings, maximum seconds of a refit, facts about the model).
     client: Callable[[str, str, Any, float, ModelFacts], Server]
 
     def interpreter(self, settings: Servers) -> str:

@@ -27,8 +27,7 @@ COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 # Names under which /v1/models may report the context length.
 CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")
 TOKEN_ID = "token_id:"  # prefix of a token's id if the endpoint reports tokens as ids (`return_tokens_as_token_ids`)
-# A model's vocabulary may be larger than its tokenizer's, because its size is rounded up to a multiple of at most this
-# number.
+# A model's vocabulary size is the tokenizer's, rounded up to a multiple of at most this number.
 VOCAB_MULTIPLE = 1024
 # Seconds before a request is sent again. Doubled with each attempt. Used if the endpoint sends no Retry-After time.
 PAUSE_S = 0.5

@@ -18,8 +18,7 @@ MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500
 CALLED = ("/torch/", "/pydantic/")
 QUIET = ("DEBUG", "INFO", "WARNING")  # log levels of lines that report no error, even if they contain a traceback
 TRACEBACK = "Traceback (most recent call last):"
-# Format of a line of vLLM's output: the process, then, in lines of its logger, the level, time and location, then the
-# text.
+# Format of an output line of vLLM: the process; in a logger's line the level, time and location; the text.
 LINE = re.compile(
     r"(?P<process>(?:\([^()]* pid=\d+\) )*)"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?(?P<text>.*)"

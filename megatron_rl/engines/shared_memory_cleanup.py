@@ -74,8 +74,7 @@ class Segments:
     def _write(self) -> None:
         if self._file is None:
             self._path = self._directory / f"{LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
-            # If /dev/shm is full or does not support locks, there is no list file, and the segments of a killed server
-            # remain.
+            # If /dev/shm is full or has no locks, there is no list file, and a killed server's segments remain.
             with contextlib.suppress(OSError):
                 self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from megatron_rl.models import registry
 
-# Name of the server's environment variable that lists model families, such as package.module:FAMILY, separated by
-# spaces.
+# Name of the server's environment variable with model families: package.module:FAMILY, separated by spaces.
 VARIABLE = "MEGATRON_RL_FAMILIES"
 
 

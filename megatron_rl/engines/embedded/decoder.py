@@ -38,8 +38,7 @@ class Decoder:
         self._scale = arch.features.softmax_scale or arch.head_dim**-0.5
         # number of elements of a head to which no rotary embedding is applied
         self._plain = arch.head_dim - arch.rotated
-        # Shape of the cache entry of one token: (2 for keys and values, or 1 for latents; number of heads; elements per
-        # head).
+        # Cache entry of a token: (2 for keys and values or 1 for latents, number of heads, elements per head).
         self._cached = (1, 1, arch.kv_rank + arch.rope_dim) if arch.kv_rank else (2, arch.kv_heads, arch.head_dim)
         self._eps = {eps: torch.tensor(eps) for eps in (arch.features.norm_eps, arch.features.latent_eps)}
         self._routing = arch.features.routing
@@ -190,8 +189,7 @@ class Decoder:
             scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
             return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
         keys, values = keys[:, :, :window], values[:, :, :window]
-        # The H / KV queries that share a key head are arranged as positions of one sequence, because they have the same
-        # mask.
+        # The H / KV queries that share a key head are positions of one sequence, because they have the same mask.
         q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
         return y.reshape(rows, -1)

@@ -96,9 +96,7 @@ class ContinuousBatch:
             for i, r in enumerate(rows)
             if self._limits[i] > 0
         ]
-        # Rows with long prompts first, so that rows of similar length are decoded together and equal prompts are
-        # prefilled together.
-        # together.
+        # Long prompts first: rows of similar length are decoded together, and equal prompts are prefilled together.
         self._waiting = deque(sorted(requests, key=lambda r: (-len(r.tokens), r.prompt, r.place)))
         self._slots, self._size = min(max_batch, len(requests)), 0
         self._caches = [Cache(decoder, self._slots) for decoder in decoders]

@@ -217,8 +217,7 @@ class ListedMembers(Members):
     def _look_at(self, listing: Listing, now: float) -> None:
         member = self.by_replica.get(listing.replica)
         if member is None or member.listing.incarnation != listing.incarnation:
-            # A listing may belong to a server that died with its host: send the server no request before its first
-            # heartbeat.
+            # The server may have died with its host: send it no request before its first heartbeat.
             new = Member(listing, self._connect(listing), seen=now, lost="it has given no sign of life yet")
             with self.change:
                 self.by_replica[listing.replica] = new

@@ -128,9 +128,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Callback, set if the servers use the trainer's GPUs: puts all servers to sleep, sends the current weights to
-        # servers without them, and wakes all servers.
-        # without them, and wakes all servers.
+        # Callback that puts all servers to sleep, sends the current weights to servers without them, and wakes all
+        # servers. Set only if the servers use the trainer's GPUs.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated = settings.colocate
         self._owner = threading.get_ident()

@@ -27,8 +27,7 @@ from megatron_rl.types import Stop
 
 FACTS = "/server_info"
 FLUSH_S = 30.0  # maximum seconds to wait until the last batch has finished, so that the KV cache can be emptied
-# SGLang's pause mode for each value of `engine.pause`. A retracted request computes its KV cache again with the new
-# weights.
+# SGLang's pause mode for each `engine.pause`. A retracted request recomputes its KV cache with the new weights.
 PAUSES = {"abort": "abort", "wait": "retract", "keep": "retract"}
 RESERVED = 5  # number of tokens that SGLang keeps free after the longest prompt that it accepts
 

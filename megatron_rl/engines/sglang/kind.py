@@ -38,8 +38,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     environment = {
         TOKEN_FILE: str(start.token_file),
         "HF_HUB_OFFLINE": "1",
-        # The route /health needs no token, so a request to it must not generate tokens. It must not fail during a
-        # refit.
+        # /health needs no token, so a request to it must not generate tokens; it must not fail during a refit.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     if start.on_gpu:

@@ -59,8 +59,7 @@ def main() -> None:
     app.add_middleware(Framed)
     app.add_middleware(Guard)  # the middleware that is added last gets a request first
     _hook(FREEZE, _freeze_gc)
-    # The ranks of one node find each other by a file: torch's TCP store would listen on every interface without a
-    # token.
+    # Ranks of one node find each other by a file: torch's TCP store would listen on all interfaces without a token.
     if arguments.nnodes == 1:
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{_meeting_place()}/ranks"
     try:

@@ -59,8 +59,7 @@ class TandemForCausalLM(nn.Module):
             )
         self._junior_directory = settings["junior"]
         self._widths = [own.hidden_size, other.hidden_size]
-        # Separate prefixes: vLLM identifies attention layers by name, and each layer of each model needs its own KV
-        # cache.
+        # Separate prefixes: vLLM identifies attention layers by name, and each layer needs a separate KV cache.
         self.senior = init_vllm_registered_model(
             vllm_config, prefix=maybe_prefix(prefix, "senior"), hf_config=own, architectures=settings["architectures"]
         )

@@ -74,8 +74,7 @@ class VllmLanding:
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
             if isinstance(layer, AttentionLayerBase):
-                # vLLM computes the parameters of attention layers from other parameters, when it loads and at the end
-                # of a reload
+                # vLLM computes attention parameters from others, when it loads and at the end of a reload
                 continue
             loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
             live = dict(layer.named_parameters(recurse=False))
@@ -88,8 +87,7 @@ class VllmLanding:
                 if device.type != "cpu" and _plain(layer):
                     self.parameters[prefix + name] = live[name].data
                 else:
-                    # In host memory: a second copy on the GPU would need memory beyond the memory that vLLM has
-                    # reserved.
+                    # In host memory: vLLM has reserved no GPU memory for a second copy.
                     own = torch.empty(shape.shape, dtype=shape.dtype, device="cpu", pin_memory=device.type != "cpu")
                     self._staged[prefix + name] = own
         self.parameters |= self._staged
