@@ -96,7 +96,7 @@ def column_fields(functions: Sequence[CalledFunction], source: Settings, row: Ma
 
 
 def reward_settings(given: Reward, directory: Path) -> tuple[dict[str, Any], list[CalledFunction]]:
-    """Returns the config section `reward` for reward functions, and the functions with their parsed signatures.
+    """Returns the config section `reward` for reward functions, and the list of functions with their parsed signatures.
 
     `given`: a name package.module:name, a function, a list of names, functions and pairs (function, weight), or the
     section itself. A function that ranks can import is referred to by name; any other function, such as one in a

@@ -11,7 +11,7 @@ from megatron_rl.config.base import ConfigError, config
 class EpisodeEstimate:
     """An estimate of the number of answers of a role in an episode, and of the time and tokens between two answers.
 
-    Only `megatron-rl plan` uses it. The defaults describe a role that answers once.
+    Only `megatron-rl plan` uses this estimate. The defaults describe a role that answers once.
     """
 
     answers: PositiveInt = 1  # number of answers of an agent in one episode

@@ -22,7 +22,7 @@ class Evaluation:
 
     prompts: PromptSet | None = None  # the held-out problems; null: no evaluation
     every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end
-    at_start: bool = True  # also evaluate before the first iteration
+    at_start: bool = True  # true: evaluate before the first iteration in addition to the later evaluations
     num_prompts: PositiveInt = 256  # number of problems of one evaluation
 
 
@@ -163,12 +163,13 @@ class EvalConfig:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the models that the evaluation loads."""
+        """Returns {dotted name of the setting: model settings} of the models that the evaluation loads."""
         judging = None if self.verifier is None else self.verifier.model
         found = {"model": self.model, "junior": self.junior, "verifier.model": judging, "base": self.base}
         return {name: model for name, model in found.items() if model is not None}
 
     @property
     def sets(self) -> dict[str, PromptSet]:
-        """Returns {setting: section} of the user's problem set; an empty dict if there is none."""
+        """Returns {dotted name of the setting: settings of the problem set} of the user's problem set, or an empty dict
+        if the config has none."""
         return {} if self.data is None else {"data": self.data}

@@ -1,7 +1,7 @@
 """Loads configs: defaults, then YAML files from left to right, then `a.b=c` overrides. Later values override earlier.
 
-All problems of a config are reported in one error, each with the value and how to correct it. Nothing here imports
-torch.
+All problems of a config are reported in one error, each with the value and how to correct it. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -380,7 +380,8 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> str
         case "missing" | "missing_argument":
             return f"{said}: missing; it has no default, so give it in a file or as {name}=..."
         case "value_error":
-            # The message is from a __post_init__ and may begin with the name of its section.
+            # The error message was raised by a __post_init__, and may begin with the name of the config section that
+            # was checked.
             message = problem["msg"].removeprefix("Value error, ")
             if place and message.startswith(f"{place[-1]}."):
                 return f"{_origin(place, sources)}: {'.'.join([*place[:-1], message])}"

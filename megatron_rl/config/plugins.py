@@ -125,7 +125,7 @@ def look_here() -> str:
     """Appends the current directory to `sys.path`, so that its modules can be imported, and returns the directory."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # at the end: a local folder called `datasets` must not hide the library
+        sys.path.append(here)  # appended at the end, so that a local folder called `datasets` does not hide the library
     return here
 
 

@@ -74,7 +74,8 @@ class JobConfig:
     # Seconds before the time limit at which the run is asked to save and exit; null: the value in the profile.
     warning_s: PositiveInt | None = None
     stalled: PositiveInt = 3  # the job gives up after this many starts in a row without a new checkpoint
-    engine_time: str | None = None  # time limit of one server job, which is then restarted; null: the same as `time`
+    # Time limit of one Slurm job of servers; the job is restarted at the limit; null: the same as `time`
+    engine_time: str | None = None
 
 
 @config

@@ -1,7 +1,7 @@
 """The config of each command as frozen dataclasses. The classes of all sections can be imported from this module.
 
-files.py reads configs; checks.py checks settings against each other. Nothing here imports torch or Megatron, so a
-config can be checked on a login node.
+files.py reads configs; checks.py checks settings against each other. This module imports neither torch nor Megatron, so
+a config can be checked on a login node.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class TrainConfig:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the models whose files the run reads, such as `roles.solver.model`."""
+        """Returns {dotted name of the setting: model settings} of the models whose files the run reads. A name is, for
+        example, `roles.solver.model`."""
         return {
             f"roles.{name}.model": role.model
             for name, role in self.roles.items()
@@ -141,7 +142,7 @@ class TrainConfig:
 
     @property
     def sets(self) -> dict[str, PromptSet]:
-        """Returns {setting: section} of the problem sets that the run reads."""
+        """Returns {dotted name of the setting: settings of the problem set} of the problem sets that the run reads."""
         own = {f"roles.{name}.data": role.data for name, role in self.roles.items() if role.data is not None}
         held_out = self.evaluation.prompts
         return {"data": self.data, **own, **({} if held_out is None else {HELD_OUT: held_out})}
@@ -177,12 +178,13 @@ class SftConfig:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the model."""
+        """Returns {dotted name of the setting: model settings} of the model."""
         return {"model": self.model}
 
     @property
     def trained(self) -> RoleConfig:
-        """Returns the model and its training settings as the config of a reinforcement-learning role."""
+        """Returns the settings of the model and of its training in the form of a RoleConfig, as in reinforcement
+        learning."""
         return RoleConfig(
             model=self.model,
             layout=self.layout,
@@ -234,10 +236,10 @@ class GenerateConfig:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Returns {setting: section} of the teacher, the model that generates the answers."""
+        """Returns {dotted name of the setting: model settings} of the teacher, the model that generates the answers."""
         return {"model": self.model}
 
     @property
     def sets(self) -> dict[str, PromptSet]:
-        """Returns {setting: section} of the problem set."""
+        """Returns {dotted name of the setting: settings of the problem set} of the teacher's problems."""
         return {"data": self.data}

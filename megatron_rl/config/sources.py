@@ -40,8 +40,8 @@ def sources(tree: Any) -> dict[str, Path]:
     The name of a file that a setting names (data, a prompt, a chat template, a corpus) is the setting's name. Files of
     models and adapters are named SETTING/FILE, and modules "module NAME". Modules are those of plug-ins and of pickled
     functions, and the modules that they import, except those of the standard library, this package, and other installed
-    packages. Not included: files whose names are in the code of a plug-in, and directories that an argument of a
-    plug-in names. Only the packages that contain plug-ins are imported.
+    packages. The result does not include files whose names are in the code of a plug-in, and directories that an
+    argument of a plug-in names. Only the packages that contain plug-ins are imported.
     """
     texts = {setting: text for setting, text in _texts(tree, "") if setting.partition(".")[0] not in NOT_READ}
     found = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}

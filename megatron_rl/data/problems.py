@@ -185,7 +185,8 @@ class PromptReader:
             tokens = self._tokens(problem)
             if len(tokens) > self._max:
                 self.dropped, misses = self.dropped + 1, misses + 1
-                if misses >= 2 * len(self._problems) - 1:  # so many too long prompts in a row include a whole epoch
+                # If so many consecutive prompts are too long, they include a whole epoch
+                if misses >= 2 * len(self._problems) - 1:
                     raise DataError(
                         f"every prompt is longer than max_prompt_tokens = {self._max}, e.g. {len(tokens)}: raise it"
                     )

@@ -38,7 +38,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used: its file and line, and the reason."""
+    """A row that cannot be used, given by its file and line and the reason."""
 
     where: str
     why: str

@@ -145,8 +145,8 @@ class Environment(EpisodeMaker):
 def check_speakers(maker: EpisodeMaker, roles: Collection[str], *, key: str) -> None:
     """Raises ConfigError if the roles of a recipe's agents differ from the roles whose models the episodes use.
 
-    `roles`: the recipe's roles. `key`: name of the setting with these roles, for the error message. There is no check
-    if `maker.speaking_roles()` is None.
+    `roles`: the recipe's roles. `key`: name of the setting with these roles, for the error message. Nothing is checked
+    if `maker.speaking_roles()` returns None.
     """
     asked = maker.speaking_roles()
     if asked is None or set(asked) == set(roles):

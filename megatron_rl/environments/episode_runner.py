@@ -153,7 +153,8 @@ class EpisodesPlay:
         def work() -> None:
             self._events.put(partial(self._watch_call, number, stamp))
             try:
-                result = job() if number in self._running else None  # the episode may have been ended meanwhile
+                # None if the episode was ended while the call waited for a worker
+                result = job() if number in self._running else None
             except Exception as error:  # any exception of an environment is a failure of its episode
                 result = error
             except SystemExit as error:  # some libraries exit on failure; SystemExit would silently end the thread

@@ -15,8 +15,8 @@ MAX_PATH = 4096  # maximum length of a path in Linux
 
 
 def refuse(spec: Spec, profile: Profile) -> None:
-    """Raises ConfigError if servers need more GPUs than a node of the profile has, or if a path of the config is not
-    mounted under the same name in the profile's container."""
+    """Raises ConfigError if the engine servers need more GPUs than a node of the cluster's profile has, or if a path of
+    the config is not mounted under the same name in the profile's container."""
     settings, gpus = None if spec.engine is None else spec.engine.settings, profile.gpus_per_node
     if isinstance(settings, Servers) and not settings.urls and gpus > 0:
         if gpus < settings.tp:

@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `stop` and `logs`, which use the run directory and Slurm's queue."""
+"""The commands `megatron-rl status`, `stop` and `logs`, which read the run directory and Slurm's queue."""
 
 from __future__ import annotations
 

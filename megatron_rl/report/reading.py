@@ -188,7 +188,8 @@ class _Columns:
 def _add(columns: dict[str, Curve], iteration: int, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         curve = columns[name]
-        if math.isfinite(value):  # inlined from Curve.add, because there may be millions of values
+        # The code of Curve.add is repeated here for speed, because there may be millions of values
+        if math.isfinite(value):
             curve.iterations.append(iteration)
             curve.values.append(value)
         else:

@@ -1,5 +1,5 @@
-"""The directory of a run: its files, its lock, its summary, and the check of a resume. The class Interrupts lets
-signals stop a run."""
+"""The directory of a run: its files, its lock, its summary, and the check whether a run may resume in it. The class
+Interrupts lets signals stop a run."""
 
 from __future__ import annotations
 
