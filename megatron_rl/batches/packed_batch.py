@@ -50,7 +50,7 @@ class Batch:
         default_factory=dict
     )  # further inputs of the loss by name: [N] or [N, k], float32 or int32
     experts: Tensor | None = None  # [N, L, k] int16: ids of the experts that the engine chose, FREE if unknown
-    # [S] int64, number of leading tokens shared with the previous sequence, which the model computes once for both
+    # [S] int64, number of leading tokens shared with the previous sequence, which are computed only once
     shared: Tensor | None = None
 
     @property

@@ -44,7 +44,8 @@ class Form:
     values: Mapping[str, Value] = field(default_factory=dict)
     # (number of layers, experts per token) of the expert ids; None if the buffer has no expert ids
     experts: tuple[int, int] | None = None
-    shared: bool = False  # True if the buffer has the number of tokens that each rollout shares with the previous one
+    # True if the buffer has the number of tokens that each rollout shares with the previous rollout
+    shared: bool = False
 
     def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
         """Yields (name, dtype, shape) of the arrays in buffer order. Wider types come first, so that all arrays are

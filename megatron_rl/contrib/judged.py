@@ -32,12 +32,12 @@ class JudgedAnswer:
     text: str
     # all judgements, also those without a readable score, from which the judge learns the answer format
     judgements: list[Rollout]
-    scores: list[float]  # scores in [0, 1] of the judgements that have one
+    scores: list[float]  # scores in [0, 1] of those judgements that have a readable score
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """A role's configuration for one purpose: how the role is prompted, and how its completions are sampled."""
+    """A role's configuration for one purpose: how the role is prompted, and how the role's completions are sampled."""
 
     role: str
     sampling: Sampling

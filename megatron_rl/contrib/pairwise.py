@@ -32,7 +32,7 @@ class Pairwise(Recipe):
     """
 
     updates: int  # number of generator updates
-    group_size: int = 8  # responses per problem; one of them is the reference for the others
+    group_size: int = 8  # number of responses per problem; one response is the reference for the others
     # true: compare each pair in both orders and average the margins; false: compare each pair in one random order
     both_orders: bool = False
     judge_warmup: int = 0  # judge iterations before the first generator iteration

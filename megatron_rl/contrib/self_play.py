@@ -33,12 +33,13 @@ class SelfPlay(Recipe):
     accuracy determines the proposer's reward.
     """
 
-    needs_shares = True  # rewards must be from 0 to 1, because a missing answer counts as 0
+    needs_shares = True  # rewards must be from 0 to 1, because a missing answer has the reward 0
     # Number of iterations, each of which trains both roles.
     # With `proposer_iterations` and `solver_iterations`: number of rounds of proposer, then solver iterations.
     updates: int
-    proposer_iterations: int = 0  # proposer iterations per round, with the solver unchanged; 0 for both: no rounds
-    solver_iterations: int = 0  # solver iterations per round, each with one proposal per task
+    # number of proposer iterations per round, in which the solver is unchanged; 0 for both settings: no rounds
+    proposer_iterations: int = 0
+    solver_iterations: int = 0  # number of solver iterations per round, each with one proposal per task
     proposals: int = 4  # proposals per task
     answers: int = 5  # solver answers per question
     aim: Aim = "hard"

@@ -51,7 +51,7 @@ class DeviceMemory:
         self._generating = engines is not None  # engines are awake after their start
         # names of the policies whose engines got the newest weights since the engines were put to sleep
         self._refitted: set[str] = set()
-        # True while an engine that sleeps holds newly sent weights on the device
+        # True while an engine that does not generate yet holds newly sent weights on the device
         self._weights_there = False
 
     def start(self) -> None:
