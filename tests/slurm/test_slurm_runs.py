@@ -59,11 +59,10 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
 
 
 def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path):
-    """A config whose data is not there fails at every start, and a wrong one is not tried again."""
+    """A config that is wrong on the nodes alone, which `submit` cannot see, is not tried again."""
     cluster, _ = site
-    (job,) = submit(
-        site, *tango_settings(last_letter, tmp_path, "stuck"), "reward.target=answers_nothing:grade", "job.slices=8"
-    )
+    wrong = f"data.path={tmp_path}/none.jsonl"
+    (job,) = submit(site, *tango_settings(last_letter, tmp_path, "stuck"), wrong, "job.slices=8")
     states = cluster.wait(job)
     assert states.pop(f"{job}_0") == "FAILED" and set(states.values()) == {"CANCELLED"}, states
     (only,) = job_slices.read(tmp_path / "stuck")
