@@ -162,7 +162,7 @@ def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | N
 
 def _doctor(args: argparse.Namespace) -> int:
     """Implements `megatron-rl doctor`: runs checks of the cluster and prints their results. Returns 1 if a check fails,
-    otherwise 0."""
+    otherwise 0. Raises ConfigError for a recipe that cannot be built."""
     from rich.console import Console
 
     from megatron_rl.cluster import profile
@@ -173,7 +173,9 @@ def _doctor(args: argparse.Namespace) -> int:
     spec = None
     if args.settings:
         config = load(args.settings)[1]
-        spec = specify(config, config.launch.nproc)[0]
+        spec, problems = specify(config, config.launch.nproc)
+        if problems:
+            raise ConfigError("\n  ".join(problems))
     checks = doctor.examine(spec, site, quick=args.quick, environment=os.environ)
     doctor.show(
         checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ

@@ -55,7 +55,6 @@ IMPORTS = "".join(
         f"import {', '.join(_MODULES)}\nsys.setrecursionlimit(50000)\n",
     ]
 )
-_NO_VALUE = object()  # sentinel value of a text that is not a Python literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,15 +58,24 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     assert metrics(run) == metrics(tmp_path / "quiet")
 
 
-def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path):
-    """A run whose data is not there, which the host that submits need not see, fails at three starts and ends."""
+@pytest.mark.parametrize(
+    ("wrong", "slices"),
+    [
+        ("recipe.target=tests.helpers.only_at_home:Tango", [(2, "the config or the command line is wrong")]),
+        ("data.path=none.jsonl", [(1, ""), (1, ""), (1, ""), (None, "3 starts made no progress")]),
+    ],
+    ids=["wrong", "missing"],
+)
+def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path, wrong, slices):
+    """A config that is wrong on the nodes alone is not tried again; a run whose data is not there ends at the fourth
+    start. The host that submits sees neither."""
     cluster, _ = site
-    missing = f"data.path={tmp_path}/none.jsonl"
-    (job,) = submit(site, *tango_settings(last_letter, tmp_path, "stuck"), missing, "job.slices=8")
+    (job,) = submit(site, *tango_settings(last_letter, tmp_path, "stuck"), wrong, "job.slices=8")
     states = cluster.wait(job)
     assert sorted(states.values()).count("FAILED") == 1 and set(states.values()) == {"CANCELLED", "FAILED"}, states
-    *failed, last = job_slices.read(tmp_path / "stuck")
-    assert {one.status for one in failed} == {1} and "3 starts made no progress" in (last.cause or "")
+    found = job_slices.read(tmp_path / "stuck")
+    assert [one.status for one in found] == [status for status, _ in slices]
+    assert all(said in (one.cause or "") for one, (_, said) in zip(found, slices, strict=True))
 
 
 def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_letter, tmp_path):

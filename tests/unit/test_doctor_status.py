@@ -433,3 +433,13 @@ def test_what_is_no_run_is_said(tmp_path):
         status.read(tmp_path / "none")
     with pytest.raises(ConfigError, match="no run directory"):
         status.stop(tmp_path / "none", now=False)
+
+
+def test_doctor_names_a_recipe_that_cannot_be_built(tmp_path, capsys):
+    """It ended with a traceback, and a job that was wrong everywhere was started again."""
+    (tmp_path / "run.yaml").write_text(
+        "roles: {generator: {model: {path: x}}}\ndata: {path: x.jsonl}\n"
+        "recipe: {target: 'no_such_module:Recipe', args: {updates: 1}}\n"
+    )
+    assert main(["doctor", str(tmp_path / "run.yaml"), "--quick"]) == 2
+    assert "cannot import no_such_module" in capsys.readouterr().err
