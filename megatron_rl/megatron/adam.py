@@ -15,6 +15,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     torch's AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic is
     the same as in torch's Adam and AdamW.
+
+    `fused`: whether one kernel computes the whole update of many parameters, as in torch's AdamW. By default it does
+    on CUDA, where it moves 28 bytes per float32 parameter instead of 80 and needs no temporary tensors.
     """
 
     def __init__(
@@ -27,9 +30,10 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        fused: bool | None = None,
         **unused: Any,
     ) -> None:
-        self.decoupled = adam_w_mode
+        self.decoupled, self.fused = adam_w_mode, fused
         super().__init__(
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         )
@@ -42,27 +46,35 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Performs one optimizer step on all parameters that have a gradient."""
         for group in self.param_groups:
-            group["step"] = count = group.get("step", 0) + 1
+            group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             for p in params:
                 if not self.state.get(p):
                     self.initialize_state(p)
             if not params:
                 continue
-            update = adamw if self.decoupled else adam
-            update(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                [torch.tensor(float(count - 1)) for _ in params],
-                foreach=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            self._update(params, group)
+
+    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Updates the parameters `params` of a group and their moments. `step` of the group is the number of this step,
+        from 1."""
+        moments = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        tensors = params, [p.grad for p in params], *moments, []
+        settings = dict(
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        device = params[0].device
+        if device.type == "cuda" if self.fused is None else self.fused:
+            # torch's function `adamw` would add 1 to the step of each parameter: here the parameters share one tensor
+            count = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
+            fused: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+            fused(*tensors, [count] * len(params), **settings)
+        else:
+            update: Any = adamw if self.decoupled else adam
+            update(*tensors, [torch.tensor(float(group["step"] - 1)) for _ in params], foreach=True, **settings)

@@ -228,8 +228,9 @@ def _patch_megatron() -> None:
 def _replace_torch_optimizer() -> None:
     """Replaces torch's Adam, which Megatron-core uses without Transformer Engine and apex, by `FusedAdam`.
 
-    Core's distributed optimizer cannot load a checkpoint into torch's Adam. On a GPU, core's fallback for the gradient
-    norm is replaced too, because the fallback synchronizes with the GPU for each tensor.
+    Core's distributed optimizer cannot load a checkpoint into torch's Adam. On a GPU, two fallbacks of core are
+    replaced too: the gradient norm, which synchronizes with the GPU for each tensor, and gradient clipping, which
+    starts two kernels for each tensor and moves twice the bytes.
     """
     with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext(), _without_wandb():
         import megatron.core.optimizer as core_optimizer
@@ -237,7 +238,7 @@ def _replace_torch_optimizer() -> None:
         from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not is_active() and clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = _norm_of_all
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_of_all, _scale_all
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
@@ -263,6 +264,12 @@ def _norm_of_all(
     """Returns (norm over all tensors together, [1], on the device of the tensors; None). Replaces Megatron-core's
     function of the same signature."""
     return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
+
+
+def _scale_all(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, scale: float) -> None:
+    """Multiplies tensors by `scale` in place. Replaces Megatron-core's function of the same signature, to which core
+    passes the same gradients as sources and as targets when it clips them."""
+    torch._foreach_mul_(tensor_lists[1], scale)
 
 
 @contextlib.contextmanager

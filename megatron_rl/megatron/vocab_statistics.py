@@ -17,17 +17,20 @@ from megatron_rl.batches.packed_batch import by_name
 from megatron_rl.megatron.kernels.products import add_product
 
 # Maximum number of logits that a rank holds at once: 8 MiB of float32 on a CPU (or GOOD_ROWS rows, see below), and
-# 512 MiB on a GPU. With Triton kernels the logits stay in the weight's dtype: twice as many fit in bfloat16.
+# 512 MiB on a GPU. With Triton kernels there are no other tensors of this size, and the logits stay in the weight's
+# dtype: a chunk has 1 GiB of logits, four times as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+TILE_ROWS = 128  # on a GPU the rows of a chunk are a multiple, so that the tiles of the matrix products are full
 # With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/benchmarks.md). A chunk has
 # at least GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but at most REUSED_ELEMENTS logits (28 MiB),
 # because malloc does not keep larger blocks for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
 # Maximum number of bfloat16 logit gradients that are collected for one matrix product on a CPU (128 MiB).
 JOINED_ELEMENTS = 1 << 26
-# Maximum number of log-probs of one micro-batch that are kept for the backward pass. Otherwise the backward pass
-# recomputes them.
-KEPT_ELEMENTS = {"cpu": 1 << 27, "cuda": 0}
+# Maximum number of log-probs of one micro-batch that are kept for the backward pass on a CPU. Otherwise the backward
+# pass recomputes them. With Triton kernels, a GPU keeps logits that take at most KEPT_SHARE of its free memory.
+KEPT_ELEMENTS = {"cpu": 1 << 27}
+KEPT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class _Head:
     temperature: float
     group: Any
     names: tuple[str, ...]  # names of the requested statistics, see vocab_parallel_statistics
-    keep: bool  # True if the log-probs of all rows are kept for the backward pass
+    # True if the log-probs of all rows (for Triton kernels, the logits) are kept for the backward pass
+    keep: bool
     # True if Triton kernels compute statistics and gradients, from unscaled logits in the dtype of the weight
     triton: bool
 
@@ -168,7 +172,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             if "vocab_mean" in found:
                 found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
             if head.keep:
-                kept.append(logits.sub_((log + (peak - own))[:, None]))
+                kept.append(logits if head.triton else logits.sub_((log + (peak - own))[:, None]))
         ctx.save_for_backward(hidden, weight, ids, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
         return torch.cat([torch.stack([*found.values()]), candidates])
@@ -234,7 +238,7 @@ def vocab_parallel_statistics(
     (Megatron-core's copy_to_tensor_model_parallel_region). With `triton`, the kernels of kernels/head.py are used.
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
-    keep = torch.is_grad_enabled() and not triton and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
+    keep = torch.is_grad_enabled() and _keeps_logits(hidden, rows, triton=triton)
     head = _Head(first_row, rows, vocab, temperature, group, tuple(names), keep, triton)
     ids = labels[:, None]
     if "candidate_logprobs" in names:
@@ -243,13 +247,30 @@ def vocab_parallel_statistics(
     return _VocabParallelStatistics.apply(hidden, weight, ids, head)  # type: ignore[return-value]
 
 
+def _keeps_logits(hidden: Tensor, rows: int, *, triton: bool) -> bool:
+    """Returns whether the logits of all hidden states [n, h] are kept for the backward pass, which is faster than a
+    second matrix product. `rows`: number of logits per hidden state on this rank.
+
+    The choice does not change results. Kept logits use only memory that is free: memory plans do not count them.
+    """
+    if hidden.device.type == "cpu":
+        return len(hidden) * rows <= KEPT_ELEMENTS["cpu"]
+    if not triton:  # these logits are float32
+        return False
+    free, _ = torch.cuda.mem_get_info(hidden.device)
+    cached = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+    return len(hidden) * rows * hidden.element_size() <= KEPT_SHARE * (free + cached)
+
+
 def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
     """Splits the rows of `hidden` into chunks of equal size (the last may be smaller). A chunk has at most
     CHUNK_ELEMENTS logits, except that it has at least GOOD_ROWS rows if these have at most REUSED_ELEMENTS logits, and
-    at least 32 rows in any case."""
-    most = CHUNK_ELEMENTS[hidden.device.type] * (4 // weight.element_size() if head.triton else 1)
+    at least 32 rows in any case. On a GPU its rows are a multiple of TILE_ROWS."""
+    most = CHUNK_ELEMENTS[hidden.device.type] * (8 // weight.element_size() if head.triton else 1)
     good = min(GOOD_ROWS, REUSED_ELEMENTS // weight.shape[0])
     size = max(32, good, most // weight.shape[0])
+    if hidden.device.type == "cuda":
+        size = max(TILE_ROWS, size // TILE_ROWS * TILE_ROWS)
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 

@@ -19,7 +19,9 @@ GRADIENT = 4  # bytes of the gradient per parameter, accumulated in float32
 # Bytes of the optimizer state per parameter: Adam's moments, and the float32 master weight.
 # The state is sharded over the ranks that hold the parameter. float32 weights have no separate master weight.
 MOMENTS, MASTER = 8, 4
-CHUNK = 1 << 27  # number of logits that a GPU holds at once, as in megatron/vocab_statistics.py
+# Number of logits that a GPU holds at once without Triton kernels, as in megatron/vocab_statistics.py. With Triton
+# kernels it holds more logits, but no other tensors of their size, and fewer bytes in all.
+CHUNK = 1 << 27
 # bytes of the buffer through which reference and live weights are swapped, as in megatron/offload.py
 EXCHANGE = 1 << 28
 CONTEXT = 2.5 * GIB  # bytes of GPU memory for the CUDA context, NCCL's buffers and libraries

@@ -33,6 +33,9 @@ def test_updates_are_measured(emulated):
             assert metrics[f"{name}/times_transformers"] > 0
             assert (f"{name}/update_s" in metrics) == (model == "1.5B")
             assert lacking.pop(f"{name}/mfu").startswith(UNKNOWN_PEAK)
+            assert (f"{name}/update_tflops" in metrics) == (f"{name}/update_s" in metrics)
+            assert (f"{name}/update_mfu" in lacking) == (model == "1.5B")
+            lacking.pop(f"{name}/update_mfu", None)
             assert told["recomputed"][name] == "none"
             assert told["forms"][name] == FORMS
     measured = ("device/copy_gb_per_s", "head/torch_forward_s", "head/plain_passes_s", "attention/64/ours_forward_s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_rl.megatron import platform, vocab_statistics
 
@@ -60,6 +61,39 @@ def test_a_chunk_has_rows_for_fast_products_and_a_bounded_size(vocab, rows):
     assert first == slice(0, rows)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "triton", "rows"),
+    [
+        *(
+            (151936, torch.bfloat16, True, 3456),
+            (151936, torch.float32, True, 1664),
+            (151936, torch.bfloat16, False, 768),
+        ),
+        (1 << 22, torch.bfloat16, False, 128),
+    ],
+)
+def test_a_gpus_chunks_are_tiles_of_a_product(vocab, dtype, triton, rows):
+    """With Triton kernels a chunk has at most 1 GiB of logits."""
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, 1, dtype=dtype, device="cuda") for n in (16384, vocab))
+        head = vocab_statistics._Head(0, vocab, vocab, 1.0, None, ("logprobs",), True, triton)
+        chunks = vocab_statistics._chunks(hidden, weight, head)
+    assert chunks[0] == slice(0, rows) and chunks[-1].stop == 16384
+    assert not triton or rows * vocab * weight.element_size() <= 1 << 30
+
+
+@pytest.mark.parametrize(("free", "cached", "kept"), [(9, 0, False), (10, 0, True), (4, 6, True), (4, 5, False)])
+def test_a_gpu_keeps_logits_that_take_half_of_its_free_memory(monkeypatch, free, cached, kept):
+    """5 GB of logits, with `free` GB of the device and `cached` GB of torch's allocator unused."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (20 + cached) * 10**9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * 10**9)
+    with FakeTensorMode():
+        hidden = torch.empty(25_000, 1, dtype=torch.bfloat16, device="cuda")
+    assert vocab_statistics._keeps_logits(hidden, 100_000, triton=True) == kept
+    assert not vocab_statistics._keeps_logits(hidden, 100_000, triton=False)
+
+
 def test_one_rank_sums_its_gradients_without_a_copy(alone):
     calls = []
 
@@ -74,3 +108,12 @@ def test_one_rank_sums_its_gradients_without_a_copy(alone):
     part = torch.zeros(4)  # memory of its own
     reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=alone, async_op=False)
     assert len(calls) == 1 and part.tolist() == [0, 1, 2, 3]
+
+
+def test_clipped_gradients_are_scaled_in_place_to_the_same_bits():
+    """megatron-core passes the gradients as sources and as targets, and multiplies one tensor at a time."""
+    draw = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=draw) for shape in ((5,), (2, 3), (0,))]
+    expected = [one * 0.3 for one in gradients]
+    platform._scale_all(65536, torch.zeros(1), [gradients, gradients], 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
