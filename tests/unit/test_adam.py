@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl.megatron.adam import FusedAdam
 
-SETTINGS = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+SETTINGS: dict[str, Any] = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SHAPES = (3,), (17, 5), (0,), (4096,), (2, 3, 7)
 
 
-def after(kind: type[torch.optim.Optimizer], steps: int = 5, **settings: object) -> list[torch.Tensor]:
+def after(kind: type[torch.optim.Optimizer], steps: int = 5, **settings: Any) -> list[torch.Tensor]:
     """Returns parameters, first moments and second moments after some steps on random gradients."""
     draw = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in SHAPES]
     groups = [{"params": params[:2], "lr": 1e-2}, {"params": params[2:], "weight_decay": 0.0}]
-    optimizer = kind(groups, **SETTINGS, **settings)  # type: ignore[arg-type]
+    optimizer = kind(groups, **SETTINGS, **settings)
     for _ in range(steps):
         for param in params:
             param.grad = torch.randn(param.shape, generator=draw)
