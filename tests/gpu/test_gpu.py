@@ -19,6 +19,10 @@ from prefixes_worker import make_groups
 from prefixes_worker import make_policy as make_sharing
 from tiny_models import make_model
 
+from megatron_rl.megatron import vocab_statistics
+from megatron_rl.megatron.adam import FusedAdam
+from megatron_rl.megatron.kernels import choice
+
 pytest_plugins = ["gpu_rank"]
 pytestmark = gpu_rank.MARKS
 VOCAB = 97
@@ -94,3 +98,35 @@ def test_steps_are_captured_anew_whenever_the_cache_has_grown(tmp_path, caplog):
         found[graphs] = [complete(engine, [[3, 14, 15]], sampling)[0][0].tokens.tolist() for _ in range(2)]
     assert found[True] == found[False] and "without CUDA graphs" not in caplog.text
     assert 0 <= torch.rand(1, device="cuda").item() < 1
+
+
+def test_kept_logits_give_the_gradients_of_logits_that_are_computed_again(one_rank, monkeypatch):
+    """Three chunks of rows, by Triton kernels where they can be had."""
+    triton, draw = choice.obstacle() is None, torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=draw).bfloat16().cuda().requires_grad_() for n in (300, 5000))
+    labels = torch.randint(5000, (300,), generator=draw).cuda()
+    monkeypatch.setitem(vocab_statistics.CHUNK_ELEMENTS, "cuda", 1)
+    found = []
+    for share in (0.0, 0.5):
+        monkeypatch.setattr(vocab_statistics, "KEPT_SHARE", share)
+        logprobs, entropy = vocab_statistics.vocab_parallel_statistics(
+            hidden, weight, labels, first_row=0, vocab=5000, temperature=0.7, group=torch.distributed.group.WORLD,
+            names=["logprobs", "entropy"], triton=triton,
+        )  # fmt: skip
+        found.append(torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (hidden, weight)))
+    assert all(torch.equal(again, kept) for again, kept in zip(*found, strict=True))
+
+
+def test_adam_takes_the_fused_kernel_and_its_numbers_are_those_of_other_kernels():
+    found = []
+    for fused in (None, False):
+        draw = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n, generator=draw).cuda()) for n in (5, 0, 70_000)]
+        optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1, fused=fused)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=draw).cuda()
+            optimizer.step()
+        assert optimizer.param_groups[0]["step"] == 3
+        found.append(torch.cat([param.detach() for param in params]).cpu())
+    assert (found[0] - found[1]).abs().max() < 1e-6
