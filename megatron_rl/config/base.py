@@ -3,10 +3,14 @@ sections of a config use."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import inspect
 import json
+import math
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -18,6 +22,7 @@ C = TypeVar("C")
 # are appended to file names.
 LONGEST_NAME = 200
 _USER = re.compile(r"://[^/\s@'\"]+@")  # the user and password in a URL
+UNREADABLE = (OSError, ValueError, RecursionError)  # errors of reading and parsing a text file
 MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
 
@@ -26,17 +31,49 @@ class ConfigError(ValueError):
     """A setting is invalid. The message names the setting, its value and how to correct it."""
 
 
-def check_path(setting: str, path: str) -> None:
-    """Raises ConfigError if a path is blank, has control characters, begins with `-` (as options do), or has a name of
-    more than LONGEST_NAME bytes. `setting`: name of the setting that contains the path, for the error message."""
+def refuse(problems: Iterable[str]) -> None:
+    """Raises ConfigError with the error messages `problems`, one per line. Returns if there are no messages."""
+    if found := "\n  ".join(problems):
+        raise ConfigError(found)
+
+
+@contextlib.contextmanager
+def refusing(say: Callable[[Exception], str], *kinds: type[Exception]) -> Iterator[None]:
+    """Context manager that converts an exception of one of the types `kinds` to a ConfigError with the message
+    `say(exception)`. A ConfigError is not converted."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(say(error)) from error
+
+
+def hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Returns the text "did you mean ...?" with the name in `known` that is most similar to `name`, or the text
+    `otherwise` if there is no similar name."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def not_finite(value: Any, place: str) -> Iterator[str]:
+    """Yields an error message for each number in nested values that is not finite. `place`: dotted name of `value`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{place} = {value}: give a finite number"
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from not_finite(part, f"{place}.{name}")
+
+
+def path_problems(setting: str, path: str) -> Iterator[str]:
+    """Yields an error message if a path is blank, has control characters, begins with `-` (as options do), or has a
+    name of more than LONGEST_NAME bytes. `setting`: name of the setting that contains the path."""
     if not path.isprintable() or not path.strip():
-        raise ConfigError(f"{setting} = {path!r}: give a name without line breaks or other control characters")
-    if path.startswith("-"):
-        raise ConfigError(f"{setting} = {path!r}: a name that begins with - looks like an option; put ./ before it")
-    if long := [part for part in path.split("/") if len(part.encode()) > LONGEST_NAME]:
-        raise ConfigError(
-            f"{setting}: {long[0][:40]!r}... has {len(long[0].encode())} bytes; give a name of up to {LONGEST_NAME}"
-        )
+        yield f"{setting} = {path!r}: give a name without line breaks or other control characters"
+    elif path.startswith("-"):
+        yield f"{setting} = {path!r}: a name that begins with - looks like an option; put ./ before it"
+    elif long := [part for part in path.split("/") if len(part.encode()) > LONGEST_NAME]:
+        yield f"{setting}: {long[0][:40]!r}... has {len(long[0].encode())} bytes; give a name of up to {LONGEST_NAME}"
 
 
 def without_passwords(text: str) -> str:
@@ -47,9 +84,16 @@ def without_passwords(text: str) -> str:
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def config(cls: type[C]) -> type[C]:
     """Class decorator: makes a frozen, keyword-only dataclass. When an instance is parsed from a config file, unknown
-    keys, wrong types, and NaN or infinite numbers are errors."""
-    strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    cls.__pydantic_config__ = strict  # type: ignore[attr-defined]
+    keys, wrong types, and NaN or infinite numbers are errors.
+
+    If the class has a method `problems`, which yields error messages about an instance, an instance with problems
+    cannot be made: the constructor raises ConfigError with all messages. A class with a method `__post_init__` calls
+    `refuse(self.problems())` there.
+    """
+    made: Any = cls
+    made.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    if hasattr(cls, "problems") and "__post_init__" not in vars(cls):
+        made.__post_init__ = lambda self: refuse(self.problems())
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -58,19 +102,17 @@ def read_object(file: Path) -> dict[str, Any]:
 
     Raises ConfigError if the file cannot be read, is larger than MOST_JSON_BYTES, or is not a JSON object.
     """
-    try:
+
+    def refuse_constant(name: str) -> None:
+        raise json.JSONDecodeError(f"{name} is no number of JSON", name, 0)
+
+    with refusing(lambda error: f"{file} cannot be read as JSON ({error}): fetch it again", *UNREADABLE):
         if (size := file.stat().st_size) > MOST_JSON_BYTES:
-            raise ConfigError(f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?")
-        found: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error}): fetch it again") from error
+            refuse([f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?"])
+        found: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again")
+        refuse([f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again"])
     return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise json.JSONDecodeError(f"{name} is no number of JSON", name, 0)
 
 
 @config
@@ -79,6 +121,10 @@ class Use:
 
     target: str  # the object's name as package.module:name
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the object
+
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each argument that is not a finite number."""
+        return not_finite(self.args, "args")
 
 
 def field_comments(schema: type) -> dict[str, str]:
@@ -89,23 +135,14 @@ def field_comments(schema: type) -> dict[str, str]:
     included. Fields without a comment are left out.
     """
     comments: dict[str, str] = {}
-    for kind in reversed(schema.__mro__):
-        if dataclasses.is_dataclass(kind):
-            comments |= _comments(inspect.getsource(kind))
-    return comments
-
-
-def _comments(source: str) -> dict[str, str]:
-    """Returns {field name: comment} from the source text of one class."""
-    comments: dict[str, str] = {}
     above: list[str] = []
-    for line in source.splitlines():
+    sources = (inspect.getsource(kind) for kind in reversed(schema.__mro__) if dataclasses.is_dataclass(kind))
+    for line in (line for source in sources for line in source.splitlines()):
         if text := re.match(r"    # (.*)$", line):
             above.append(text[1])
             continue
-        if name := re.match(r"    (\w+): ", line):
-            behind = re.search(r"  # (.*)$", line)
-            if above or behind:
-                comments[name[1]] = " ".join(above) or behind[1]  # type: ignore[index]
+        behind = re.search(r"  # (.*)$", line)
+        if (name := re.match(r"    (\w+): ", line)) and (above or behind):
+            comments[name[1]] = " ".join(above) or behind[1]  # type: ignore[index]
         above = []
     return comments

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_rl.config.base import field_comments
-
-
-def describe(schema: Any) -> str:
-    """Returns a text with one line per setting: its name, its default, and its comment in the schema's source."""
-    return "\n".join(["settings, their defaults and what they mean:", *_lines(schema, "")])
 
 
 def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -23,62 +18,43 @@ def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
     `roles.solver.layout` finds `roles.NAME.layout`. If no setting's name begins with `prefix`, returns the settings
     whose name contains it; if there are none either, returns an empty list.
     """
-    rows = [_row(line.strip()) for line in describe(schema).splitlines()[1:]]
-    words = [word for word in prefix.split(".") if word]
-    for fits in (_begins, _holds):
-        if chosen := [row for row in rows if fits(row[0].partition(" = ")[0].split("."), words)]:
-            return chosen
-    return []
+    rows, words = list(_rows(schema, "")), [word for word in prefix.split(".") if word]
+    names = [text.partition(" = ")[0].split(".") for text, _ in rows]
+    count = len(words)
+    begin = [
+        row
+        for row, name in zip(rows, names, strict=True)
+        if len(name) >= count
+        and all(part in (word, "NAME") for part, word in zip(name[: count - 1], words, strict=False))
+        and (not words or name[count - 1] == "NAME" or name[count - 1].startswith(words[-1]))
+    ]
+    return begin or [
+        row
+        for row, name in zip(rows, names, strict=True)
+        if any(name[place : place + count] == words for place in range(len(name)))
+    ]
 
 
-def _row(line: str) -> tuple[str, str]:
-    """Splits a line of `describe` into (setting, comment). The line of a section has the form `name: comment`."""
-    if section := re.match(r"([\w.]+): (.*)", line):
-        return section[1], section[2]
-    text, _, comment = line.partition("  # ")
-    return text, comment
-
-
-def _begins(parts: list[str], words: list[str]) -> bool:
-    return len(words) <= len(parts) and all(
-        part in (word, "NAME") or (place == len(words) - 1 and part.startswith(word))
-        for place, (part, word) in enumerate(zip(parts, words, strict=False))
-    )
-
-
-def _holds(parts: list[str], words: list[str]) -> bool:
-    return any(parts[place : place + len(words)] == words for place in range(len(parts)))
-
-
-def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
-    """Returns the lines of all settings of a section, including nested sections.
+def _rows(schema: Any, prefix: str, made: Any = None) -> Iterator[tuple[str, str]]:
+    """Yields (`name = default`, comment) of all settings of a section, including nested sections.
 
     `made`: the instance that is the default of the whole section; None if the defaults of its fields apply.
     """
-    comments, hints, out = field_comments(schema), typing.get_type_hints(schema), []
+    comments, hints = field_comments(schema), typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        comment = comments.get(field.name)
-        inside: list[Any] = [
-            kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)
+        comment, hint = comments.get(field.name, ""), hints[field.name]
+        inside: list[Any] = [kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)]
+        place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hint) is dict and inside else ''}"
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = default if made is None else getattr(made, field.name)
+        if not inside:
+            yield place + ("" if default is dataclasses.MISSING else f" = {json.dumps(default)}"), comment
+            continue
+        if comment:
+            yield place, comment
+        if len(inside) > 1:
+            yield f"{place}.kind = " + " | ".join(json.dumps(kind.kind) for kind in inside), ""
+        rows = [
+            row for kind in inside for row in _rows(kind, f"{place}.", default if isinstance(default, kind) else None)
         ]
-        place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hints[field.name]) is dict and inside else ''}"
-        default = getattr(made, field.name) if made is not None else _default(field)
-        if inside:
-            out += [f"  {place}: {comment}"] if comment else []
-            if len(inside) > 1:
-                out.append(f"  {place}.kind = " + " | ".join(json.dumps(kind.kind) for kind in inside))
-            for kind in inside:
-                lines = _lines(kind, f"{place}.", default if isinstance(default, kind) else None)
-                out += [
-                    line
-                    for line in lines
-                    if line not in out and not (len(inside) > 1 and line.startswith(f"  {place}.kind "))
-                ]
-        else:
-            value = "" if default is dataclasses.MISSING else f" = {json.dumps(default)}"
-            out.append(f"  {place}{value}{'  # ' + comment if comment else ''}")
-    return out
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        yield from dict.fromkeys(row for row in rows if len(inside) == 1 or not row[0].startswith(f"{place}.kind "))

@@ -3,13 +3,13 @@ the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, config
+from megatron_rl.config.base import Share, config
 
 if TYPE_CHECKING:
     from megatron_rl.config.model import RoleConfig
@@ -120,13 +120,14 @@ class Servers:
             if role.router_replay and not self.tells_experts
         ]
 
-    def __post_init__(self) -> None:
-        names = [word.partition("=")[0].replace("_", "-") for word in self.args]
-        if copies := [name for name in names if name in DATA_PARALLEL]:
-            raise ConfigError(
-                f"engine.args has {copies[0]}: a refit reaches one copy of the model in each server; leave it out, and "
-                "set engine.replicas to the number of copies"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each argument in `args` that asks for data parallelism."""
+        for name in (word.partition("=")[0].replace("_", "-") for word in self.args):
+            if name in DATA_PARALLEL:
+                yield (
+                    f"engine.args has {name}: a refit reaches one copy of the model in each server; leave it out, and "
+                    "set engine.replicas to the number of copies"
+                )
 
 
 @config

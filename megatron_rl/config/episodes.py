@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from megatron_rl.config.base import ConfigError, config
+from megatron_rl.config.base import config
 
 
 @config
@@ -22,8 +24,8 @@ class EpisodeEstimate:
     # max_prompt_tokens limits only the first prompt.
     bounded: bool = False
 
-    def __post_init__(self) -> None:
-        unread = {"told": self.told, "tool_s": self.tool_s}
-        for name, value in unread.items():
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each setting about several answers if there is one answer."""
+        for name, value in {"told": self.told, "tool_s": self.tool_s}.items():
             if value and self.answers == 1:
-                raise ConfigError(f"{name} = {value} with answers = 1: nothing follows the answer; give answers, too")
+                yield f"{name} = {value} with answers = 1: nothing follows the answer; give answers, too"

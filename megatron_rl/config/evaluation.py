@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, check_path, config
+from megatron_rl.config.base import Share, config, not_finite, path_problems
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded
@@ -58,13 +59,13 @@ class Reward:
         """Returns the score above which an answer is considered correct: the midpoint of `range`."""
         return (self.range[0] + self.range[1]) / 2
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about the arguments, the range of scores and the format of the answer."""
+        yield from not_finite(self.args, "reward.args")
         if not self.range[0] < self.range[1]:
-            raise ConfigError(f"reward.range = {list(self.range)}: give the least score, then a greater one")
+            yield f"reward.range = {list(self.range)}: give the least score, then a greater one"
         if "{answer}" not in self.answer_format:
-            raise ConfigError(
-                f"reward.answer_format = {self.answer_format!r}: it needs {{answer}} where the answer stands"
-            )
+            yield f"reward.answer_format = {self.answer_format!r}: it needs {{answer}} where the answer stands"
 
 
 @config
@@ -129,32 +130,29 @@ class EvalConfig:
     engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about measures, benchmarks and samples that do not fit each other."""
         if self.reward.range != (0.0, 1.0):
-            raise ConfigError(f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1")
+            yield f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1"
         if not self.benchmarks and self.data is None:
-            raise ConfigError(
+            yield (
                 "benchmarks = [] without data: name benchmarks (gsm8k, amc23, ...), or give a problem set of your own "
                 "by data.path"
             )
         if self.limit is not None and not self.benchmarks:
-            raise ConfigError(
-                f"limit = {self.limit} is of benchmarks, and none is named: a set of your own has data.limit"
-            )
+            yield f"limit = {self.limit} is of benchmarks, and none is named: a set of your own has data.limit"
         if too_large := [k for k in self.k if k > self.n]:
-            raise ConfigError(
-                f"k = {list(self.k)} with n = {self.n}: pass@{too_large[0]} needs as many samples; raise n"
-            )
+            yield f"k = {list(self.k)} with n = {self.n}: pass@{too_large[0]} needs as many samples; raise n"
         if self.junior is None and (missing := [m for m in self.measures if m != "solve"]):
-            raise ConfigError(f"measures = {list(self.measures)}: {missing[0]} needs a second model; set junior.path")
+            yield f"measures = {list(self.measures)}: {missing[0]} needs a second model; set junior.path"
         if {"legibility", "drift"} & set(self.measures) and "solve" not in self.measures:
-            raise ConfigError(
+            yield (
                 f"measures = {list(self.measures)}: legibility and drift read the texts that solve writes; add solve"
             )
         if self.output is not None:
-            check_path("output", self.output)
+            yield from path_problems("output", self.output)
         if self.output is not None and not self.output.endswith(".json"):
-            raise ConfigError(f"output = {self.output!r}: give NAME.json; NAME.jsonl and NAME.html go beside it")
+            yield f"output = {self.output!r}: give NAME.json; NAME.jsonl and NAME.html go beside it"
 
     @property
     def directory(self) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, config
+from megatron_rl.config.base import Share, config
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import EndpointConfig
 
@@ -18,40 +19,33 @@ Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-MOST_RANKS = 1 << 16  # maximum number of ranks along one axis of a layout
+Ranks = Annotated[int, pydantic.Field(ge=1, le=1 << 16)]  # a number of ranks along one axis of a layout
 
 
 @config
 class Layout:
     """How the model of one role is divided among the ranks. The data-parallel size is ranks / (tp x cp x pp)."""
 
-    tp: int = 1  # number of tensor-parallel ranks
-    pp: int = 1  # number of pipeline stages
-    cp: int = 1  # number of context-parallel ranks; each rank holds a part of every sequence's tokens
+    tp: Ranks = 1  # number of tensor-parallel ranks
+    pp: Ranks = 1  # number of pipeline stages
+    cp: Ranks = 1  # number of context-parallel ranks; each rank holds a part of every sequence's tokens
     vpp: int | None = None  # virtual pipeline stages on each rank (interleaved schedule); null: not interleaved
     # Number of expert-parallel ranks; each rank holds a part of a layer's experts. The expert-parallel ranks are taken
     # from the tp x cp x dp ranks of a pipeline stage.
-    ep: int = 1
+    ep: Ranks = 1
     # Number of tensor-parallel ranks of each expert; null: the same as tp.
-    etp: int | None = None
+    etp: Ranks | None = None
     sequence_parallel: bool = False  # shard norms and residuals along the sequence; needs tp above 1
     overlap_p2p: bool = False  # overlap pipeline sends with computation; required by vpp
 
-    def __post_init__(self) -> None:
-        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.expert_tp}
-        for name, number in sizes.items():
-            if not 1 <= number <= MOST_RANKS:
-                raise ConfigError(f"layout.{name} = {number}: give a number of ranks, from 1 to {MOST_RANKS}")
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about settings that exclude each other."""
         if self.sequence_parallel and self.tp == 1:
-            raise ConfigError(
-                "layout.sequence_parallel = true with layout.tp = 1: set tp above 1 or sequence_parallel to false"
-            )
+            yield "layout.sequence_parallel = true with layout.tp = 1: set tp above 1 or sequence_parallel to false"
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
-            raise ConfigError(
-                f"layout.vpp = {self.vpp} with layout.pp = {self.pp}: both must be at least 2, or vpp null"
-            )
+            yield f"layout.vpp = {self.vpp} with layout.pp = {self.pp}: both must be at least 2, or vpp null"
         if self.vpp is not None and not self.overlap_p2p:
-            raise ConfigError(
+            yield (
                 f"layout.vpp = {self.vpp} with layout.overlap_p2p = false gives wrong gradients in Megatron-core "
                 "without an error: set layout.overlap_p2p=true"
             )
@@ -123,24 +117,19 @@ class Optimizer:
     # pass, and gather the new weights during the next forward pass of the same update.
     overlap: bool = False
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about a schedule of the learning rate that cannot be computed."""
         if self.decay != "constant" and self.decay_steps is None:
-            raise ConfigError(
-                f"optimizer.decay = {self.decay!r} needs optimizer.decay_steps: the step at which min_lr is reached"
-            )
+            yield f"optimizer.decay = {self.decay!r} needs optimizer.decay_steps: the step at which min_lr is reached"
         if self.decay != "constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"optimizer.decay_steps = {self.decay_steps} is within warmup_steps = {self.warmup_steps}: raise it"
-            )
+            yield f"optimizer.decay_steps = {self.decay_steps} is within warmup_steps = {self.warmup_steps}: raise it"
         if self.decay == "exponential" and self.min_lr == 0:
-            raise ConfigError(
+            yield (
                 "optimizer.decay = 'exponential' with optimizer.min_lr = 0.0: a constant factor never reaches 0; give "
                 "the rate at which the run ends, such as a tenth or a hundredth of lr"
             )
         if self.min_lr > self.lr:
-            raise ConfigError(
-                f"optimizer.min_lr = {self.min_lr} is above optimizer.lr = {self.lr}: the rate falls to it"
-            )
+            yield f"optimizer.min_lr = {self.min_lr} is above optimizer.lr = {self.lr}: the rate falls to it"
 
 
 @config
@@ -162,19 +151,19 @@ class CorrectionConfig:
     low: NonNegativeFloat | None = None  # lower bound of the ratio r, at most 1; null: no lower bound
     high: PositiveFloat | None = None  # upper bound of the ratio r, at least 1; null: no upper bound
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about bounds that do not fit the kind of correction."""
         low, high = self.low, self.high
         if self.kind == "none":
             if self.level != "token" or (low, high) != (None, None):
-                raise ConfigError(
+                yield (
                     f"correction.kind = 'none' with level = {self.level!r}, low = {low}, high = {high}: nothing is "
                     "weighed; leave these out, or choose another kind"
                 )
-            return
-        if low is None and high is None:
-            raise ConfigError(f"correction.kind = {self.kind!r} without bounds: set correction.low, high or both")
-        if not (low or 0.0) <= 1 <= (1 if high is None else high):
-            raise ConfigError(
+        elif low is None and high is None:
+            yield f"correction.kind = {self.kind!r} without bounds: set correction.low, high or both"
+        elif not (low or 0.0) <= 1 <= (1 if high is None else high):
+            yield (
                 f"correction.low = {low}, high = {high}: trainer and engine that agree have the ratio 1, which must "
                 "lie within the bounds; set low to at most 1 and high to at least 1"
             )
@@ -217,13 +206,12 @@ class LossConfig:
     # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.
     off_policy_mask: PositiveFloat | None = None
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about settings that the objective or the KL estimator does not read."""
         if self.kl_clamp is not None and self.kl != "k3":
-            raise ConfigError(
-                f"loss.kl_clamp = {self.kl_clamp} with loss.kl = {self.kl!r}: it clamps k3 alone; unset it"
-            )
+            yield f"loss.kl_clamp = {self.kl_clamp} with loss.kl = {self.kl!r}: it clamps k3 alone; unset it"
         if self.objective != "clipped" and (self.clip_low, self.clip_high) != (0.2, 0.2):
-            raise ConfigError(
+            yield (
                 f"loss.clip_low = {self.clip_low}, clip_high = {self.clip_high} with loss.objective = "
                 f"{self.objective!r}: they are read by clipped alone; give them in loss.objective_args"
             )
@@ -279,9 +267,10 @@ class Lora:
     # settings above. null: a new adapter.
     path: str | None = None
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields an error message if no matrix is named, or a matrix twice."""
         if not self.targets or len({*self.targets}) < len(self.targets):
-            raise ConfigError(f"lora.targets = {list(self.targets)}: name at least one matrix, and each of them once")
+            yield f"lora.targets = {list(self.targets)}: name at least one matrix, and each of them once"
 
 
 @config

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
-import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
-from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.config import files
+from megatron_rl.config.base import Use, hint, refuse, refusing
 
 
 def find(target: str) -> Any:
@@ -30,21 +26,11 @@ def find(target: str) -> Any:
     Installed modules have precedence over modules in the current directory. Raises ConfigError if the object is not
     found. Exceptions other than ImportError that the module raises during its import pass through.
     """
-    module_name, _, name = target.partition(":")
-    if not is_target(target):
-        raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
-    here = look_here()
-    try:
+    module_name, name = _parts(target)
+    here = f"is it in the current directory ({look_here()}) or installed?"
+    with refusing(lambda error: f"plug-in {target!r}: cannot import {module_name} ({error}); {here}", ImportError):
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"plug-in {target!r}: cannot import {module_name} ({error}); is it in the current directory "
-            f"({here}) or installed?"
-        ) from error
-    if name not in vars(module):
-        close = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"look at the names in {inspect.getfile(module)}"
-        raise ConfigError(f"plug-in {target!r}: {module_name} has no {name!r}; {hint}")
+    _refuse_missing(target, vars(module), vars(module).get("__file__"))
     return vars(module)[name]
 
 
@@ -52,7 +38,7 @@ def find_function(target: str) -> Any:
     """Returns the function named by `package.module:name`. Raises ConfigError if it is not found or not callable."""
     found = find(target)
     if not callable(found):
-        raise ConfigError(f"plug-in {target!r} is a {type(found).__name__}: name a function")
+        refuse([f"plug-in {target!r} is a {type(found).__name__}: name a function or a dataclass"])
     return found
 
 
@@ -63,32 +49,42 @@ def look_at(use: Use) -> None:
     that is imported already, or has no .py file, is checked by `build`. Raises ConfigError if the name is not defined
     or an argument is not accepted.
     """
-    if problems := [*_not_finite(use.args, "args")]:
-        raise _refusal(use, problems)
-    module_name, _, name = use.target.partition(":")
-    if not is_target(use.target):
-        raise ConfigError(f"plug-in {use.target!r}: it has the form package.module:name, without .py or slashes")
-    here, file = look_here(), module_file(module_name)
-    if file is None:
-        raise ConfigError(
-            f"plug-in {use.target!r}: cannot import {module_name} (there is no such module); is it in the current "
-            f"directory ({here}) or installed?"
-        )
-    if module_name in sys.modules or file.suffix != ".py":
+    module_name, name = _parts(use.target)
+    file = module_file(module_name)
+    if file is None or module_name in sys.modules or file.suffix != ".py":
         build(use)
         return
     defined = _definitions(file)
-    if name not in defined:
-        if "*" in defined:
-            return
-        close = difflib.get_close_matches(name, defined, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"look at the names in {file}"
-        raise ConfigError(f"plug-in {use.target!r}: {module_name} has no {name!r}; {hint}")
+    if name not in defined and "*" in defined:
+        return
+    _refuse_missing(use.target, defined, file)
     found = defined[name]
     if isinstance(found, ast.FunctionDef) and not found.decorator_list and found.args.kwarg is None:
-        taken = [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)]
-        if problems := _unknown(use, taken):
-            raise _refusal(use, problems)
+        _refuse_unknown(use, [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)])
+
+
+def _parts(target: str) -> tuple[str, str]:
+    """Returns (module, name) of `package.module:name`. Raises ConfigError for another form."""
+    if not is_target(target):
+        refuse([f"plug-in {target!r}: it has the form package.module:name, without .py or slashes"])
+    module, _, name = target.partition(":")
+    return module, name
+
+
+def _refuse_missing(target: str, names: Iterable[str], file: object) -> None:
+    """Raises ConfigError if the name in `package.module:name` is not in `names`, the names that the module's file
+    defines."""
+    module, _, name = target.partition(":")
+    if name not in names:
+        cure = hint(name, names, f"look at the names in {file}")
+        refuse([f"plug-in {target!r}: {module} has no {name!r}; {cure}"])
+
+
+def _refuse_unknown(use: Use, known: list[str]) -> None:
+    """Raises ConfigError if `use` has arguments that are not in `known`."""
+    cure = f"it takes {', '.join(known) or 'none'}"
+    unknown = [name for name in use.args if name not in known]
+    refuse(f"plug-in {use.target}: unknown argument {name!r}; {hint(name, known, cure)}" for name in unknown)
 
 
 def _definitions(file: Path) -> dict[str, ast.AST]:
@@ -141,85 +137,18 @@ def module_file(name: str) -> Path | None:
 
 def build(use: Use) -> Any:
     """Builds a plug-in: an instance of a dataclass, with strictly validated arguments, or a function with the arguments
-    bound by `functools.partial`.
+    bound by `functools.partial`. Parameters of a function that `use` does not set are passed by its caller.
 
     Raises ConfigError for an invalid target or invalid arguments. The message names all invalid arguments.
     """
-    if problems := [*_not_finite(use.args, "args")]:
-        raise _refusal(use, problems)
-    found = find(use.target)
+    found = find_function(use.target)
     if isinstance(found, type) and dataclasses.is_dataclass(found):
-        return _validated(use, found)
-    _check_function(use, found)
-    return functools.partial(found, **use.args) if use.args else found
-
-
-def _not_finite(value: Any, place: str) -> Iterator[str]:
-    """Yields an error message for every number in the arguments that is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        yield f"{place} = {value}: give a finite number"
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, part in parts:
-        yield from _not_finite(part, f"{place}.{name}")
-
-
-def _validated(use: Use, found: Any) -> Any:
-    known = [field.name for field in dataclasses.fields(found) if field.init]
-    problems = _unknown(use, known)
-    try:
-        # Strict validation of JSON accepts lists for tuples; strict validation of Python objects does not.
-        text = json.dumps({name: value for name, value in use.args.items() if name in known})
-        made = pydantic.TypeAdapter(found).validate_json(text, strict=True)
-    except pydantic.ValidationError as error:
-        raise _refusal(use, problems + [_explain(problem) for problem in error.errors()]) from error
-    except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
-        raise ConfigError(
-            f"plug-in {use.target}: its settings cannot be read from a config ({error}); use numbers, text, lists, "
-            "mappings and dataclasses"
-        ) from error
-    if problems:
-        raise _refusal(use, problems)
-    return made
-
-
-def _check_function(use: Use, found: Any) -> None:
-    """Raises ConfigError if `found` is not callable, is a class with arguments, or lacks a parameter that `use` names.
-
-    Parameters that `use` does not set are passed by the function's caller.
-    """
-    if not callable(found):
-        raise ConfigError(f"plug-in {use.target!r} is a {type(found).__name__}: name a function or a dataclass")
+        return files.load(found, trees=[(f"plug-in {use.target}", use.args)])
     if isinstance(found, type) and use.args:
-        raise ConfigError(
-            f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes"
+        refuse(
+            [f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes"]
         )
     parameters = inspect.signature(found).parameters.values() if use.args else ()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    problems = _unknown(use, [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)])
-    if problems:
-        raise _refusal(use, problems)
-
-
-def _unknown(use: Use, known: Sequence[str]) -> list[str]:
-    problems = []
-    for name in use.args:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
-            problems.append(f"unknown argument {name!r}; {hint}")
-    return problems
-
-
-def _explain(problem: Any) -> str:
-    name = ".".join(["args", *map(str, problem["loc"])])
-    match problem["type"]:
-        case "missing" | "missing_argument":
-            return f"{name}: missing; it has no default"
-        case "value_error":
-            return problem["msg"].removeprefix("Value error, ")
-    return f"{name} = {problem['input']!r}: {problem['msg']}"
-
-
-def _refusal(use: Use, problems: Sequence[str]) -> ConfigError:
-    return ConfigError(f"plug-in {use.target}: " + "\n  ".join(problems))
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        _refuse_unknown(use, [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)])
+    return functools.partial(found, **use.args) if use.args else found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, check_path, config
+from megatron_rl.config.base import config, path_problems
 
 
 @config
@@ -45,13 +46,12 @@ class Run:
     # While no server is usable, `engine.wait_s` is the limit, and the seconds are counted from the end of that wait.
     hang_after_s: NonNegativeFloat = 7200.0
 
-    def __post_init__(self) -> None:
-        check_path("run.dir", self.dir)
-        check_path("run.name", self.name)
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each setting that is not usable as a path or as a name."""
+        yield from path_problems("run.dir", self.dir)
+        yield from path_problems("run.name", self.name)
         if "/" in self.name or self.name in (".", ".."):
-            raise ConfigError(
-                f"run.name = {self.name!r}: give one name, without / and neither . nor ..; run.dir is for directories"
-            )
+            yield f"run.name = {self.name!r}: give one name, without / and neither . nor ..; run.dir is for directories"
 
 
 @config

@@ -6,12 +6,13 @@ a config can be checked on a login node.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, Use, check_path, config
+from megatron_rl.config.base import ConfigError, Share, Use, config, path_problems, refuse
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
@@ -31,48 +32,6 @@ from megatron_rl.config.model import (
     TandemConfig,
 )
 from megatron_rl.config.run import Debug, JobConfig, Launch, Preflight, Run, Sinks
-
-__all__ = [
-    "CORRECTION_AHEAD",
-    "ConfigError",
-    "CorrectionConfig",
-    "Debug",
-    "Embedded",
-    "EndpointConfig",
-    "Engine",
-    "EvalConfig",
-    "Evaluation",
-    "Preflight",
-    "Generated",
-    "GenerateConfig",
-    "GradingConfig",
-    "JobConfig",
-    "JudgingConfig",
-    "Launch",
-    "Layout",
-    "Lora",
-    "LossConfig",
-    "MeanTokens",
-    "Model",
-    "Optimizer",
-    "PromptSet",
-    "RefitConfig",
-    "Reward",
-    "RoleConfig",
-    "Rollouts",
-    "Run",
-    "SamplingConfig",
-    "Servers",
-    "SftConfig",
-    "SftData",
-    "Share",
-    "Sinks",
-    "Strategy",
-    "TandemConfig",
-    "TrainConfig",
-    "Use",
-    "config",
-]
 
 HELD_OUT = "evaluation.prompts"  # the setting that names the held-out problems
 
@@ -101,28 +60,28 @@ class TrainConfig:
     sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
-    def __post_init__(self) -> None:
-        """Copies the model and training settings of a role to the roles that share its policy (`same_as`).
-
-        Raises ConfigError if `same_as` names an unknown role or a role that itself shares a policy, or if the sharing
-        role has a junior model (`tandem`) and the other role has none.
-        """
-        roles = dict(self.roles)
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about roles that share the policy of a role with which they cannot share it."""
         for name, role in self.roles.items():
-            if role.same_as is None:
-                continue
-            owner = self.roles.get(role.same_as)
-            if owner is None or owner.same_as is not None:
-                raise ConfigError(
+            owner = self.roles.get(role.same_as or name)
+            if owner is None or role.same_as is not None and owner.same_as is not None:
+                yield (
                     f"roles.{name}.same_as = {role.same_as!r}: name another role that shares nobody's policy itself; "
                     f"the roles are {', '.join(self.roles)}"
                 )
-            if role.tandem is not None and owner.tandem is None:
-                raise ConfigError(
+            elif role.tandem is not None and owner.tandem is None:
+                yield (
                     f"roles.{name}.tandem with same_as = {role.same_as!r}: that role's engines hold no junior; set "
                     f"roles.{role.same_as}.tandem too, or leave this one out"
                 )
-            roles[name] = replace(owner, **{setting: getattr(role, setting) for setting in OF_A_SHARED_ROLE})
+
+    def __post_init__(self) -> None:
+        """Copies the model and training settings of a role to the roles that share its policy (`same_as`)."""
+        refuse(self.problems())
+        roles = dict(self.roles)
+        for name, role in self.roles.items():
+            own = {setting: getattr(role, setting) for setting in OF_A_SHARED_ROLE}
+            roles[name] = replace(roles[role.same_as], **own) if role.same_as is not None else role
         object.__setattr__(self, "roles", roles)
 
     @property
@@ -225,9 +184,9 @@ class GenerateConfig:
     engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError if `output` is not a usable path."""
-        check_path("output", self.output)
+    def problems(self) -> Iterator[str]:
+        """Yields an error message if `output` is not a usable path."""
+        return path_problems("output", self.output)
 
     @property
     def directory(self) -> Path:

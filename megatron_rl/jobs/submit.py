@@ -17,7 +17,7 @@ from megatron_rl.cluster.batch_script import ScriptShape, common_settings, scrip
 from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
-from megatron_rl.config.base import check_path
+from megatron_rl.config.base import path_problems, refuse
 from megatron_rl.config.schema import (
     ConfigError,
     EvalConfig,
@@ -285,7 +285,7 @@ def plan_sweep(
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
     """Returns the submission of evaluations: an array with one element for each config. Every config must have an
     output. Raises ConfigError if a config cannot be run on the site."""
-    check_path("--out", str(directory))
+    refuse(path_problems("--out", str(directory)))
     directory = directory.absolute()
     configs = [for_site(config, profile, profile.ranks_per_node)[0] for config in configs]
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}

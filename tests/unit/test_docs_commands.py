@@ -13,7 +13,7 @@ from docs_pages import ENDS, FENCE, PAGES, ROOT, blocks, commands, prose
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.settings import SCHEMAS
 from megatron_rl.config import files
-from megatron_rl.config.describe import describe
+from megatron_rl.config.describe import settings_of as listed
 from megatron_rl.main import main
 
 SHELL = blocks("bash")
@@ -34,8 +34,8 @@ BASE = {
 
 def settings_of(command):
     """Returns {setting: whether it is a free mapping} as the command's help lists them."""
-    found = re.findall(r"^  ([\w.]+)(?:: | = |$|  #)(\{\}|\{\"[^\n]*)?", describe(SCHEMAS[command]), re.MULTILINE)
-    return {name: bool(free) for name, free in found}
+    found = [text.partition(" = ") for text, _ in listed(SCHEMAS[command])]
+    return {name: default.startswith("{") for name, _, default in found}
 
 
 SETTINGS = {command: settings_of(command) for command in SCHEMAS}

@@ -95,17 +95,17 @@ def test_built_ins_are_named_as_a_users_own():
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
-        ("Length", {"best": 4, "nams": []}, "unknown argument 'nams'; did you mean 'names'?"),
-        ("Length", {"best": 4, "zzz": 1}, "it takes best, names, rate"),
-        ("Length", {"best": 4, "hidden": []}, "unknown argument 'hidden'"),
-        ("Length", {"best": 4, "made": []}, "unknown argument 'made'"),
-        ("Length", {}, "args.best: missing"),
-        ("Length", {"best": "4"}, "args.best = '4'"),
-        ("Length", {"best": 2.5}, "args.best = 2.5"),
-        ("Length", {"best": True}, "args.best = True"),
-        ("Length", {"best": 4, "names": [1]}, "args.names.0 = 1"),
-        ("Length", {"best": 4, "names": {1, 2}}, "cannot be read from a config"),
-        ("Callback", {"hook": 1}, "cannot be read from a config"),
+        ("Length", {"best": 4, "nams": []}, ": nams: unknown key; did you mean 'names'?"),
+        ("Length", {"best": 4, "zzz": 1}, "zzz: unknown key; known here: best, names, rate"),
+        ("Length", {"best": 4, "hidden": []}, "hidden: unknown key"),
+        ("Length", {"best": 4, "made": []}, "made: unknown key"),
+        ("Length", {}, ": best: missing"),
+        ("Length", {"best": "4"}, ': best = "4": give a whole number'),
+        ("Length", {"best": 2.5}, ": best = 2.5: give a whole number"),
+        ("Length", {"best": True}, ": best = true: give a whole number"),
+        ("Length", {"best": 4, "names": [1]}, ": names.0 = 1: give text"),
+        ("Length", {"best": 4, "names": {1, 2}}, "use plain numbers, text, lists and mappings"),
+        ("Callback", {"hook": 1}, "use plain numbers, text, lists and mappings"),
         ("grade", {"scal": 1.0}, "did you mean 'scale'?"),
         ("grade", {"response": "x"}, "unknown argument 'response'"),
         ("Plain", {"size": 2}, "make it a dataclass"),
@@ -120,7 +120,7 @@ def test_what_cannot_be_built_is_refused_with_the_cure(own, name, args, says):
 
 def test_all_wrong_arguments_at_once(own):
     message = refusal(build, Use(target=f"{own}:Length", args={"best": "x", "rate": "y", "nams": 1}))
-    assert all(part in message for part in ("args.best", "args.rate", "'nams'"))
+    assert all(part in message for part in (": best", ": rate", ": nams"))
 
 
 def test_a_dataclasses_own_check_is_a_config_error(own):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.settings import SCHEMAS
-from megatron_rl.config.describe import describe
+from megatron_rl.config.describe import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -19,7 +19,6 @@ BRANCH = "main"  # of the repository that links lead to
 LINK = re.compile(r"\]\((\.\./[^)\s#]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"\s*(```|~~~)")
 TABLE = re.compile(r"<!-- settings: (\w+) -->")
-SETTING = re.compile(r"  (?P<name>[\w.]+)(?:: (?P<section>.*)| = (?P<default>.*?))?(?:  # (?P<comment>.*))?")
 _log = logging.getLogger("mkdocs.hooks.megatron_rl")  # mkdocs --strict counts warnings below `mkdocs`
 
 
@@ -63,12 +62,10 @@ def with_repository_links(markdown: str, folder: Path, repository: str) -> tuple
 def settings_table(schema: type) -> str:
     """Returns all settings of a command's schema as a table in Markdown: name, default, meaning."""
     rows = ["| setting | default | meaning |", "|---|---|---|"]
-    for line in describe(schema).splitlines()[1:]:
-        found = SETTING.fullmatch(line)
-        if found is None:
-            raise ValueError(f"describe has a line that is no setting: {line!r}")
-        default = "" if found["default"] is None else f"`{found['default'].replace('|', chr(92) + '|')}`"
-        rows.append(f"| `{found['name']}` | {default} | {_cell(found['section'] or found['comment'] or '')} |")
+    for text, comment in settings_of(schema):
+        name, equals, value = text.partition(" = ")
+        default = f"`{value.replace('|', chr(92) + '|')}`" if equals else ""
+        rows.append(f"| `{name}` | {default} | {_cell(comment)} |")
     return "\n".join(rows)
 
 
