@@ -32,7 +32,7 @@ from gpu_kit import engine, train
 from gpu_kit.findings import Findings
 from gpu_kit.subjects import FULL, SMALL
 
-PARTS = {"train": (train.run, train.BARS), "engine": (engine.run, engine.BARS)}
+PARTS = {"train": (train.run, train.BARS, {}), "engine": (engine.run, engine.BARS, engine.LIMITS)}
 
 
 def main(words: list[str] | None = None) -> None:
@@ -46,8 +46,9 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if not torch.cuda.is_available():
         parser.exit(2, "there is no CUDA device here: torch.cuda.is_available() is False\n")
-    run, bars = PARTS[args.part]
-    findings = Findings({} if args.tiny else bars, file=args.json, minutes=args.minutes)
+    run, bars, limits = PARTS[args.part]
+    bars, limits = ({}, {}) if args.tiny else (bars, limits)
+    findings = Findings(bars, limits=limits, file=args.json, minutes=args.minutes)
     complete = False
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -26,12 +26,21 @@ class DeviceLost(Exception):
 class Findings:
     """What was measured so far. It is written to the file after every part, so that a run that is cut off leaves it."""
 
-    def __init__(self, bars: Mapping[str, float], *, file: Path | None = None, minutes: float = 9.0) -> None:
-        """`bars`: least acceptable values by figure. No part begins when `minutes` are over."""
+    def __init__(
+        self,
+        bars: Mapping[str, float],
+        *,
+        limits: Mapping[str, float] | None = None,
+        file: Path | None = None,
+        minutes: float = 9.0,
+    ) -> None:
+        """`bars`: least acceptable values by figure. `limits`: greatest acceptable values by figure. No part begins when
+        `minutes` are over.
+        """
         self.figures: dict[str, float] = {}
         self.unmeasured: dict[str, str] = {}
         self.more: dict[str, Any] = {}
-        self._bars, self._file, self._end = bars, file, time.monotonic() + 60 * minutes
+        self._bars, self._limits, self._file, self._end = bars, limits or {}, file, time.monotonic() + 60 * minutes
         self._minutes, self._unreached = minutes, "nothing measured it"
 
     def take(self, name: str, measure: Callable[[], Mapping[str, float]]) -> None:
@@ -71,7 +80,7 @@ class Findings:
     def lack(self, name: str, reason: str) -> None:
         """Notes why a figure, or a group of figures, was not measured. Metrics of the group that have a bar are named
         each."""
-        held = [bar for bar in self._bars if bar == name or bar.startswith(f"{name}/")]
+        held = [bar for bar in (*self._bars, *self._limits) if bar == name or bar.startswith(f"{name}/")]
         self.unmeasured |= dict.fromkeys(held or [name], reason)
 
     def told(self) -> dict[str, Any]:
@@ -83,11 +92,11 @@ class Findings:
 
         `complete`: whether the run has come to its end.
         """
-        for name in self._bars:
+        for name in (*self._bars, *self._limits):
             if name not in self.figures and name not in self.unmeasured:
                 self.lack(name, self._unreached)
         more = {"complete": complete, **self.more}
-        common.finish(self.figures, self._bars, args, unmeasured=self.unmeasured, more=more)
+        common.finish(self.figures, self._bars, args, limits=self._limits, unmeasured=self.unmeasured, more=more)
 
 
 def first_that_fits(tries: Sequence[tuple[str, Callable[[], T]]]) -> tuple[str, T]:

@@ -137,7 +137,8 @@ class RefitConfig:
 
     # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support.
     transport: Literal["auto", "tcp", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
-    bucket_mib: PositiveFloat = 64.0  # maximum size of a message, in MiB
+    # Maximum size of a message, in MiB. Between processes on the same GPU, messages are up to 8 times as large.
+    bucket_mib: PositiveFloat = 64.0
     # Compare checksums of the sent and received bytes. sample: checksums of one slice in 16, with other slices at every
     # refit. full: checksums of all slices. off: no checksums.
     verify: Literal["off", "sample", "full"] = "sample"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -20,14 +21,23 @@ from torch import Tensor
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
-from megatron_rl.refit.transport import Deadline, TransportError
+from megatron_rl.refit.transport import RECHECK_S, Deadline, TransportError
 
+_log = logging.getLogger(__name__)
 POLL_S = 0.0002  # interval in seconds at which NCCL operations are polled for completion
 JOIN_S = 5.0  # longest wait in seconds for a thread to end
+ABORT_S = 5.0  # longest wait in seconds for NCCL to abort a group
 # NCCL's timeout of a message. Longer than any refit, because torch ends the whole process when it expires.
 NCCL_TIMEOUT = timedelta(days=30)
-# environment variable that torch reads when it creates a process group
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Environment variables that torch reads when it creates an NCCL group. With them, torch reports errors of the group to
+# callers that wait for messages, and to nobody else. By default, torch ends the whole process when a peer is lost, when
+# a message is late, or some 16 minutes after a call of `abort` that does not return. Without the dump of debugging
+# information, torch does not ask the key-value store for requests of dumps every second.
+QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 class PointToPoint:
@@ -38,7 +48,9 @@ class PointToPoint:
     The next refit that leaves out a rank creates a new group.
 
     NCCL connects two ranks at their first message, and the call blocks until the other side has called too. Therefore
-    messages are started in a thread, one after another. A message that is not started in time is treated as lost.
+    messages are started in a thread, one after another. A message that is not started in time is treated as lost. The
+    thread calls NCCL only after both ranks have announced on the key-value store that they are about to connect: the
+    wait on the store ends when the transport is closed, NCCL's own wait for a peer that never comes does not.
     """
 
     def __init__(self, store: RefitStore, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
@@ -59,6 +71,8 @@ class PointToPoint:
             ) from error
         self._long = timedelta(seconds=settings.timeout_s)
         self._starter = _Starter() if backend == "nccl" else None
+        self._connecting, self._connected = store.under("connecting"), set[int]()  # peers that NCCL may connect
+        self._closed = threading.Event()
         self._waiter: _Waiter | None = None
         # abandoned threads, with the torch Works that they wait for
         self._left: list[tuple[_Waiter, Sequence[Any]]] = []
@@ -109,10 +123,21 @@ class PointToPoint:
             waiter.end()  # the thread is ended first: torch aborts the process if Python exits while the thread waits
         if self._waiter is not None:
             self._waiter.end()
-        if self._backend == "nccl":
-            self._group.abort()  # the group is aborted: kernels that wait for a dead peer would spin forever
         if self._starter is not None:
+            self._closed.set()
             self._starter.end()
+            # The group is aborted, because kernels that wait for a dead peer would spin forever. NCCL's abort may not
+            # return if the peer does not abort, too. The abandoned thread keeps the group alive: torch's destructor of
+            # the group would wait for the abort.
+            aborting = threading.Thread(target=_abort, args=(self._group,), daemon=True)
+            aborting.start()
+            aborting.join(ABORT_S)
+            if aborting.is_alive():
+                _log.warning(
+                    "NCCL has not aborted the group of a refit within %.0f s and is left behind: its memory stays "
+                    "allocated on the GPU, and kernels may go on waiting for a lost engine",
+                    ABORT_S,
+                )
 
     def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
         """Starts one send or receive. Returns the torch Work, or a RuntimeError (which is not raised) if the connection
@@ -120,17 +145,35 @@ class PointToPoint:
 
         With NCCL, returns a Future of the Work or error. `way`: direction, "send" or "receive".
         """
-        if self._starter is not None:
-            return self._starter.submit(lambda: self._start_now(way, message, peer, tag))
-        return self._start_now(way, message, peer, tag)
+        if self._starter is None:
+            return self._start_now(way, message, peer, tag)
+        # NCCL waits for the work on the current stream, which is the caller's and not that of the starting thread
+        stream = torch.cuda.current_stream(message.device) if message.is_cuda else None
+        return self._starter.submit(lambda: self._start_connected(way, message, peer, tag, stream))
 
     def _start_now(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
-        if message.is_cuda:
-            torch.cuda.set_device(message.device)  # the current device is per thread
         try:
             return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
         except RuntimeError as error:
             return error
+
+    def _start_connected(self, way: str, message: Tensor, peer: int, tag: int, stream: torch.cuda.Stream | None) -> Any:
+        """Waits until the peer is about to connect, then starts one send or receive after the work on `stream`. Returns
+        as `_start_now`. Returns the error (which is not raised) if the transport was closed before the peer came.
+        """
+        try:
+            if peer not in self._connected:
+                self._connecting.put(f"{self._rank}-{peer}", True)
+                while not self._connecting.has(f"{peer}-{self._rank}", RECHECK_S):
+                    if self._closed.is_set():
+                        return TransportError(f"the group was closed before rank {peer} came")
+                self._connected.add(peer)
+        except TransportError as error:
+            return error
+        if stream is not None:
+            torch.cuda.set_device(stream.device)  # the current device is per thread
+        with torch.cuda.stream(stream):
+            return self._start_now(way, message, peer, tag)
 
     def receive_after_length(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
         """Starts to receive message `number` of a peer, whose length has already been received.
@@ -288,25 +331,30 @@ def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeou
         return dist.ProcessGroupGloo(store, *place, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NCCL_TIMEOUT
-    with _errors_left_alone():
+    with _quiet():
         return dist.ProcessGroupNCCL(store, *place, options)
 
 
 @contextlib.contextmanager
-def _errors_left_alone() -> Iterator[None]:
-    """Context manager. An NCCL group that is created in the block reports its errors only to callers that wait for
-    messages.
-
-    By default, a thread of torch ends the whole process when a peer is lost or a message is late.
-    """
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = "0"
+def _quiet() -> Iterator[None]:
+    """Context manager. An NCCL group that is created in the block never ends the process (see QUIET)."""
+    before = {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
     try:
         yield
     finally:
-        del os.environ[ERROR_HANDLING]
-        if before is not None:
-            os.environ[ERROR_HANDLING] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _abort(group: Any) -> None:
+    """Aborts an NCCL group. Logs an error instead of raising it."""
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _log.warning("NCCL could not abort the group of a refit: %s", _first_line(error))
 
 
 def _first_line(error: Exception) -> str:

@@ -11,8 +11,10 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,13 +147,17 @@ class Disk:
 class CudaIpc:
     """A medium whose slots (memory for one message each) are in GPU memory. Other processes of the same host open a
     slot by its CUDA IPC handle.
+
+    Slots are not allocated in expandable segments (PYTORCH_CUDA_ALLOC_CONF). The receiver would have to take the
+    segments' file descriptors from the sending process, which Linux allows only to processes that may trace the sender.
     """
 
     def __init__(self) -> None:
         self._open: dict[str, Tensor] = {}
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        message = torch.empty(size, dtype=torch.uint8, device=device)
+        with _without_expandable_segments():
+            message = torch.empty(size, dtype=torch.uint8, device=device)
         handle = message.untyped_storage()._share_cuda_()
         return [part.hex() if isinstance(part, bytes) else part for part in handle], message
 
@@ -192,9 +198,10 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            # Sizes are rounded up to powers of two, which limits the number of slots that the receiver keeps open.
-            room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
-            slot = _Slot(*self._medium.allocate(room, device))
+            # Sizes are rounded up by at most an eighth, to one of eight sizes between two powers of two. The rounding
+            # limits the number of slots that the receiver keeps open.
+            step = max(SMALLEST_SLOT, (1 << (size - 1).bit_length()) // 16)
+            slot = _Slot(*self._medium.allocate(-(-size // step) * step, device))
         else:
             self._slots.remove(slot)
         self._slots.append(slot)
@@ -283,6 +290,26 @@ class _Awaited:
 
     def release(self) -> None:
         self._store.put(f"{self._key}/free", True)
+
+
+@contextlib.contextmanager
+def _without_expandable_segments() -> Iterator[None]:
+    """Context manager. torch allocates GPU memory outside of expandable segments in the block, if the environment
+    turns expandable segments on.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    without = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", given)
+    if without == given:
+        yield
+        return
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # newer versions of torch rename the function
+        torch.cuda.memory._set_allocator_settings(without)
+        try:
+            yield
+        finally:
+            torch.cuda.memory._set_allocator_settings(given)
 
 
 def _remove_if_unlocked(path: Path) -> None:

@@ -16,6 +16,9 @@ from megatron_rl.weights.parameter_mapping import kept_float32
 from megatron_rl.weights.rank_layouts import EngineLayout, Holding, TrainerLayout
 from megatron_rl.weights.refit_plan import RefitPlan
 
+# Messages between processes on the same GPU are so many times as large as other messages: the handshake of a message
+# takes longer than the GPU's copy of 64 MiB.
+GPU_BUCKETS = 8
 P = TypeVar("P", bound=Parameters)
 
 
@@ -55,15 +58,18 @@ class Topology:
 
     def plan(self, locations: RankLocations, bucket_mib: float) -> RefitPlan:
         """Returns the refit plan (the list of messages) for the engine ranks in `locations`, with messages of up to
-        `bucket_mib` MiB.
+        `bucket_mib` MiB, or GPU_BUCKETS times as much between processes on the same GPU.
         """
+        bucket_elements = max(1, int(bucket_mib * 2**20) // self.torch_dtype.itemsize)
+        on_gpu = locations.trainer[0].device != "cpu"
         trainer, engine = locations.placements(self.engines.world)
         return refit_plan.plan(
             self._carried(rank_layouts.trainer(self.sizes, self.trainer)),
             self._carried(rank_layouts.engines(self.sizes, self.engines, ranks=locations.engines)),
             trainer=trainer,
             engine=engine,
-            bucket_elements=max(1, int(bucket_mib * 2**20) // self.torch_dtype.itemsize),
+            bucket_elements=bucket_elements,
+            local_bucket_elements=bucket_elements * (GPU_BUCKETS if on_gpu else 1),
         )
 
     def carried(self, parameters: P) -> P:

@@ -120,12 +120,14 @@ def plan(
     trainer: RankPlacement,
     engine: RankPlacement,
     bucket_elements: int = 64 << 20,
+    local_bucket_elements: int | None = None,
 ) -> RefitPlan:
     """Returns the plan for sending weights from the trainer's holdings (`sources`) to the engines' holdings
     (`destinations`). A holding lists parameters and the ranks that hold copies of them.
 
     `trainer`, `engine`: the placement of their ranks.
     `bucket_elements`: the maximum number of elements of a message.
+    `local_bucket_elements`: the maximum number of elements of a message within a device; by default `bucket_elements`.
 
     Among the ranks that hold a needed slice, the sender is a rank on the same device if there is one. Otherwise it is
     the least loaded rank of the same node, or, if no rank of the node holds the slice, the least loaded of all.
@@ -145,8 +147,9 @@ def plan(
     held = _sum_by(owners[pairs.receive][local], pairs.elements[local])
     slices = _cut_long(_join_adjacent(_slices(pairs, send, receive, chosen, owners)), bucket_elements)
     on_device = np.asarray(trainer.devices)[slices.source] == np.asarray(engine.devices)[slices.destination]
-    buckets = [tuple(_buckets(slices, chosen, bucket_elements)) for chosen in (~on_device, on_device)]
-    return RefitPlan(slices, buckets[0], buckets[1], needed, held)
+    buckets = tuple(_buckets(slices, ~on_device, bucket_elements))
+    local_buckets = tuple(_buckets(slices, on_device, local_bucket_elements or bucket_elements))
+    return RefitPlan(slices, buckets, local_buckets, needed, held)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,16 @@ def test_a_bar_without_a_metric_is_missed_and_says_why(tmp_path, capsys):
     assert "a/x: not measured (MISSED): this machine has none" in capsys.readouterr().out
 
 
+def test_a_limit_is_missed_by_a_greater_figure_or_by_none(tmp_path):
+    findings = Findings({}, limits={"refit/seconds": 0.2, "a/s": 1.0, "b/s": 1.0}, file=tmp_path / "found.json")
+    findings.take("refit", lambda: {"seconds": 0.3})
+    findings.take("a", lambda: {"s": 0.5})
+    with pytest.raises(SystemExit):
+        findings.finish(arguments(tmp_path))
+    told = json.loads((tmp_path / "found.json").read_text())
+    assert told["missed"] == ["b/s", "refit/seconds"] and told["not_measured"] == {"b/s": "nothing measured it"}
+
+
 def fails():
     raise AssertionError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasGemmEx")
 
@@ -99,7 +109,7 @@ def test_a_device_that_is_lost_ends_the_measurements_and_leaves_those_made(tmp_p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(common, "machine", dict)
     monkeypatch.setattr(gpu_findings, "device_problem", lambda: "an illegal memory access was encountered")
-    monkeypatch.setitem(gpu.PARTS, "train", (run, {"a/x": 1.0, "b/x": 1.0, "c/x": 1.0}))
+    monkeypatch.setitem(gpu.PARTS, "train", (run, {"a/x": 1.0, "b/x": 1.0, "c/x": 1.0}, {}))
     with pytest.raises(SystemExit) as end:
         gpu.main(["train", "--json", str(tmp_path / "found.json")])
     told = json.loads((tmp_path / "found.json").read_text())
@@ -179,4 +189,6 @@ def test_every_bar_names_a_metric_that_is_measured():
         for k in train.KINDS
     }
     assert train.BARS.keys() <= cases and {*train.BARS.values()} == {0.45}
-    assert {name.partition("/")[0] for name in engine.BARS} == {"rows32", "rows256", "refit", "sleep"}
+    assert {name.partition("/")[0] for name in (*engine.BARS, *engine.LIMITS)} == {
+        "rows32", "rows256", "refit", "sleep",
+    }  # fmt: skip

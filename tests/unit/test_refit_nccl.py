@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
-from megatron_rl.refit.process_group_transport import ERROR_HANDLING, PointToPoint
+from megatron_rl.refit import process_group_transport
+from megatron_rl.refit.process_group_transport import QUIET, PointToPoint
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import Deadline, TransportError
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 
 SETTINGS = RefitConfig(timeout_s=3600.0, message_timeout_s=0.3)
+
+
+CURRENT = threading.local()  # `stream`: the thread's current CUDA stream
 
 
 class Group:
@@ -26,17 +32,21 @@ class Group:
     made: list[Group] = []
 
     def __init__(self, store, rank, size, options) -> None:
-        self.options, self.handling, self.come = options, os.environ.get(ERROR_HANDLING), threading.Event()
-        self.aborted = False
+        self.options, self.come, self.aborts = options, threading.Event(), threading.Event()
+        self.environment = {name: os.environ.get(name) for name in QUIET}
+        self.aborted, self.streams = False, list[str | None]()
+        self.aborts.set()
         Group.made.append(self)
 
     def send(self, tensors, peer, tag):
+        self.streams.append(getattr(CURRENT, "stream", None))
         self.come.wait()
         return SimpleNamespace(is_completed=lambda: True, exception=lambda: None)
 
     recv = send
 
     def abort(self) -> None:
+        self.aborts.wait()
         self.aborted = True
         self.come.set()
 
@@ -60,17 +70,25 @@ def store():
     return RefitStore.host("127.0.0.1")[0]
 
 
+def announce(store: RefitStore) -> None:
+    """Announces that rank 1 is about to connect to rank 0, as rank 1 does."""
+    store.under("connecting").put("1-0", True)
+
+
 def test_a_late_message_does_not_end_the_process(nccl, store, monkeypatch):
     """torch's watchdog ended it after `message_timeout_s`, before the refit could leave the engine out."""
-    monkeypatch.setenv(ERROR_HANDLING, "3")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
     PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS).close()
     (group,) = Group.made
-    assert group.handling == "0" and os.environ[ERROR_HANDLING] == "3"
+    assert group.environment == dict.fromkeys(QUIET, "0")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     assert group.options._timeout > timedelta(seconds=SETTINGS.timeout_s)
 
 
 def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, store):
     """The call that starts the first message waited for it without end."""
+    announce(store)
     transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
     found: list[str] = []
 
@@ -93,11 +111,81 @@ def test_a_message_that_is_started_late_still_comes(nccl, store):
     transport = PointToPoint(store, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=60.0))
     handle = transport.receive(1, "bucket 0", 8, torch.device("cpu"))
     Group.made[0].come.set()
+    announce(store)
     assert len(handle.wait(Deadline.start(60.0, 60.0))) == 8
+    assert store.under("connecting").peek("0-1") is True
+    transport.close()
+
+
+def test_nccl_is_not_called_for_a_peer_that_never_comes(nccl, store):
+    """NCCL's wait for the peer had no end: every engine that died before its first message left a thread behind."""
+    before = {*threading.enumerate()}
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    handle = transport.receive(1, "bucket 0", 8, torch.device("cpu"))
+    with pytest.raises(TransportError, match=r"bucket 0 from 1: no answer within 0\.3 s"):
+        handle.wait(Deadline.start(60.0, SETTINGS.message_timeout_s))
+    transport.close()
+    end = time.monotonic() + 30.0
+    while left := [t for t in threading.enumerate() if t not in before and "_work" in t.name]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
+    assert not Group.made[0].streams
+
+
+def test_an_abort_that_never_returns_does_not_hold_the_trainer(nccl, store, monkeypatch, caplog):
+    """NCCL's abort may wait for the abort of a peer that is dead; torch waits for it as long as for a message."""
+    monkeypatch.setattr(process_group_transport, "ABORT_S", 0.1)
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    (group,) = Group.made
+    group.aborts.clear()
+    closing = threading.Thread(target=transport.close, daemon=True)
+    closing.start()
+    closing.join(30.0)
+    assert not closing.is_alive() and not group.aborted
+    assert "NCCL has not aborted the group of a refit within 0 s and is left behind" in caplog.text
+    group.aborts.set()
+
+
+def test_an_abort_that_fails_is_logged(nccl, store, monkeypatch, caplog):
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+
+    def fail() -> None:
+        raise RuntimeError("NCCL error: unhandled\nand much else")
+
+    monkeypatch.setattr(Group.made[0], "abort", fail)
+    transport.close()
+    assert "NCCL could not abort the group of a refit: NCCL error: unhandled" in caplog.text
+
+
+def test_a_message_is_started_on_the_stream_of_its_sender(nccl, store, monkeypatch):
+    """The thread that starts messages has the default stream: NCCL did not wait for the sender's work on another."""
+
+    @contextlib.contextmanager
+    def stream(chosen):
+        before, CURRENT.stream = getattr(CURRENT, "stream", None), chosen and chosen.name
+        yield
+        CURRENT.stream = before
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(name=CURRENT.stream, device=device)
+    )
+    announce(store)
+    transport = PointToPoint(store, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=60.0))
+    (group,) = Group.made
+    group.come.set()
+    message = SimpleNamespace(is_cuda=True, device=gpu)
+    for name in ("the sender's", "another of the sender's"):
+        with stream(SimpleNamespace(name=name)):
+            transport.send(1, "bucket 0", message, size_known=True).wait(Deadline.start(60.0, 60.0))
+    assert group.streams == ["the sender's", "another of the sender's"]
     transport.close()
 
 
 def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, store, monkeypatch):
+    announce(store)
     transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
     group, failed = Group.made[0], RuntimeError("the peer is gone\nand much else")
     for works, said in (

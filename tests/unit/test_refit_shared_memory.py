@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from megatron_rl.refit.shared_memory_transport import Disk
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.shared_memory_transport import CudaIpc, Disk, SharedMemory, Slots
 from megatron_rl.refit.transport import TransportError
 
 CPU = torch.device("cpu")
@@ -36,3 +37,30 @@ def test_a_file_that_is_no_message_is_named(tmp_path):
     for address in ("../x", 3, None):
         with pytest.raises(RuntimeError, match="is not a file name"):
             Disk(tmp_path).open(address, CPU)
+
+
+def test_a_slot_is_at_most_an_eighth_larger_than_its_message():
+    """A message of 512 MiB with its checksums took 1 GiB."""
+    slots = Slots(RefitStore.host("127.0.0.1")[0], 0, SharedMemory())
+    for size, room in ((1, 1 << 16), (1 << 20, 1 << 20), ((1 << 20) + 8, (1 << 20) + (1 << 17)), (1 << 21, 1 << 21)):
+        assert len(slots.buffer(size, CPU)) == size
+        assert [len(slot.memory) for slot in slots._slots] == [room]
+    slots.close()
+
+
+def test_no_slot_of_cuda_ipc_is_in_an_expandable_segment(monkeypatch):
+    """The receiver cannot open such a segment unless it may trace the sender, which containers forbid."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: (0, b"handle", storage.nbytes(), 0))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
+    address, message = CudaIpc().allocate(64, CPU)
+    assert len(message) == 64 and address == [0, b"handle".hex(), 64, 0]
+    assert told == [
+        "max_split_size_mb:128,expandable_segments:False",
+        "max_split_size_mb:128,expandable_segments:True",
+    ]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    CudaIpc().allocate(64, CPU)
+    assert len(told) == 2

@@ -95,6 +95,17 @@ def parameters_of(sizes: Sizes, layout: TrainerLayout) -> dict[int, dict[str, to
     return out
 
 
+@given(cases())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_messages_within_a_device_have_a_limit_of_their_own(case):
+    small = make_plan(*case, together, bucket_elements=40)
+    plan = make_plan(*case, together, bucket_elements=40, local_bucket_elements=320)
+    assert plan.buckets == small.buckets and len(plan.slices) == len(small.slices)
+    assert sum(b.elements for b in plan.local) == sum(b.elements for b in small.local)
+    assert len(plan.local) < len(small.local) or len(small.local) < 2
+    assert all(b.elements <= 320 or b.last - b.first == 1 for b in plan.local)
+
+
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from([apart, together]), st.sampled_from([40, 64 << 20]))
 def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, bucket):
