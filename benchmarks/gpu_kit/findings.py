@@ -34,8 +34,9 @@ class Findings:
         file: Path | None = None,
         minutes: float = 9.0,
     ) -> None:
-        """`bars`: least acceptable values by figure. `limits`: greatest acceptable values by figure. No part begins when
-        `minutes` are over.
+        """`bars`: least acceptable values by figure. `limits`: greatest acceptable values.
+
+        No part begins when `minutes` are over.
         """
         self.figures: dict[str, float] = {}
         self.unmeasured: dict[str, str] = {}

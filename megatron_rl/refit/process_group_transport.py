@@ -168,12 +168,12 @@ class PointToPoint:
                     if self._closed.is_set():
                         return TransportError(f"the group was closed before rank {peer} came")
                 self._connected.add(peer)
-        except TransportError as error:
+            if stream is not None:
+                torch.cuda.set_device(stream.device)  # the current device is per thread
+            with torch.cuda.stream(stream):
+                return self._start_now(way, message, peer, tag)
+        except RuntimeError as error:
             return error
-        if stream is not None:
-            torch.cuda.set_device(stream.device)  # the current device is per thread
-        with torch.cuda.stream(stream):
-            return self._start_now(way, message, peer, tag)
 
     def receive_after_length(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
         """Starts to receive message `number` of a peer, whose length has already been received.

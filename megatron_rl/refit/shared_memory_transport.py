@@ -302,9 +302,7 @@ def _without_expandable_segments() -> Iterator[None]:
     if without == given:
         yield
         return
-    with warnings.catch_warnings(
-        action="ignore", category=FutureWarning
-    ):  # newer versions of torch rename the function
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # the function is deprecated
         torch.cuda.memory._set_allocator_settings(without)
         try:
             yield
