@@ -24,7 +24,7 @@ from megatron_rl.spec.run_spec import SftSpec
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
 from megatron_rl.vocabulary import vocabulary_of
-from megatron_rl.weights.plain_data import refuse_code
+from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import TorchWorld
 
 

@@ -31,10 +31,10 @@ class ConfigError(ValueError):
     """A setting is invalid. The message names the setting, its value and how to correct it."""
 
 
-def refuse(problems: Iterable[str]) -> None:
+def refuse(*problems: str) -> None:
     """Raises ConfigError with the error messages `problems`, one per line. Returns if there are no messages."""
-    if found := "\n  ".join(problems):
-        raise ConfigError(found)
+    if problems:
+        raise ConfigError("\n  ".join(problems))
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def config(cls: type[C]) -> type[C]:
     made: Any = cls
     made.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     if hasattr(cls, "problems") and "__post_init__" not in vars(cls):
-        made.__post_init__ = lambda self: refuse(self.problems())
+        made.__post_init__ = lambda self: refuse(*self.problems())
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -108,10 +108,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
     with refusing(lambda error: f"{file} cannot be read as JSON ({error}): fetch it again", *UNREADABLE):
         if (size := file.stat().st_size) > MOST_JSON_BYTES:
-            refuse([f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?"])
+            refuse(f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?")
         found: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     if not isinstance(found, dict):
-        refuse([f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again"])
+        refuse(f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again")
     return found
 
 

@@ -38,7 +38,7 @@ def find_function(target: str) -> Any:
     """Returns the function named by `package.module:name`. Raises ConfigError if it is not found or not callable."""
     found = find(target)
     if not callable(found):
-        refuse([f"plug-in {target!r} is a {type(found).__name__}: name a function or a dataclass"])
+        refuse(f"plug-in {target!r} is a {type(found).__name__}: name a function or a dataclass")
     return found
 
 
@@ -66,7 +66,7 @@ def look_at(use: Use) -> None:
 def _parts(target: str) -> tuple[str, str]:
     """Returns (module, name) of `package.module:name`. Raises ConfigError for another form."""
     if not is_target(target):
-        refuse([f"plug-in {target!r}: it has the form package.module:name, without .py or slashes"])
+        refuse(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
     module, _, name = target.partition(":")
     return module, name
 
@@ -77,14 +77,14 @@ def _refuse_missing(target: str, names: Iterable[str], file: object) -> None:
     module, _, name = target.partition(":")
     if name not in names:
         cure = hint(name, names, f"look at the names in {file}")
-        refuse([f"plug-in {target!r}: {module} has no {name!r}; {cure}"])
+        refuse(f"plug-in {target!r}: {module} has no {name!r}; {cure}")
 
 
 def _refuse_unknown(use: Use, known: list[str]) -> None:
     """Raises ConfigError if `use` has arguments that are not in `known`."""
     cure = f"it takes {', '.join(known) or 'none'}"
     unknown = [name for name in use.args if name not in known]
-    refuse(f"plug-in {use.target}: unknown argument {name!r}; {hint(name, known, cure)}" for name in unknown)
+    refuse(*(f"plug-in {use.target}: unknown argument {name!r}; {hint(name, known, cure)}" for name in unknown))
 
 
 def _definitions(file: Path) -> dict[str, ast.AST]:
@@ -145,9 +145,7 @@ def build(use: Use) -> Any:
     if isinstance(found, type) and dataclasses.is_dataclass(found):
         return files.load(found, trees=[(f"plug-in {use.target}", use.args)])
     if isinstance(found, type) and use.args:
-        refuse(
-            [f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes"]
-        )
+        refuse(f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes")
     parameters = inspect.signature(found).parameters.values() if use.args else ()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         _refuse_unknown(use, [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)])

@@ -77,7 +77,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Copies the model and training settings of a role to the roles that share its policy (`same_as`)."""
-        refuse(self.problems())
+        refuse(*self.problems())
         roles = dict(self.roles)
         for name, role in self.roles.items():
             own = {setting: getattr(role, setting) for setting in OF_A_SHARED_ROLE}

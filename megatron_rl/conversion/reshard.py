@@ -27,7 +27,6 @@ from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.parameter_mapping import WHOLE, Shard, kept_float32, megatron
-from megatron_rl.weights.plain_data import COMMON, read_object
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
 # prefix of the names under which a checkpoint stores the optimizer's float32 copies of the weights
@@ -116,8 +115,7 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
         for key, data in checkpoint.objects():
             writer.add_bytes(key, data)
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
-        file = checkpoint.directory / COMMON
-        writer.finish(read_object(file, str(file), trust=checkpoint.trust) if file.is_file() else {})
+        writer.finish(checkpoint.common())
 
 
 def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:

@@ -285,7 +285,7 @@ def plan_sweep(
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
     """Returns the submission of evaluations: an array with one element for each config. Every config must have an
     output. Raises ConfigError if a config cannot be run on the site."""
-    refuse(path_problems("--out", str(directory)))
+    refuse(*path_problems("--out", str(directory)))
     directory = directory.absolute()
     configs = [for_site(config, profile, profile.ranks_per_node)[0] for config in configs]
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}

@@ -40,7 +40,7 @@ from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
 from megatron_rl.types import Prompt, Rollout
-from megatron_rl.weights.plain_data import refuse_code
+from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import TorchWorld, World
 
 # Settings in the section `run` of the config that do not affect the rollouts.

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, refuse, refusing
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
 from megatron_rl.weights.parameter_mapping import WHOLE, Rect, megatron, megatron_names
 from megatron_rl.weights.plain_data import DAMAGED, read_metadata, read_object
 from megatron_rl.weights.tensor_copies import assemble, local
+
+COMMON = "common.pt"  # file of the state that is not in tensors
 
 
 class DistCheckpoint:
@@ -35,14 +37,11 @@ class DistCheckpoint:
         Raises ConfigError if the directory is not a checkpoint, or if listed files are missing or too short.
         """
         self.directory, self.trust = Path(directory), trust
-        try:
+        newer = f"torch here is {torch.__version__}; a checkpoint of a newer torch may need that one"
+        said = f"{directory} is not a distributed checkpoint that can be read here"
+        with refusing(lambda error: f"{said}: {error} in its .metadata ({newer})", *DAMAGED):
             self._metadata: Any = read_metadata(self.directory, trust=trust)
-        except DAMAGED as error:
-            raise ConfigError(
-                f"{directory} is not a distributed checkpoint that can be read here: {error} in its .metadata "
-                f"(torch here is {torch.__version__}; a checkpoint of a newer torch may need that one)"
-            ) from error
-        self._check_files()
+        refuse(*self._file_problems())
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -81,7 +80,7 @@ class DistCheckpoint:
         whole = self.parameter(name, prefix)
         found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
         if found[1] != columns or found[0] < rows or (found[0] > rows and name not in VOCABULARY):
-            raise ConfigError(
+            refuse(
                 f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: "
                 "is the checkpoint another model's?"
             )
@@ -111,7 +110,11 @@ class DistCheckpoint:
             offsets, lengths = tuple(chunk.offsets), tuple(chunk.sizes)
             if any(not o <= i < o + n for i, o, n in zip(index, offsets, lengths, strict=False)):
                 continue
-            piece = self._piece(key, chunk.offsets)[tuple(i - o for i, o in zip(index, offsets, strict=False))]
+            place = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            with (self.directory / place.relative_path).open("rb") as file:
+                view: Any = _create_file_view(file, place.offset, place.length)  # as in torch's checkpoint reader
+                whole = torch.load(view, map_location="cpu", weights_only=True)
+            piece = whole[tuple(i - o for i, o in zip(index, offsets, strict=False))]
             if piece.shape == shape:
                 return piece
             out = torch.empty(shape, dtype=stored.properties.dtype) if out is None else out
@@ -144,26 +147,34 @@ class DistCheckpoint:
                 return place._replace(key=prefix + place.key), stored
         raise ConfigError(f"{self.directory} holds no parameter {prefix}{name}: the checkpoint is of another model")
 
-    def _piece(self, key: str, offsets: torch.Size) -> Tensor:
-        """Reads one piece (a rectangle stored separately) of a stored tensor."""
-        place = self._metadata.storage_data[MetadataIndex(key, offsets)]
-        with (self.directory / place.relative_path).open("rb") as file:
-            view: Any = _create_file_view(file, place.offset, place.length)  # as in torch's checkpoint reader
-            return torch.load(view, map_location="cpu", weights_only=True)
+    def common(self) -> Any:
+        """Returns the state that is stored beside the tensors, such as the optimizer's settings; {} if there is none.
+        Raises ConfigError if the state is more than plain data, unless the checkpoint was opened with `trust`."""
+        file = self.directory / COMMON
+        return read_object(file, str(file), trust=self.trust) if file.is_file() else {}
 
-    def _check_files(self) -> None:
-        """Raises ConfigError unless every file that the checkpoint's metadata lists exists and is long enough."""
+    def _file_problems(self) -> Iterator[str]:
+        """Yields an error message for each file that the checkpoint's metadata lists and that is missing or short."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         for name, end in sorted(ends.items()):
             file = self.directory / name
             if not file.is_file():
-                raise ConfigError(
-                    f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not complete"
-                )
-            if file.stat().st_size < end:
-                raise ConfigError(f"{file} has {file.stat().st_size} bytes of at least {end}: it was cut short")
+                yield f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not complete"
+            elif (size := file.stat().st_size) < end:
+                yield f"{file} has {size} bytes of at least {end}: it was cut short"
+
+
+def refuse_code(directory: Path) -> None:
+    """Raises ConfigError if megatron-core would run code from this checkpoint of one role when loading it.
+
+    Megatron-core loads .metadata and the objects in the files as unrestricted pickles.
+    """
+    checkpoint = DistCheckpoint(directory)
+    for _ in checkpoint.objects():
+        pass
+    checkpoint.common()
 
 
 def whole_names(sizes: Sizes) -> list[str]:

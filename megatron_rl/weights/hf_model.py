@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +11,20 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.config.base import read_object
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import read_object, refuse, refusing
 from megatron_rl.models import registry
 from megatron_rl.models.blocks import EMBEDDING, HEAD
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import safetensors_headers
 from megatron_rl.weights.parameter_mapping import Rect, check_complete, hf_shapes, kept_float32
-from megatron_rl.weights.tensor_copies import from_tensor
+from megatron_rl.weights.tensor_copies import blocks, from_tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BLOCK = 1 << 24  # maximum number of elements that are compared at a time
 
 
 # equality and hash ignore the other fields: caches keyed by sizes need only these fields
@@ -78,9 +77,8 @@ def local_directory(path: str | Path) -> Path:
             f"no model directory {path}: give a local Hugging Face directory or a hub name like Qwen/Qwen2.5-7B"
         )
     try:
-        return Path(
-            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-        )
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise FileNotFoundError(
             f"there is no directory {path} here, and it could not be downloaded from the hub: {error}"
@@ -92,10 +90,9 @@ def read_architecture(directory: str | Path) -> Architecture:
 
     Raises ConfigError, with the value, if the model is not supported or if keys contradict each other.
     """
-    try:
+    said = "its config.json contradicts itself"
+    with refusing(lambda error: f"{directory}: {said}: {error}; fetch it again", StrictDataclassError):
         config = AutoConfig.from_pretrained(local_directory(directory))
-    except StrictDataclassError as error:
-        raise ConfigError(f"{directory}: its config.json contradicts itself: {error}; fetch it again") from error
     facts = config.to_dict()
     sizes = registry.read(facts, str(directory))
     return Architecture(**vars(sizes), features=registry.features(facts, str(directory)), config=config)
@@ -121,59 +118,40 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
     If the files of a tied model hold an output layer too, its data is read and compared with the embedding.
     """
     directory = local_directory(directory)
+    refuse(*itertools.islice(_problems(directory, sizes, cast), 1))
+
+
+def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
+    """Yields error messages about a model directory as described at `check`. The messages after the first may be
+    consequences of it."""
     found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
     check_complete(found, sizes)
     for name, (rows, columns) in wanted.items():
+        shape = (rows,) if columns == 1 else (rows, columns)
         if name not in found:
             cure = "set tie_word_embeddings" if name == HEAD and EMBEDDING in found else "the directory is not complete"
-            raise ConfigError(f"{directory} holds no tensor {name!r}, which its config.json asks for: {cure}")
-        shape, stored = (rows,) if columns == 1 else (rows, columns), found[name]
-        if stored.shape != shape:
-            raise ConfigError(
-                f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?"
-            )
+            yield f"{directory} holds no tensor {name!r}, which its config.json asks for: {cure}"
+        elif (stored := found[name]).shape != shape:
+            file, said = stored.file, f"{name} is {list(stored.shape)}, config.json says {list(shape)}"
+            yield f"{file}: {said}: is it another model's?"
     kept = {name for name in kept_float32(sizes) & wanted.keys() if found[name].dtype == "F32"}
-    _check_dtypes({name: found[name] for name in wanted if name not in kept}, cast)
-    if (
-        sizes.tied
-        and HEAD in found
-        and not _same_rows(DirectoryTensors(directory), wanted[EMBEDDING], found[HEAD].shape)
-    ):
-        raise ConfigError(
-            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: "
-            "set it to false"
-        )
-
-
-def _check_dtypes(found: dict[str, safetensors_headers.Stored], cast: bool) -> None:
-    """Raises ConfigError for a tensor of an unsupported dtype, and for tensors of several dtypes unless the caller
-    converts them to one dtype.
-    """
-    by_dtype: dict[str, str] = {}
-    for name, stored in found.items():
-        if stored.dtype not in DTYPES:
-            raise ConfigError(
-                f"{stored.file}: {name} is {stored.dtype}, not one of {', '.join(DTYPES)}: "
-                "take a model that is not quantised"
-            )
-        by_dtype.setdefault(stored.dtype, name)
+    by_dtype = {found[name].dtype: (name, found[name].file) for name in wanted if name not in kept}
+    for dtype, (name, file) in by_dtype.items():
+        if dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            yield f"{file}: {name} is {dtype}, not one of {known}: take a model that is not quantised"
     if len(by_dtype) > 1 and not cast:
-        examples = "; ".join(f"{name} in {found[name].file} is {dtype}" for dtype, name in by_dtype.items())
-        raise ConfigError(f"tensors of several dtypes: {examples}: name the dtype to cast all of them to")
-
-
-def _same_rows(tensors: DirectoryTensors, shape: tuple[int, int], head: tuple[int, ...]) -> bool:
-    """Checks whether the embedding and the output layer in the files are equal, block by block to save memory."""
-    if tuple(head) != shape:
-        return False
-    rows, columns = shape
-    step = max(1, BLOCK // columns)
-    for row in range(0, rows, step):
-        count = min(step, rows - row)
-        a, b = (tensors.read(Rect(name, row, 0, count, columns, 0, 0)) for name in (EMBEDDING, HEAD))
-        if not torch.equal(a, b):
-            return False
-    return True
+        examples = "; ".join(f"{name} in {file} is {dtype}" for dtype, (name, file) in by_dtype.items())
+        yield f"tensors of several dtypes: {examples}: name the dtype to cast all of them to"
+    if sizes.tied and HEAD in found:
+        tensors = DirectoryTensors(directory)
+        head, embedding = tensors.whole(HEAD), tensors.whole(EMBEDDING)
+        pairs = zip(blocks(head), blocks(embedding), strict=False)  # block by block, to save memory
+        if head.shape != embedding.shape or not all(torch.equal(a, b) for a, b in pairs):
+            yield (
+                f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to "
+                "false"
+            )
 
 
 class DirectoryTensors:
@@ -197,13 +175,13 @@ class DirectoryTensors:
             return self._views[name]
         if name not in self._stored:
             folder = next(iter(self._stored.values())).file.parent
-            raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
-        path, stored = self._stored[name].file, self._stored[name]
-        if path not in self._open:
-            self._open[path] = _open(path)
+            refuse(f"{folder} holds no tensor {name!r}: the directory is not complete")
+        stored = self._stored[name]
+        if stored.file not in self._open:
+            self._open[stored.file] = safe_open(stored.file, "pt").__enter__()
         stack, expert, row = stored.part or (name, None, 0)
         if stack not in self._views:
-            self._views[stack] = self._open[path].get_tensor(stack)
+            self._views[stack] = self._open[stored.file].get_tensor(stack)
         whole = self._views[stack] if expert is None else self._views[stack][expert]
         self._views[name] = whole[row : row + stored.shape[0]] if stored.part else whole
         return self._views[name]
@@ -218,16 +196,8 @@ class DirectoryTensors:
         shape = tensor.shape
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
             path = self._stored[rect.tensor].file
-            raise ConfigError(f"{path}: {rect.tensor} is {list(shape)}, too small for what config.json says")
+            refuse(f"{path}: {rect.tensor} is {list(shape)}, too small for what config.json says")
         return from_tensor(tensor, rect)
-
-
-def _open(path: Path) -> Any:
-    """Opens a safetensors file. Raises ConfigError if it is not a safetensors file."""
-    try:
-        return safe_open(path, "pt").__enter__()
-    except SafetensorError as error:
-        raise ConfigError(f"{path} cannot be read as safetensors ({error}): fetch it again") from error
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ they split A by columns and all hold the whole B.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rl.config.base import read_object
-from megatron_rl.config.schema import ConfigError, Lora
+from megatron_rl.config.base import read_object, refuse, refusing
+from megatron_rl.config.schema import Lora
 from megatron_rl.models.lora_targets import (
     CONFIG,
     WEIGHTS,
@@ -41,6 +42,8 @@ from megatron_rl.weights.tensor_copies import all_finite, blocks
 DIRECTORY = "adapter"  # name of the adapter's directory in a role's checkpoint
 BASE = "base.json"  # file that identifies the base model on which an adapter was trained
 _MODULE = "lora"  # name of the submodule of a Megatron linear layer that holds its adapters
+# errors of reading a file of an adapter that is missing, damaged or of another kind
+_ODD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of the LoRA matrix A or B in this package -> name in peft
 _PREFIX = "base_model.model."  # prefix of module names in peft
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
@@ -84,32 +87,33 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
 
     Raises ConfigError if files are missing or damaged, if the tensors do not match `lora`, or if values are not finite.
     """
-    file = Path(directory) / WEIGHTS
-    try:
+    file, wanted = Path(directory) / WEIGHTS, shapes(sizes, lora)
+    cure = "give the directory of an adapter"
+    with refusing(lambda error: f"{file} cannot be read as safetensors ({error}): {cure}", OSError, SafetensorError):
         found = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{file} cannot be read as safetensors ({error}): give the directory of an adapter"
-        ) from error
-    wanted = shapes(sizes, lora)
+    refuse(*itertools.islice(_problems(file, found, wanted, lora), 1))
+    return found
+
+
+def _problems(
+    file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, int]], lora: Lora
+) -> Iterator[str]:
+    """Yields error messages about the tensors of an adapter's file that do not match the wanted shapes."""
     missing, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or more:
-        raise ConfigError(
+        yield (
             f"{file}: lora.targets = {list(lora.targets)} of this model wants {len(wanted)} tensors; missing are "
             f"{missing[:2]}, and {more[:2]} have no place: set lora.targets to the adapter's"
         )
-    for name, shape in wanted.items():
-        if tuple(found[name].shape) != shape:
-            raise ConfigError(
-                f"{file}: {name} is {list(found[name].shape)}, lora.rank = {lora.rank} and the model's config.json "
-                f"say {list(shape)}: is it another model's?"
+    for name, tensor in found.items():
+        if tuple(tensor.shape) != wanted[name]:
+            yield (
+                f"{file}: {name} is {list(tensor.shape)}, lora.rank = {lora.rank} and the model's config.json say "
+                f"{list(wanted[name])}: is it another model's?"
             )
-        if not found[name].is_floating_point() or not all_finite(found[name]):
-            wrong = (
-                "holds numbers that are not finite" if found[name].is_floating_point() else f"is {found[name].dtype}"
-            )
-            raise ConfigError(f"{file}: {name} {wrong}: its training failed, or the file is damaged; give another one")
-    return found
+        wrong = "holds numbers that are not finite" if tensor.is_floating_point() else f"is {tensor.dtype}"
+        if not tensor.is_floating_point() or not all_finite(tensor):
+            yield f"{file}: {name} {wrong}: its training failed, or the file is damaged; give another one"
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str, digest: str) -> None:
@@ -153,30 +157,22 @@ def read_settings(directory: Path) -> Lora:
     Raises ConfigError if the settings cannot be read, or if the adapter is of another form than W + alpha / r B A.
     """
     file = directory / CONFIG
-    try:
+    with refusing(lambda error: f"{file} cannot be read ({error!r}): is it a LoRA adapter?", *_ODD):
         told = read_object(file)
-        odd = not_plain(told)
+        refuse(*(f"{file}: {refusal(told, odd)}" for odd in not_plain(told)[:1]))
         targets = target_names(told) or {
             _MATRIX.sub(r"\1", name) for name in safetensors_headers.read_file(directory / WEIGHTS)
         }
-        if not odd:
-            return Lora(rank=told["r"], alpha=told["lora_alpha"], targets=cast(Any, tuple(sorted(targets))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error!r}): is it a LoRA adapter?") from error
-    raise ConfigError(f"{file}: {refusal(told, odd[0])}")
+        return Lora(rank=told["r"], alpha=told["lora_alpha"], targets=cast(Any, tuple(sorted(targets))))
 
 
 def base_of(directory: Path) -> Path:
     """Returns the directory of the base model that a LoRA adapter's config names. Raises ConfigError if the model is
     not found.
     """
-    file = directory / CONFIG
-    try:
-        return hf_model.local_directory(read_object(file)["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{directory}: the model that it was trained on is not found ({error}); name it by --model"
-        ) from error
+    said = f"{directory}: the model that it was trained on is not found"
+    with refusing(lambda error: f"{said} ({error}); name it by --model", *_ODD):
+        return hf_model.local_directory(read_object(directory / CONFIG)["base_model_name_or_path"])
 
 
 def base_digest(path: str | Path) -> str:
@@ -198,7 +194,7 @@ def other_base(directory: Path, path: str | Path) -> str | None:
     try:
         told = read_object(file)
         digest, trained_on = told["digest"], told["path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _ODD as error:
         return f"{file} cannot be read ({error!r}): the checkpoint is not one of adapters, or it is damaged"
     if digest == base_digest(path):
         return None
@@ -265,12 +261,10 @@ def _find(sizes: Sizes, name: str, rank: int = 1) -> tuple[Projection, Source, P
     Raises KeyError if the name does not belong to an adapter of the model.
     """
     parts = _NAME.fullmatch(name)
-    if parts is None:
-        raise KeyError(f"{name!r} is no parameter of an adapter")
-    layer, part = int(parts[1]), parts[3]
-    projection = next((p for p in projections(sizes, layer) if p.name == parts[2]), None)
+    layer, part = (int(parts[1]), parts[3]) if parts else (0, "")
+    projection = next((p for p in projections(sizes, layer) if parts and p.name == parts[2]), None)
     if projection is None:
-        raise KeyError(f"{name!r}: a {sizes.family} model has no matrix {parts[2]} in layer {layer}")
+        raise KeyError(f"{name!r} is no parameter of an adapter of a {sizes.family} model")
     tensor = _peft_name(layer, projection, part)
     if part == "lora_a":
         return projection, Source(tensor, rank, projection.columns), ByColumns() if projection.inward else Whole()

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.safe_pickle import refuse_bombs
 
-METADATA, COMMON = ".metadata", "common.pt"
+METADATA = ".metadata"
 TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"
 # Exceptions that loading a damaged pickle may raise.
 DAMAGED = (
@@ -73,13 +73,13 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
 def _check_places(found: Metadata) -> None:
     """Raises UnpicklingError unless the metadata contain a valid type and storage location for every stored item."""
     kinds, places = found.state_dict_metadata, found.storage_data
-    if not isinstance(kinds, dict) or not isinstance(places, dict):
-        raise pickle.UnpicklingError("it does not say where things are stored")
-    for index, place in places.items():
+    valid = isinstance(kinds, dict) and isinstance(places, dict)
+    for index, place in places.items() if valid else ():
         numbers = (place.offset, place.length)
         known = isinstance(index.fqn, str) and index.fqn in kinds and isinstance(place.relative_path, str)
-        if not known or any(type(number) is not int or number < 0 for number in numbers):
-            raise pickle.UnpicklingError(f"it does not say where {index.fqn!r} is stored")
+        valid = valid and known and all(type(number) is int and number >= 0 for number in numbers)
+    if not valid:
+        raise pickle.UnpicklingError("it does not say where things are stored")
 
 
 def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
@@ -104,25 +104,3 @@ def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
         raise ConfigError(f"{what} holds {reason}, which is no plain data: {TRUST}") from error
     except DAMAGED as error:
         raise ConfigError(f"{what} cannot be read ({error}): the checkpoint is damaged") from error
-
-
-def refuse_code(directory: Path) -> None:
-    """Raises ConfigError if megatron-core would run code from this checkpoint of one role when loading it.
-
-    Megatron-core loads .metadata and the objects in the files as unrestricted pickles.
-    """
-    try:
-        metadata = read_metadata(directory)
-        stored = metadata.state_dict_metadata
-        found = dict[str, bytes]()
-        for index, place in (metadata.storage_data or {}).items():
-            if isinstance(stored.get(index.fqn), BytesStorageMetadata):
-                with (directory / place.relative_path).open("rb") as file:
-                    file.seek(int(place.offset))
-                    found[index.fqn] = file.read(int(place.length))
-    except DAMAGED as error:
-        raise ConfigError(f"{directory / METADATA} cannot be read: {error}") from error
-    for name, data in found.items():
-        read_object(data, f"{directory}: {name}")
-    if (directory / COMMON).is_file():
-        read_object(directory / COMMON, str(directory / COMMON))

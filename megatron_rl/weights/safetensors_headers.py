@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.config.base import read_object
-from megatron_rl.config.schema import ConfigError
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.config.base import read_object, refuse, refusing
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import CONFIG as ADAPTER
 from megatron_rl.models.registry import layer_rows
@@ -21,6 +22,7 @@ from megatron_rl.models.rows import EXPERT, HF_LAYER
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # first bytes of a git-lfs pointer: a small file in place of a large file that git-lfs has not downloaded
+DAMAGED = (KeyError, TypeError, AttributeError)  # errors of an index that has another form
 LFS = b"version https://git-lfs.github.com/"
 
 
@@ -48,7 +50,7 @@ def _read(directory: Path) -> dict[str, Stored]:
     """Returns every tensor of a model directory, by its name in the files (experts may be stacked in one tensor)."""
     index, single = directory / INDEX, directory / SINGLE
     if (directory / ADAPTER).is_file() and (index.exists() or single.exists()):
-        raise ConfigError(
+        refuse(
             f"{directory} holds a model and an adapter ({ADAPTER}), which transformers would load with another base: "
             "move one of them to a directory of its own"
         )
@@ -58,27 +60,29 @@ def _read(directory: Path) -> dict[str, Stored]:
                 f"{directory} holds no {SINGLE}: give a downloaded model directory, or set model.init to random"
             )
         return read_file(single)
-    try:
+    with refusing(lambda error: f"{index} cannot be read ({error!r}): fetch the model again", *DAMAGED):
         places = {str(name): str(file) for name, file in read_object(index)["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} cannot be read ({error!r}): fetch the model again") from error
     if single.exists() and SINGLE not in places.values():
-        raise ConfigError(
+        refuse(
             f"{directory} holds two sets of weights, {SINGLE} and the files that {INDEX} lists, of which transformers "
             "would load the first: remove the one that is not meant"
         )
-    files: dict[str, dict[str, Stored]] = {}
-    for name, file in places.items():
-        if file not in files:
-            if not (directory / file).is_file():
-                raise ConfigError(
-                    f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again"
-                )
-            files[file] = read_file(directory / file)
-        if name not in files[file]:
-            raise ConfigError(
-                f"{directory / file} holds no tensor {name}, which {INDEX} lists there: they are of different models"
-            )
+    first = {file: name for name, file in reversed(places.items())}  # file -> first tensor that the index lists in it
+    refuse(
+        *(
+            f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again"
+            for file, name in first.items()
+            if not (directory / file).is_file()
+        )
+    )
+    files = {file: read_file(directory / file) for file in first}
+    refuse(
+        *(
+            f"{directory / file} holds no tensor {name}, which {INDEX} lists there: they are of different models"
+            for name, file in places.items()
+            if name not in files[file]
+        )
+    )
     return {name: files[file][name] for name, file in places.items()}
 
 
@@ -103,7 +107,7 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
             rows, columns = sum(source.rows for source in row.sources), row.sources[0].columns
             shape, stack = (*([row.experts] if row.experts else []), rows, columns), out.pop(name)
             if stack.shape != shape:
-                raise ConfigError(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
+                refuse(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
             for number in range(row.experts or 1):
                 first = 0
                 for source in row.sources:
@@ -117,38 +121,16 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
 def read_file(file: Path) -> dict[str, Stored]:
     """Returns every tensor of one safetensors file, by name.
 
-    Raises ConfigError, with the tensor concerned, if the file was cut short or is not a safetensors file.
+    Raises ConfigError if the file was cut short or is not a safetensors file.
     """
     size = file.stat().st_size
     with file.open("rb") as source:
-        first = source.read(len(LFS))
-        if first == LFS:
-            raise ConfigError(f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its repository")
-        source.seek(8)
-        length = int.from_bytes(first[:8], "little")
-        start = 8 + length
-        if size < 8 or start > size:
-            raise ConfigError(
-                f"{file} has {size} bytes, its header alone needs {start}: it was cut short or is no safetensors file; "
-                "fetch it again"
-            )
-        text = source.read(length)
-    try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        found = {name: Stored(file, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
-        ends = {name: start + int(entry["data_offsets"][1]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ConfigError(
-            f"{file} has a header that cannot be read ({error!r}): it is damaged; fetch it again"
-        ) from error
-    for name, end in sorted(ends.items(), key=lambda item: item[1]):
-        if end > size:
-            raise ConfigError(
-                f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut short; fetch it again"
-            )
-    if ends and max(ends.values()) < size:
-        raise ConfigError(
-            f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; "
-            "fetch it again"
-        )
-    return found
+        if source.read(len(LFS)) == LFS:
+            refuse(f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its repository")
+    cure = "it was cut short, is damaged, or is no safetensors file; fetch it again"
+    with (
+        refusing(lambda error: f"{file} has {size} bytes and cannot be read ({error}): {cure}", SafetensorError),
+        safe_open(file, "np") as opened,
+    ):
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: Stored(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

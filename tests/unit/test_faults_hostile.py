@@ -40,7 +40,8 @@ from megatron_rl.key_value_store.store_server import KeyValueServer
 from megatron_rl.main import main
 from megatron_rl.rewards import code_cases
 from megatron_rl.safe_pickle import refuse_bombs
-from megatron_rl.weights.plain_data import read_object, refuse_code
+from megatron_rl.weights.dist_checkpoint import refuse_code
+from megatron_rl.weights.plain_data import read_object
 
 STRANGER = 12345  # the number of another user
 
