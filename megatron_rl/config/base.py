@@ -108,10 +108,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
     with refusing(lambda error: f"{file} cannot be read as JSON ({error}): fetch it again", *UNREADABLE):
         if (size := file.stat().st_size) > MOST_JSON_BYTES:
-            refuse(f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?")
+            raise ConfigError(f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?")
         found: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse_constant)
     if not isinstance(found, dict):
-        refuse(f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again")
+        raise ConfigError(f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again")
     return found
 
 

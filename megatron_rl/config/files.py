@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import pydantic
 import yaml
 
-from megatron_rl.config.base import UNREADABLE, hint, refuse, refusing, without_passwords
+from megatron_rl.config.base import UNREADABLE, ConfigError, hint, refuse, refusing, without_passwords
 
 T = TypeVar("T")
 MAX_DEPTH = 64  # maximum nesting depth of values
@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if len(self.states) > 2 * MAX_DEPTH:  # a bomb; `count` refuses smaller depths
-            refuse(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
+            raise ConfigError(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -81,7 +81,7 @@ class _Loader(yaml.SafeLoader):
             *(f"{where}: the key {str(key)[:80]} is no text: put it in quotes" for key in keys if type(key) is not str)
         )
         if twice := sorted(key for key, count in Counter(keys).items() if count > 1):
-            refuse(f"{where}: {', '.join(twice)} is given twice; keep one")
+            raise ConfigError(f"{where}: {', '.join(twice)} is given twice; keep one")
         return super().construct_mapping(node, deep=deep)
 
     def count(self, node: yaml.Node, known: dict[int, int], depth: int = 0) -> int:
@@ -91,11 +91,15 @@ class _Loader(yaml.SafeLoader):
             return 1
         if id(node) not in known:
             if depth >= MAX_DEPTH:
-                refuse(f"{self.name}: values are nested more than {MAX_DEPTH} deep, or an alias lies in what it names")
+                raise ConfigError(
+                    f"{self.name}: values are nested more than {MAX_DEPTH} deep, or an alias lies in what it names"
+                )
             pairs = [(part,) for part in node.value] if isinstance(node, yaml.SequenceNode) else node.value
             known[id(node)] = 1 + sum(self.count(part, known, depth + 1) for pair in pairs for part in pair)
             if known[id(node)] > MAX_VALUES:
-                refuse(f"{self.name}: more than {MAX_VALUES} values, with aliases written out: a config is small")
+                raise ConfigError(
+                    f"{self.name}: more than {MAX_VALUES} values, with aliases written out: a config is small"
+                )
         return known[id(node)]
 
 
@@ -230,7 +234,7 @@ def read_yaml(path: Path) -> Any:
     """Returns the content of a YAML file, with the scalar rules of configs. Raises ConfigError if it cannot be read."""
     with refusing(lambda error: f"{path} cannot be read: {error}; is it a YAML file?", *UNREADABLE):
         if (size := path.stat().st_size) > MAX_BYTES:
-            refuse(f"{path} has {size} bytes: a config has {MAX_BYTES} at most")
+            raise ConfigError(f"{path} has {size} bytes: a config has {MAX_BYTES} at most")
         return parse(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -245,7 +249,7 @@ def _sources(
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")) or key.count(".") >= MAX_DEPTH:
-            refuse(f"override {text!r}: it has the form a.b=value")
+            raise ConfigError(f"override {text!r}: it has the form a.b=value")
         tree: Any = parse(value, f"override {text!r}")
         for part in reversed(key.split(".")):
             tree = {part.strip(): tree}
@@ -266,22 +270,24 @@ def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
     path = file.resolve()
     if path in seen:
         circle = " -> ".join(p.name for p in (*seen, path))
-        refuse(f"{file}: base files form a circle: {circle}; remove one `base`")
+        raise ConfigError(f"{file}: base files form a circle: {circle}; remove one `base`")
     if not file.is_file():
-        refuse(f"no such config file: {file}" + (f" ({seen[-1]} names it as its base)" if seen else ""))
+        raise ConfigError(f"no such config file: {file}" + (f" ({seen[-1]} names it as its base)" if seen else ""))
     tree = read_yaml(file)
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        refuse(f"{file}: a config is a mapping of keys, not {type(tree).__name__}")
+        raise ConfigError(f"{file}: a config is a mapping of keys, not {type(tree).__name__}")
     named = tree.pop("base", None)
     bases = [] if named is None else [named] if isinstance(named, str) else named
     if not isinstance(bases, list) or not all(isinstance(base, str) and base.isprintable() for base in bases):
-        refuse(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
+        raise ConfigError(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
     for base in bases:
         _read(file.parent / base, (*seen, path), out)
     out.append(_Source(str(file), tree))
     if len(out) > MAX_FILES:
-        refuse(f"{file}: the config is made of more than {MAX_FILES} files, each counted as often as it is named")
+        raise ConfigError(
+            f"{file}: the config is made of more than {MAX_FILES} files, each counted as often as it is named"
+        )
 
 
 def parse(text: str, label: str) -> Any:

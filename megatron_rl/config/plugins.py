@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import files
-from megatron_rl.config.base import Use, hint, refuse, refusing
+from megatron_rl.config.base import ConfigError, Use, hint, refuse, refusing
 
 
 def find(target: str) -> Any:
@@ -38,7 +38,7 @@ def find_function(target: str) -> Any:
     """Returns the function named by `package.module:name`. Raises ConfigError if it is not found or not callable."""
     found = find(target)
     if not callable(found):
-        refuse(f"plug-in {target!r} is a {type(found).__name__}: name a function or a dataclass")
+        raise ConfigError(f"plug-in {target!r} is a {type(found).__name__}: name a function or a dataclass")
     return found
 
 
@@ -66,7 +66,7 @@ def look_at(use: Use) -> None:
 def _parts(target: str) -> tuple[str, str]:
     """Returns (module, name) of `package.module:name`. Raises ConfigError for another form."""
     if not is_target(target):
-        refuse(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
+        raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
     module, _, name = target.partition(":")
     return module, name
 
@@ -77,7 +77,7 @@ def _refuse_missing(target: str, names: Iterable[str], file: object) -> None:
     module, _, name = target.partition(":")
     if name not in names:
         cure = hint(name, names, f"look at the names in {file}")
-        refuse(f"plug-in {target!r}: {module} has no {name!r}; {cure}")
+        raise ConfigError(f"plug-in {target!r}: {module} has no {name!r}; {cure}")
 
 
 def _refuse_unknown(use: Use, known: list[str]) -> None:
@@ -145,7 +145,9 @@ def build(use: Use) -> Any:
     if isinstance(found, type) and dataclasses.is_dataclass(found):
         return files.load(found, trees=[(f"plug-in {use.target}", use.args)])
     if isinstance(found, type) and use.args:
-        refuse(f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes")
+        raise ConfigError(
+            f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes"
+        )
     parameters = inspect.signature(found).parameters.values() if use.args else ()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         _refuse_unknown(use, [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)])

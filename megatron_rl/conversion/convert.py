@@ -7,16 +7,13 @@ import importlib.util
 import io
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
-from megatron_rl.config.base import read_object
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, read_object, refusing
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.conversion.weight_source import WeightSource
 from megatron_rl.models.sizes import Sizes
@@ -33,7 +30,6 @@ OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
 EMPTY = [None]  # value that Megatron-core saves as the extra state of a module that has none
 LOGITS = 1e-3  # tolerance for float32 logits: largest difference relative to the largest logit
 MERGED = 1e-5  # tolerance for merged float32 weights: largest difference relative to a tensor's largest element
-T = TypeVar("T")
 
 
 def to_hf(
@@ -63,15 +59,13 @@ def to_hf(
         hf_model.check(source.path, sizes, cast=dtype is not None)
     planned, said = _planned(source, sizes, dtype), ""
     with fresh(target, wanted_bytes=sum(t.nbytes for t in planned)) as folder:
-        steps = _steps(source.tensors(), len(planned), "tensors")
-        try:
+        steps = track(source.tensors(), description="tensors", total=len(planned), transient=True)
+        kept, lacks = kept_float32(sizes), "which the model's config.json asks for"
+        cast = ((name, tensor if dtype is None or name in kept else tensor.to(dtype)) for name, tensor in steps)
+        with refusing(lambda error: f"{source.path} holds no {error.args[0]}, {lacks}", KeyError):
             HfWriter(folder, planned, shard_bytes=shard_bytes).write_all(
-                (name, _cast(source, name, tensor, dtype)) for name, tensor in steps
+                (name, _finite(source, name, tensor)) for name, tensor in cast
             )
-        except KeyError as error:
-            raise ConfigError(
-                f"{source.path} holds no {error.args[0]}, which the model's config.json asks for"
-            ) from error
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
         write_sums(folder)
@@ -110,7 +104,7 @@ def to_megatron(
     with fresh(target, wanted_bytes=wanted) as folder, DistWriter(folder, file_bytes=file_bytes) as writer:
         copy_side_files(source.path, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
-        for name in _steps(iter(names), len(names), "parameters"):
+        for name in track(names, description="parameters", transient=True):
             parameter = _parameter(source, sizes, tensors, name, dtype)
             for place in spellings(sizes, name):
                 offsets = (*place.at, *(0,) * parameter.dim())
@@ -145,7 +139,7 @@ def _parameter(
     ConfigError if it has non-finite values."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
-        _check_finite(source, tensor, tensors.whole(tensor))
+        _finite(source, tensor, tensors.whole(tensor))
     first = tensors.whole(rects[0].tensor)
     kind = first.dtype if dtype is None or name in kept_float32(sizes) else dtype
     parameter = torch.empty((rows, columns) if first.dim() > 1 else (rows,), dtype=kind)
@@ -153,17 +147,13 @@ def _parameter(
     return parameter
 
 
-def _cast(source: WeightSource, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    own = tensor if dtype is None or name in kept_float32(source.sizes) else tensor.to(dtype)
-    _check_finite(source, name, own)
-    return own
-
-
-def _check_finite(source: WeightSource, name: str, tensor: Tensor) -> None:
+def _finite(source: WeightSource, name: str, tensor: Tensor) -> Tensor:
+    """Returns the tensor. Raises ConfigError if it has values that are not finite."""
     if not tensor_copies.all_finite(tensor):
         raise ConfigError(
             f"{source.file_of(name)}: {name} holds numbers that are not finite: its run failed, or the file is damaged"
         )
+    return tensor
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
@@ -191,7 +181,7 @@ def _verify(
     Raises ConfigError if a tensor differs or is missing.
     """
     wanted, names, kept = hf_shapes(source.sizes).keys(), set(), kept_float32(source.sizes)
-    for name, tensor in _steps(source.tensors(), len(wanted), "verify"):
+    for name, tensor in track(source.tensors(), description="verify", total=len(wanted), transient=True):
         if name not in wanted:
             continue
         a, b = tensor, other.whole(name)
@@ -255,8 +245,3 @@ def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
             )
         most = max(most, gap)
     return f"peft's merged weights differ by {most:.1e} at most"
-
-
-def _steps(items: Iterator[T], total: int, what: str) -> Iterator[T]:
-    """Yields `items` while showing a progress bar."""
-    yield from track(items, description=what, total=total, transient=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from megatron_rl.config.schema import ConfigError, Layout, Lora
+from megatron_rl.config.base import refuse
+from megatron_rl.config.schema import Layout, Lora
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import adapted
 from megatron_rl.models.rows import Row
@@ -32,21 +33,11 @@ class Parallel:
     @classmethod
     def of(cls, layout: Layout, world: int, *, experts: bool) -> Parallel:
         """Resolves `layout` on `world` ranks. Raises ConfigError if the layout does not divide the ranks."""
-        made = cls(
-            world=world,
-            tp=layout.tp,
-            pp=layout.pp,
-            vpp=layout.vpp or 1,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.expert_tp if experts else 1,
-            sequence_parallel=layout.sequence_parallel,
-        )
-        for what, ranks in (("tp x pp x cp", made.model_ranks), ("etp x ep x pp", made.etp * made.ep * made.pp)):
-            if world % ranks:
-                raise ConfigError(
-                    f"{what} = {ranks} does not divide the {world} GPUs of the trainer: change the layout or cluster"
-                )
+        same = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "sequence_parallel")}
+        made = cls(world=world, vpp=layout.vpp or 1, etp=layout.expert_tp if experts else 1, **same)
+        groups = {"tp x pp x cp": made.model_ranks, "etp x ep x pp": made.etp * made.ep * made.pp}
+        cure = f"does not divide the {world} GPUs of the trainer: change the layout or cluster"
+        refuse(*(f"{what} = {ranks} {cure}" for what, ranks in groups.items() if world % ranks))
         return made
 
     @property
@@ -65,18 +56,9 @@ class Parallel:
         return self.world // (self.etp * self.ep * self.pp)
 
     def __str__(self) -> str:
-        parts = {
-            "tp": self.tp,
-            "pp": self.pp,
-            "vpp": self.vpp,
-            "cp": self.cp,
-            "ep": self.ep,
-            "etp": self.etp if self.ep > 1 else 1,
-        }
-        words = [f"{name}{size}" for name, size in parts.items() if size > 1] + (
-            ["sp"] if self.sequence_parallel else []
-        )
-        return " ".join([*words, f"dp{self.dp}"])
+        shown = ("tp", "pp", "vpp", "cp", "ep", *(["etp"] if self.ep > 1 else []))
+        words = [f"{name}{size}" for name in shown if (size := getattr(self, name)) > 1]
+        return " ".join([*words, *(["sp"] if self.sequence_parallel else []), f"dp{self.dp}"])
 
 
 @dataclass(frozen=True, kw_only=True)

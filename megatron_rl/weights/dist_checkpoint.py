@@ -80,7 +80,7 @@ class DistCheckpoint:
         whole = self.parameter(name, prefix)
         found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
         if found[1] != columns or found[0] < rows or (found[0] > rows and name not in VOCABULARY):
-            refuse(
+            raise ConfigError(
                 f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: "
                 "is the checkpoint another model's?"
             )

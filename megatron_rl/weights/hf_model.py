@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.config.base import read_object, refuse, refusing
+from megatron_rl.config.base import ConfigError, read_object, refuse, refusing
 from megatron_rl.models import registry
 from megatron_rl.models.blocks import EMBEDDING, HEAD
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
@@ -175,7 +175,7 @@ class DirectoryTensors:
             return self._views[name]
         if name not in self._stored:
             folder = next(iter(self._stored.values())).file.parent
-            refuse(f"{folder} holds no tensor {name!r}: the directory is not complete")
+            raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
         stored = self._stored[name]
         if stored.file not in self._open:
             self._open[stored.file] = safe_open(stored.file, "pt").__enter__()
@@ -196,7 +196,7 @@ class DirectoryTensors:
         shape = tensor.shape
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
             path = self._stored[rect.tensor].file
-            refuse(f"{path}: {rect.tensor} is {list(shape)}, too small for what config.json says")
+            raise ConfigError(f"{path}: {rect.tensor} is {list(shape)}, too small for what config.json says")
         return from_tensor(tensor, rect)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard, engine, hf_shapes, trainer_parameters
@@ -99,7 +99,7 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     """
     etp = layout.etp if sizes.experts or layout.etp > 1 else None
     axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # the runs of layers are not checked, since they may be uneven
-    _refuse("trainer", trainer_problems(sizes, axes, f"the {sizes.family} model"))
+    refuse(*(f"trainer: {line}" for line in trainer_problems(sizes, axes, f"the {sizes.family} model")))
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
         ends = stage == 0, stage == layout.pp - 1
@@ -127,8 +127,9 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
     Raises ConfigError if the layout does not divide the model.
     """
-    model = f"the {sizes.family} model"
-    _refuse("engine", engine_problems(sizes, layout.tp, model, expert_parallel=layout.expert_parallel))
+    whole = layout.expert_parallel
+    problems = engine_problems(sizes, layout.tp, f"the {sizes.family} model", expert_parallel=whole)
+    refuse(*(f"engine: {line}" for line in problems))
     for rank in range(layout.tp):
         copies = tuple(r for r in range(rank, layout.world, layout.tp) if ranks is None or r in ranks)
         if copies:
@@ -143,12 +144,6 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     if layout.whole:
         return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
     return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
-
-
-def _refuse(side: str, problems: Sequence[str]) -> None:
-    """Raises ConfigError if `problems` is not empty. `side`: "trainer" or "engine", for the error message."""
-    if problems:
-        raise ConfigError("\n  ".join(f"{side}: {line}" for line in problems))
 
 
 def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:

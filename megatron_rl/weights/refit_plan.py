@@ -251,21 +251,27 @@ def _drop_duplicates(
     holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
     width = len(engine.nodes)
     keys, inverse = np.unique(holdings * width + destinations, return_inverse=True)
-    nearest = np.array(
-        [_distance(holders[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64
-    )[inverse]
+    found = [_nearest(holders[key // width], key % width, trainer, engine)[0] for key in keys.tolist()]
+    nearest = np.array(found, dtype=np.int64)[inverse]
     order = np.lexsort([nearest, pairs.column, pairs.row, pairs.receive])
     same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
     return pairs.take(np.sort(order[~(same[0] & same[1] & same[2])]))
 
 
-def _distance(holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement) -> int:
-    """Returns the distance from `destination` to the nearest of the ranks `holders`: 0 for the same device, 1 for the
-    same node, otherwise 2.
+def _nearest(
+    holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
+) -> tuple[int, Sequence[int]]:
+    """Returns (distance from `destination` to the nearest of the ranks `holders`, the ranks at this distance).
+
+    The distance is 0 for the same device, 1 for the same node, otherwise 2. The order of the ranks depends on the
+    destination, which spreads the load.
     """
-    if any(trainer.devices[r] == engine.devices[destination] for r in holders):
-        return 0
-    return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in holders) else 2
+    turned = [holders[(i + destination) % len(holders)] for i in range(len(holders))]
+    same_device = [r for r in turned if trainer.devices[r] == engine.devices[destination]]
+    if same_device:
+        return 0, same_device[:1]
+    same_node = [r for r in turned if trainer.nodes[r] == engine.nodes[destination]]
+    return (1, same_node) if same_node else (2, turned)
 
 
 def _check_all_found(receive: _Table, pairs: _Pairs, wanted: Column, tensors: Mapping[str, int]) -> None:
@@ -296,31 +302,17 @@ def _choose_senders(
     out = np.empty(len(pairs.send), dtype=np.int64)
     holdings, destinations = send.holding[pairs.send].tolist(), owners[pairs.receive].tolist()
     sizes = pairs.elements.tolist()
-    nearest: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
+    nearest: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
     for i in np.argsort(-pairs.elements, kind="stable").tolist():
         key = holdings[i], destinations[i]
         if key not in nearest:
             nearest[key] = _nearest(holders[key[0]], key[1], trainer, engine)
-        free, candidates = nearest[key]
+        distance, candidates = nearest[key]
         best = candidates[0] if len(candidates) == 1 else min(candidates, key=load.__getitem__)
         out[i] = best
-        if not free:
+        if distance:
             load[best] += sizes[i]
     return out
-
-
-def _nearest(
-    holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
-) -> tuple[bool, tuple[int, ...]]:
-    """Returns (whether the data is already on the destination's device, the nearest ranks that hold the data).
-
-    The order of the candidates depends on the destination, which spreads the load.
-    """
-    turned = [holders[(i + destination) % len(holders)] for i in range(len(holders))]
-    same_device = [r for r in turned if trainer.devices[r] == engine.devices[destination]]
-    if same_device:
-        return True, tuple(same_device[:1])
-    return False, tuple([r for r in turned if trainer.nodes[r] == engine.nodes[destination]] or turned)
 
 
 def _sum_by(keys: Column, values: Column) -> dict[int, int]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_rl.config.base import read_object, refuse, refusing
+from megatron_rl.config.base import ConfigError, read_object, refuse, refusing
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import CONFIG as ADAPTER
 from megatron_rl.models.registry import layer_rows
@@ -50,7 +50,7 @@ def _read(directory: Path) -> dict[str, Stored]:
     """Returns every tensor of a model directory, by its name in the files (experts may be stacked in one tensor)."""
     index, single = directory / INDEX, directory / SINGLE
     if (directory / ADAPTER).is_file() and (index.exists() or single.exists()):
-        refuse(
+        raise ConfigError(
             f"{directory} holds a model and an adapter ({ADAPTER}), which transformers would load with another base: "
             "move one of them to a directory of its own"
         )
@@ -63,7 +63,7 @@ def _read(directory: Path) -> dict[str, Stored]:
     with refusing(lambda error: f"{index} cannot be read ({error!r}): fetch the model again", *DAMAGED):
         places = {str(name): str(file) for name, file in read_object(index)["weight_map"].items()}
     if single.exists() and SINGLE not in places.values():
-        refuse(
+        raise ConfigError(
             f"{directory} holds two sets of weights, {SINGLE} and the files that {INDEX} lists, of which transformers "
             "would load the first: remove the one that is not meant"
         )
@@ -107,7 +107,7 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
             rows, columns = sum(source.rows for source in row.sources), row.sources[0].columns
             shape, stack = (*([row.experts] if row.experts else []), rows, columns), out.pop(name)
             if stack.shape != shape:
-                refuse(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
+                raise ConfigError(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
             for number in range(row.experts or 1):
                 first = 0
                 for source in row.sources:
@@ -126,7 +126,7 @@ def read_file(file: Path) -> dict[str, Stored]:
     size = file.stat().st_size
     with file.open("rb") as source:
         if source.read(len(LFS)) == LFS:
-            refuse(f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its repository")
+            raise ConfigError(f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its repository")
     cure = "it was cut short, is damaged, or is no safetensors file; fetch it again"
     with (
         refusing(lambda error: f"{file} has {size} bytes and cannot be read ({error}): {cure}", SafetensorError),
