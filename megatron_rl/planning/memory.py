@@ -75,12 +75,12 @@ class TrainingBytes:
     """
 
     weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    workspace: float  # bytes that the output layer needs: chunks of logits, and the gradient
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    workspace: float = 0.0  # bytes that the output layer needs: chunks of logits, and the gradient
     # bytes of a forward pass of the reference model, and of the buffer through which its weights are swapped in
-    swapped: float
+    swapped: float = 0.0
 
     @property
     def resident(self) -> float:

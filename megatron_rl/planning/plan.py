@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import ConfigError, Embedded, Servers
+from megatron_rl.config.schema import Embedded, Servers
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import owners
 from megatron_rl.models.shape import Shape
@@ -170,27 +171,22 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the whole estimate as JSON-serializable values, in bytes and seconds."""
+        whole = ("problems", "cycle_s", "reserve", "rollout_peak", "host_per_node")
+        own = ("name", "embedded", "cache", "asleep")
         return {
             "cluster": str(self.cluster),
             "trainer_gpus": self.ranks,
             "fits": not self.problems,
-            "problems": self.problems,
-            "cycle_s": self.cycle_s,
             "tokens_per_s_per_gpu": self.tokens_per_gpu,
             "phases_s": self.phases,
-            "reserve": self.reserve,
-            "rollout_peak": self.rollout_peak,
-            "host_per_node": self.host_per_node,
+            **{name: getattr(self, name) for name in whole},
             "roles": [
                 {
-                    "name": role.name,
+                    **{name: getattr(role, name) for name in own},
                     "model": role.shape.name,
                     "parameters": counting.total(role.shape),
                     "layout": {**asdict(role.parallel), "dp": role.parallel.dp},
                     "training": asdict(role.training),
-                    "embedded": role.embedded,
-                    "cache": role.cache,
-                    "asleep": role.asleep,
                     "peak": self.peak(role),
                 }
                 for role in self.roles
@@ -202,21 +198,29 @@ class RunPlan:
 
 def make(case: Case) -> RunPlan:
     """Estimates the memory and time of a run. Raises ConfigError if a layout does not divide a model or the cluster."""
-    for name, role in case.roles.items():
-        if problems := trainer_problems(case.models[name].sizes, Axes.of(role.layout), case.models[name].name):
-            raise ConfigError("\n  ".join(f"roles.{name}: {line}" for line in problems))
-    actors = {name: _actor(case, name) for name in case.roles}
+    shapes, roles = case.models, case.roles
+    for name, role in roles.items():
+        problems = trainer_problems(shapes[name].sizes, Axes.of(role.layout), shapes[name].name)
+        refuse(*(f"roles.{name}: {line}" for line in problems))
+    actors = {
+        name: Actor(
+            shapes[name],
+            Parallel.of(role.layout, case.ranks, experts=bool(shapes[name].sizes.experts)),
+            Precision.gpu(role.model.dtype),
+            role.lora,
+        )
+        for name, role in roles.items()
+    }
     draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
     draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
     trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
-    roles = [_role(case, actors[name], name, draws) for name in case.held]
-    roles = [role if role.name in trained else _frozen(role) for role in roles]
+    found = [_role(case, actors[name], name, draws, trained=name in trained) for name in case.held]
     names = [] if case.servers is None else case.spec.engine.server_roles
     servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
     engines = {name: _engine(case, servers.get(role.servers)) for name, role in case.roles.items()}
     iterations = [plan_iteration(case, iteration, actors, engines) for iteration in case.work]
     return RunPlan(
-        cluster=case.cluster, ranks=case.ranks, roles=roles, servers=list(servers.values()), iterations=iterations
+        cluster=case.cluster, ranks=case.ranks, roles=found, servers=list(servers.values()), iterations=iterations
     )
 
 
@@ -226,12 +230,6 @@ def make_or_none(case: Case) -> RunPlan | None:
         return make(case)
     except ConfigError:
         return None
-
-
-def _actor(case: Case, name: str) -> Actor:
-    role, shape = case.roles[name], case.models[name]
-    parallel = Parallel.of(role.layout, case.ranks, experts=bool(shape.sizes.experts))
-    return Actor(shape, parallel, Precision.gpu(role.model.dtype), role.lora)
 
 
 def _longest(case: Case, name: str, draws: Mapping[str, Draw]) -> int:
@@ -246,8 +244,9 @@ def _players(case: Case, name: str) -> list[str]:
     return [other for other, role in case.roles.items() if role.servers == name]
 
 
-def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> RolePlan:
-    """Estimates the memory of a role on the trainer's ranks. `draws`: role -> the role's samples in an iteration."""
+def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, trained: bool) -> RolePlan:
+    """Estimates the memory of a role on the trainer's ranks. `draws`: role -> the role's samples in an iteration.
+    `trained`: False for a role that generates but is never trained, and so holds only its weights."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
     reference = role.loss.kl_coef > 0
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
@@ -257,6 +256,8 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> Rol
     own = float(numbers.width * actor.adapters(0))
     if shared:  # the role trains an adapter on the model of another role
         held = replace(held, weights=own)
+    if not trained:
+        held, reference = TrainingBytes(weights=held.weights), False
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
         embedded = float(numbers.width * counting.total(shape)) * writers_of(role)
@@ -275,19 +276,11 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw]) -> Rol
     )  # fmt: skip
 
 
-def _frozen(role: RolePlan) -> RolePlan:
-    """Returns the estimate of a role that generates but is never trained, and so holds only its weights."""
-    weights = role.training.weights
-    held = TrainingBytes(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
-    return replace(role, training=held, host=weights if role.leaves else 0.0)
-
-
 def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw]) -> ServerPlan:
     role, shape = case.roles[name], case.models[name]
     width = Precision.gpu(role.model.dtype).width
     problems = engine_problems(shape.sizes, settings.tp, shape.name, expert_parallel=settings.expert_parallel)
-    if problems:
-        raise ConfigError("\n  ".join(f"engine of {name}: {line}" for line in problems))
+    refuse(*(f"engine of {name}: {line}" for line in problems))
     weights = writers_of(role) * width * counting.total(shape) / settings.tp
     share = settings.memory_share * case.cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
@@ -301,15 +294,15 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
 def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
     settings = case.spec.engine.settings
     if isinstance(settings, Servers):
-        rows = min(settings.max_batch, settings.at_once)
+        cached = not NO_CACHE & set(settings.args)
         return EngineSetup(
             replicas=settings.replicas,
             tp=settings.tp,
-            max_batch=rows,
+            max_batch=min(settings.max_batch, settings.at_once),
             kv_bytes=0.0 if server is None else max(server.cache, 1.0),
             expert_parallel=settings.expert_parallel,
-            keeps_prefix=not NO_CACHE & set(settings.args),
-            shares_prompt=not NO_CACHE & set(settings.args),
+            keeps_prefix=cached,
+            shares_prompt=cached,
             overlapped=not NO_OVERLAP & set(settings.args),
         )
     # no limit: the embedded engine's KV cache grows as needed

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 
 from megatron_rl.config import files as config_files
+from megatron_rl.config.base import refusing
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.models.shape import Shape, read_shape
@@ -83,13 +87,17 @@ def cycle_work(
     `draws`: overrides of the recipe's numbers of samples (see `draws_of`).
     """
     episodes = episodes_of(spec, ()) if episodes is None else episodes
-    iterations, parts = [tuple(roles) for roles in _middle(spec.recipe.schedule())], spec.recipe.roles()
-    drawn = {name: part.drawn or {name: part.samples} for name, part in parts.items()}
-    alike = {name: part.per_prompt for name, part in parts.items()}
+    parts, schedule = spec.recipe.roles(), spec.recipe.schedule()
+    # A long warm-up may consist of many short cycles, so that the middle of the list of cycles may be in the warm-up.
+    ends = list(accumulate(len(cycle) for cycle in schedule))
+    iterations = [tuple(roles) for roles in schedule[bisect_right(ends, ends[-1] // 2)]]
+    drawn = {name: Counter[str](part.drawn or {name: part.samples}) for name, part in parts.items()}
+    alike = {name: Counter[str](part.per_prompt) for name, part in parts.items()}
     out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
-        said, same = (_greatest([counts[name] for name in roles]) for counts in (drawn, alike))
-        own = said | {to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}
+        # the largest count of each role suffices, because the roles of an iteration share one set of samples
+        said, same = (reduce(or_, (counts[name] for name in roles)) for counts in (drawn, alike))
+        own = {**said, **{to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}}
         found = _draws(spec, own, same, fills or {}, episodes)
         trained = [
             replace(one, samples=max(1, round(one.samples * parts[one.role].samples / said[one.role])))
@@ -108,12 +116,10 @@ def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float
     """
     fills: dict[str, float] = {}
     for text in sorted(settings, key=lambda text: "=" in text):
-        role, _, value = text.rpartition("=")
-        share = _number(value, f"--fill {text}")
+        [role, _] = _split("--fill", "ROLE=SHARE", text if "=" in text else f"={text}", [*roles, ""])
+        share = _number("--fill", text)
         if not 0 < share <= 1:
             raise ConfigError(f"--fill {text}: mean lengths as a share of the longest, above 0 and at most 1")
-        if role and role not in roles:
-            raise ConfigError(f"--fill {text}: it has the form ROLE=SHARE; the roles are {', '.join(roles)}")
         fills |= {role: share} if role else dict.fromkeys(roles, share)
     return fills
 
@@ -128,44 +134,32 @@ def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str,
     """
     out = dict[tuple[str, str], float]()
     for text in settings:
-        names, _, value = text.partition("=")
-        iteration, _, role = names.partition(".")
-        number = _number(value, f"--draws {text}")
-        if iteration not in roles or role not in roles:
-            known = ", ".join(roles)
-            raise ConfigError(
-                f"--draws {text}: it has the form ITERATION.ROLE=NUMBER; iterations and roles are {known}"
-            )
-        if not 0 < number < float("inf"):
+        [iteration, role, _] = _split("--draws", "ITERATION.ROLE=NUMBER", text, roles)
+        out[iteration, role] = _number("--draws", text)
+        if not 0 < out[iteration, role] < float("inf"):
             raise ConfigError(f"--draws {text}: a mean number of samples for each prompt, above 0")
-        out[iteration, role] = number
     return out
 
 
-def _middle(schedule: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
-    """Returns the cycle that contains the middle iteration of the run.
-
-    A long warm-up may consist of many short cycles, so that the middle of the list of cycles may be in the warm-up.
-    """
-    ends = list(accumulate(len(cycle) for cycle in schedule))
-    return schedule[bisect_right(ends, ends[-1] // 2)]
-
-
-def _greatest(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Returns the largest sample count of each role in `counts`, which has one mapping from roles to counts per role
-    that an iteration trains.
-
-    The largest count suffices, because roles that are trained in the same iteration share one set of samples.
-    """
-    names = dict.fromkeys(name for one in counts for name in one)
-    return {name: max(one.get(name, 0) for one in counts) for name in names}
+def _split(option: str, form: str, text: str, roles: Collection[str]) -> list[str]:
+    """Splits a text of the form A.B=VALUE into A, B and VALUE. Raises ConfigError if the text does not have the same
+    number of parts as `form`, or if a part that `form` spells in capitals before = is not one of the roles."""
+    names, _, value = text.partition("=")
+    parts, kinds = names.split("."), form.partition("=")[0].split(".")
+    if (
+        not value
+        or len(parts) != len(kinds)
+        or any(kind.isupper() and part not in roles for part, kind in zip(parts, kinds, strict=True))
+    ):
+        raise ConfigError(f"{option} {text}: it has the form {form}; the roles are {', '.join(filter(None, roles))}")
+    return [*parts, value]
 
 
-def _number(text: str, given: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{given}: {text!r} is not a number") from None
+def _number(option: str, text: str) -> float:
+    """Returns the number at the end of the text A=NUMBER or NUMBER. Raises ConfigError if it is not a number."""
+    value = text.rpartition("=")[2]
+    with refusing(lambda error: f"{option} {text}: {value!r} is not a number", ValueError):
+        return float(value)
 
 
 def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
@@ -177,16 +171,13 @@ def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEsti
     """
     own: dict[str, list[str]] = {name: [] for name in spec.roles}
     for text in settings:
-        role, _, rest = text.partition(".")
-        if role not in own:
-            raise ConfigError(f"--episode {text}: it has the form ROLE.name=value; the roles are {', '.join(own)}")
-        own[role].append(rest)
-    parts = spec.recipe.roles()
-    out = dict[str, EpisodeEstimate]()
+        [role, name, value] = _split("--episode", "ROLE.name=value", text, spec.roles)
+        own[role].append(f"{name}={value}")
+    parts, out = spec.recipe.roles(), dict[str, EpisodeEstimate]()
     for name, given in own.items():
         said = asdict(parts[name].episode) if name in parts else {}
         try:
-            out[name] = config_files.load(EpisodeEstimate, [], [*(f"{k}={v}" for k, v in said.items()), *given])
+            out[name] = config_files.load(EpisodeEstimate, [], given, trees=[("the recipe", said)])
         except ConfigError as error:
             raise ConfigError(f"--episode of {name}: {error}") from error
     return out
@@ -212,18 +203,15 @@ def _draws(
 ) -> list[Draw]:
     out = list[Draw]()
     for name, each in drawn.items():
-        prompt, response, longest = _lengths(spec.roles[name], episodes[name], fills.get(name))
+        role, episode = spec.roles[name], episodes[name]
+        samples = max(1, round(spec.run.prompts_per_iteration * each))
+        prompt, response, longest = _lengths(role, episode, fills.get(name))
         out.append(
             Draw(
-                role=name,
-                samples=max(1, round(spec.run.prompts_per_iteration * each)),
-                prompt=prompt,
-                response=response,
-                longest=longest,
+                role=name, samples=samples, prompt=prompt, response=response, longest=longest, episode=episode,
                 per_prompt=max(1.0, min(each, alike.get(name, 1))),
-                episode=episodes[name],
             )
-        )
+        )  # fmt: skip
     return out
 
 
@@ -259,11 +247,7 @@ def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str
     Raises ConfigError for an invalid format, and for a model whose shape cannot be resolved.
     """
     sources = {name: role.model.path for name, role in roles.items()}
-    for word in given:
-        name, _, source = word.partition("=")
-        if name not in sources or not source:
-            raise ConfigError(f"--shape {word}: it has the form ROLE=SOURCE, the roles are {', '.join(sources)}")
-        sources[name] = source
+    sources |= dict(_split("--shape", "ROLE=SOURCE", word, roles) for word in given)
     return {name: read_shape(source) for name, source in sources.items()}
 
 
