@@ -45,34 +45,26 @@ def alternatives(asked: Case) -> list[Alternative]:
         return []
     found, settings, staleness = [first], asked.spec.engine.settings, asked.spec.loop.rollouts.max_staleness
     if isinstance(settings, Servers):
-        words = [
-            "engine={kind: embedded}",
-            *([f"{STALENESS}=0"] if staleness else []),
-        ]  # not supported by the embedded engine
+        # the embedded engine does not support staleness
+        words = ["engine={kind: embedded}", *([f"{STALENESS}=0"] if staleness else [])]
         embedded = _alternative(asked.with_engine(Embedded()).with_staleness(0), asked, words)
         found += [] if embedded is None else [embedded]
     choices = [(case, engine_words(case.servers, settings)) for case in engine_choices(asked) if case.servers]
-    others = [
-        (case, words)
-        for case, words in choices
-        if not isinstance(settings, Servers) or case.servers and _anywhere(case.servers) != _anywhere(settings)
-    ]
-    found += _fastest([_alternative(case, asked, words) for case, words in others], SERVED)
+    place = {name: vars(settings)[name] for name in ("gpus", "urls", "start") if isinstance(settings, Servers)}
+    # servers that differ from the configured ones in their place alone are no alternative
+    others = [one for one in choices if one[0].servers and replace(one[0].servers, **place) != settings]
+    found += _fastest(others, asked, SERVED)
     if not staleness:
         own = [(asked, list[str]())] if isinstance(settings, Servers) else []
-        ahead = [
-            _alternative(case.with_staleness(1), asked, [*words, f"{STALENESS}=1"])
-            for case, words in [*own, *choices]
-            if not case.colocated
-        ]
-        found += _fastest(ahead, 1)
+        apart = [(case, words) for case, words in [*own, *choices] if not case.colocated]
+        found += _fastest([(case.with_staleness(1), [*words, f"{STALENESS}=1"]) for case, words in apart], asked, 1)
     return found
 
 
-def _fastest(found: Sequence[Alternative | None], count: int) -> list[Alternative]:
-    """Returns the `count` fastest alternatives among those that fit into GPU memory."""
-    fitting = [one for one in found if one is not None and not one.problem]
-    return sorted(fitting, key=lambda one: one.cycle_s)[:count]
+def _fastest(choices: Sequence[tuple[Case, list[str]]], asked: Case, count: int) -> list[Alternative]:
+    """Returns the `count` fastest alternatives that fit into GPU memory among pairs (run, overrides)."""
+    found = [_alternative(case, asked, words) for case, words in choices]
+    return sorted((one for one in found if one and not one.problem), key=lambda one: one.cycle_s)[:count]
 
 
 def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternative | None:
@@ -101,13 +93,6 @@ def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternati
         engine=_words(case), trainer_gpus=made.ranks, engine_gpus=server_gpus(case.spec.engine), cycle_s=made.cycle_s,
         problem=next(iter(made.problems), ""), overrides=overrides,
     )  # fmt: skip
-
-
-def _anywhere(engine: Servers) -> Servers:
-    """Returns the server settings without the GPUs and URLs of the servers, to compare settings regardless of where
-    servers run.
-    """
-    return replace(engine, gpus=(), urls={}, start=True)
 
 
 def _words(case: Case) -> str:

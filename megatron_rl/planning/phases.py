@@ -88,7 +88,9 @@ def plan_iteration(
     `actors`: role -> model of the role in the trainer.
     `engines`: role -> engines that generate the role's answers.
     """
-    costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in work.draws if _answers_here(case, draw)}
+    # a role whose answers come from an endpoint has no cost, because the endpoint's hardware is unknown
+    own = [draw for draw in work.draws if case.roles[draw.role].endpoint is None]
+    costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in own}
     phases = _generation(case, work, costs)
     reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
     phases["reward"] = reward_s / (1 if case.servers is None else 8)
@@ -128,13 +130,6 @@ def plan_iteration(
             for draw in work.draws if draw.role in costs and draw.episode.answers > 1
         ],
     )  # fmt: skip
-
-
-def _answers_here(case: Case, draw: Draw) -> bool:
-    """Returns whether the run's engines generate the role's answers. They do not if an external endpoint does, whose
-    hardware is unknown.
-    """
-    return case.roles[draw.role].endpoint is None
 
 
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.config.engine_kinds import default_servers
 from megatron_rl.config.schema import Embedded, Layout, RoleConfig, Servers
@@ -124,18 +124,16 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
     number of GPUs of a node.
     """
     sizes = shape.sizes
-    whole = allowed(sizes, "tp"), allowed(sizes, "pp x vpp"), allowed(sizes, "ep")
-    tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and whole[0](tp)]
-    pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if whole[1](pp)]
-    eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if whole[2](ep)] if sizes.experts else [1]
+    fits = {axis: allowed(sizes, axis) for axis in ("tp", "pp x vpp", "ep")}
+    tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and fits["tp"](tp)]
+    pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if fits["pp x vpp"](pp)]
+    eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if fits["ep"](ep)] if sizes.experts else [1]
     for tp, pp, ep in itertools.product(tps, pps, eps):
-        for etp in sorted({1, tp}) if sizes.experts else [None]:
-            layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp in (None, tp) else etp, sequence_parallel=tp > 1)
-            if ranks % layout.model_ranks or ranks % layout.expert_ranks:
-                continue
-            if sizes.experts and layout.expert_tp * ep > ranks // pp:
-                continue
-            if not trainer_problems(sizes, Axes.of(layout), shape.name):
+        for etp in sorted({1, tp}) if sizes.experts else [tp]:
+            layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp == tp else etp, sequence_parallel=tp > 1)
+            divides = ranks % layout.model_ranks == 0 == ranks % layout.expert_ranks
+            holds = not sizes.experts or etp * ep <= ranks // pp
+            if divides and holds and not trainer_problems(sizes, Axes.of(layout), shape.name):
                 yield layout
 
 
@@ -226,11 +224,9 @@ def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
         small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
-    out: list[Proposal] = []
-    for chosen in itertools.product(*choices.values()):
-        found = _proposal(asked, case.with_roles(**dict(zip(choices, chosen, strict=True))))
-        out += [] if found is None else [found]
-    return sorted(out, key=lambda one: one.plan.cycle_s)[:keep]
+    combined = (dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values()))
+    found = (_proposal(asked, case.with_roles(**roles)) for roles in combined)
+    return sorted((one for one in found if one), key=lambda one: one.plan.cycle_s)[:keep]
 
 
 def _proposal(asked: Case, case: Case) -> Proposal | None:
@@ -265,14 +261,15 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
     """
     role, shape = case.roles[name], case.models[name]
     plain = {other: replace(one, layout=Layout(), sleep=True) for other, one in case.roles.items() if other != name}
-    for layout, recompute in itertools.product(
-        layouts(role, shape, case.ranks, case.cluster.per_node), _recomputes(shape)
-    ):
+    part = "moe" if shape.sizes.experts else "mlp"  # the largest part of a layer
+    recomputes = {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
+    choices = itertools.product(layouts(role, shape, case.ranks, case.cluster.per_node), recomputes)
+    for layout, recompute in choices:
         fits = False
         for tokens in _micro_batches(role):
             if fits and tokens != role.micro_batch_tokens:
                 continue  # a larger micro-batch fits
-            model = replace(role.model, **recompute)
+            model = replace(role.model, **cast(Any, recompute))
             other = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
             made = make_or_none(case.with_roles(**plain, **{name: other}))
             if made is None or not all(server.sequences >= 1 for server in made.servers):
@@ -281,14 +278,6 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
             if made.reserve + own.embedded + own.training.peak <= made.cluster.device.memory:
                 yield made.cycle_s, own.training.peak + own.asleep, other
                 fits = True
-
-
-def _recomputes(shape: Shape) -> list[dict[str, Any]]:
-    """Returns the recomputation settings to try: no recomputation, the largest part of a layer, and whole layers."""
-    part = "moe" if shape.sizes.experts else "mlp"
-    return [
-        {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
-    ]  # fmt: skip
 
 
 def _micro_batches(role: RoleConfig) -> list[int]:

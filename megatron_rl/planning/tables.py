@@ -70,27 +70,29 @@ def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
 def _memory_table(plan: RunPlan) -> Table:
     title = f"GiB of a trainer's GPU, the worst of {plan.ranks} ({plan.cluster}, {plan.cluster.device.memory_gib} GiB)"
     table = Table("", *(f"{role.name} trains" for role in plan.roles), title=title, title_justify="left")
-    parts = ("weights", "gradients", "optimizer", "activations", "workspace")
-    labels = dict(
-        zip(parts, ("weights", "gradients", "optimizer", "activations", "output layer's logits"), strict=True)
-    )
-    for part in parts:
-        table.add_row(labels[part], *(_gib(getattr(role.training, part)) for role in plan.roles))
-    table.add_row("reference in the weights' place", *(_gib(role.training.swapped) for role in plan.roles), style="dim")
-    table.add_row(
-        "embedded engine's weights, all roles", *(_gib(sum(r.embedded for r in plan.roles)) for _ in plan.roles)
-    )
-    others = [sum(o.asleep - o.embedded for o in plan.roles if o is not role) for role in plan.roles]
-    table.add_row("other roles, asleep or not", *map(_gib, others))
-    table.add_row("reserve (context, NCCL, fragments)", *(_gib(plan.reserve) for _ in plan.roles))
-    if plan.beside:
-        table.add_row("servers that sleep", *(_gib(plan.beside) for _ in plan.roles))
-    table.add_row("peak", *(_gib(plan.peak(role)) for role in plan.roles), style="bold")
-    table.add_row("itself asleep", *(_gib(role.asleep - role.embedded) for role in plan.roles), style="dim")
-    if plan.beside:
-        table.add_row("peak of its refit", *(_gib(plan.refit_peak(role)) for role in plan.roles), style="dim")
-    if any(role.embedded for role in plan.roles):
-        table.add_row("keys and values while it generates", *(_gib(role.cache) for role in plan.roles))
+    labels = {
+        "weights": "weights",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "activations": "activations",
+        "workspace": "output layer's logits",
+    }
+    roles, count = plan.roles, len(plan.roles)
+    embedded, asleep = sum(r.embedded for r in roles), sum(r.asleep - r.embedded for r in roles)
+    rows = [(label, [getattr(r.training, part) for r in roles], "") for part, label in labels.items()]
+    rows += [
+        ("reference in the weights' place", [r.training.swapped for r in roles], "dim"),
+        ("embedded engine's weights, all roles", [embedded] * count, ""),
+        ("other roles, asleep or not", [asleep - (r.asleep - r.embedded) for r in roles], ""),
+        ("reserve (context, NCCL, fragments)", [plan.reserve] * count, ""),
+        *([("servers that sleep", [plan.beside] * count, "")] if plan.beside else []),
+        ("peak", [plan.peak(r) for r in roles], "bold"),
+        ("itself asleep", [r.asleep - r.embedded for r in roles], "dim"),
+        *([("peak of its refit", [plan.refit_peak(r) for r in roles], "dim")] if plan.beside else []),
+        *([("keys and values while it generates", [r.cache for r in roles], "")] if embedded else []),
+    ]
+    for label, sizes, style in rows:
+        table.add_row(label, *map(_gib, sizes), style=style)
     caption = [
         f"{r.name}: {r.shape.name}, {counting.total(r.shape) / 1e9:.4g} B parameters, {r.parallel}" for r in plan.roles
     ]
@@ -118,29 +120,20 @@ def _servers_table(plan: RunPlan) -> Table:
 
 
 def _time_table(plan: RunPlan) -> Table:
-    heads = [
-        f"{iteration.role}'s iteration" + (f" (x{iteration.times})" if iteration.times > 1 else "")
-        for iteration in plan.iterations
-    ]
+    every = plan.iterations
+    heads = [f"{one.role}'s iteration" + (f" (x{one.times})" if one.times > 1 else "") for one in every]
     table = Table("seconds", *heads, "of a cycle", title="time", title_justify="left")
-    whole = sum(plan.phases.values())
+    whole, longest = sum(plan.phases.values()), max(plan.phases.values())
     for name, seconds in plan.phases.items():
-        own = [f"{iteration.phases[name]:.1f}" if name in iteration.phases else "" for iteration in plan.iterations]
-        table.add_row(
-            name, *own, f"{seconds / whole:.0%}", style="bold" if seconds == max(plan.phases.values()) else ""
-        )
-    if any(iteration.hidden for iteration in plan.iterations):
-        table.add_row("beside others", *(f"-{iteration.hidden:.1f}" for iteration in plan.iterations), "")
-    table.add_row("iteration", *(f"{iteration.seconds:.1f}" for iteration in plan.iterations), f"{plan.cycle_s:.0f} s")
-    rows = ["; ".join(f"{name} {count:.0f}" for name, count in iteration.rows.items()) for iteration in plan.iterations]
-    table.add_row("decoded at once, an engine", *rows, "", style="dim")
-    table.add_row(
-        "model's PFLOP in training",
-        *(f"{iteration.flops / 1e15:,.0f}" for iteration in plan.iterations),
-        "",
-        style="dim",
-    )
-    table.add_row("refit, GB sent", *(f"{iteration.sent / 1e9:,.1f}" for iteration in plan.iterations), "", style="dim")
+        own = [f"{one.phases[name]:.1f}" if name in one.phases else "" for one in every]
+        table.add_row(name, *own, f"{seconds / whole:.0%}", style="bold" if seconds == longest else "")
+    if any(one.hidden for one in every):
+        table.add_row("beside others", *(f"-{one.hidden:.1f}" for one in every), "")
+    table.add_row("iteration", *(f"{one.seconds:.1f}" for one in every), f"{plan.cycle_s:.0f} s")
+    decoded = ["; ".join(f"{name} {count:.0f}" for name, count in one.rows.items()) for one in every]
+    table.add_row("decoded at once, an engine", *decoded, "", style="dim")
+    table.add_row("model's PFLOP in training", *(f"{one.flops / 1e15:,.0f}" for one in every), "", style="dim")
+    table.add_row("refit, GB sent", *(f"{one.sent / 1e9:,.1f}" for one in every), "", style="dim")
     return table
 
 
