@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
 # (released code, data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
 GENERAL = "tango_general"
 PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
+ASK_OUTPUT = "What does f({input}) return? Answer with a Python literal."
+ASK_INPUT = (
+    "Find arguments with which f returns {output}. Answer with the arguments as Python literals, separated by commas, "
+    "without the function's name."
+)
 TABLE_ROWS = 400  # maximum number of rows of a table that is part of a question
 
 
@@ -52,6 +58,9 @@ class Benchmark:
 def benchmarks() -> dict[str, Benchmark]:
     """Returns all benchmarks by name: mathematics problems, other problems, and solutions for a verifier."""
     crux, bench = "cruxeval-org/cruxeval", "Qwen/ProcessBench"
+    output, arguments = partial(_crux, ask=ASK_OUTPUT), partial(_crux, ask=ASK_INPUT)
+    yes_no = partial(_with_facts, words={"true": "yes", "false": "no"})
+    true_false = partial(_with_facts, words={"yes": "true", "no": "false"})  # as in RL Tango's released code
     rows = [
         Benchmark("math500", "MATH-500", "HuggingFaceH4/MATH-500", _plain),
         Benchmark("aime24", "AIME 2024", "Maxwell-Jia/AIME_2024", _plain, split="train"),
@@ -63,11 +72,11 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark("gsm8k", "GSM8K", "openai/gsm8k", _gsm8k, subset="main"),
         Benchmark("svamp", "SVAMP", "ChilleD/SVAMP", _svamp),
         Benchmark("boardgameqa", "BoardgameQA", "tasksource/Boardgame-QA", _boardgame, grader=LABEL),
-        Benchmark("cruxeval", "CRUXEval (output)", crux, _crux_output, grader=CODE_OUTPUT),
-        Benchmark("cruxeval_input", "CRUXEval (input)", crux, _crux_input, grader=CODE_INPUT, folder="cruxeval"),
-        Benchmark("strategyqa", "StrategyQA (test)", "ChilleD/StrategyQA", _strategy, grader=LABEL),
+        Benchmark("cruxeval", "CRUXEval (output)", crux, output, grader=CODE_OUTPUT),
+        Benchmark("cruxeval_input", "CRUXEval (input)", crux, arguments, grader=CODE_INPUT, folder="cruxeval"),
+        Benchmark("strategyqa", "StrategyQA (test)", "ChilleD/StrategyQA", yes_no, grader=LABEL),
         Benchmark(  # StrategyQA as in Table 1 of RL Tango's paper (arXiv 2505.15034), with 2,290 problems
-            "strategyqa_train", "StrategyQA (train)", "voidful/StrategyQA", _strategy_true_false, grader=LABEL,
+            "strategyqa_train", "StrategyQA (train)", "voidful/StrategyQA", true_false, grader=LABEL,
             split="train", file="strategyqa_train.json",
         ),
         Benchmark("tablebench", "TableBench", "Multilingual-Multimodal-NLP/TableBench", _table, grader=SHORT),
@@ -214,15 +223,6 @@ def _boardgame(row: DataRow) -> Values:
     }
 
 
-def _strategy(row: DataRow) -> Values:
-    return _with_facts(row, {"true": "yes", "false": "no"})
-
-
-def _strategy_true_false(row: DataRow) -> Values:
-    """Converts a row of StrategyQA to a question whose answer is true or false, as in RL Tango's released code."""
-    return _with_facts(row, {"yes": "true", "no": "false"})
-
-
 def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
     """Converts a row with a yes-or-no question, facts about the question, and its answer.
 
@@ -260,18 +260,6 @@ def _table(row: DataRow) -> Values | None:
     if (answer := row.get("answer")) is None or not str(answer).strip():
         raise DataError("there is no answer")
     return {"question": question, "answer": str(answer)}
-
-
-def _crux_output(row: DataRow) -> Values:
-    return _crux(row, "What does f({input}) return? Answer with a Python literal.")
-
-
-def _crux_input(row: DataRow) -> Values:
-    return _crux(
-        row,
-        "Find arguments with which f returns {output}. Answer with the arguments as Python literals, separated by "
-        "commas, without the function's name.",
-    )
 
 
 def _crux(row: DataRow, ask: str) -> Values:

@@ -29,7 +29,22 @@ class Confusion:
 
         A value near 0 or 1 means that the judge almost always gives the same judgement.
         """
-        return (self.tp + self.fp) / self.total if self.total else 0.0
+        return _share(self.tp + self.fp, self.total) or 0.0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Returns the share of items that were judged rightly; None if there are no judgements."""
+        return _share(self.tp + self.tn, self.total)
+
+    @property
+    def correct_accuracy(self) -> float | None:
+        """Returns the judge's accuracy on correct items; None if there are no correct items."""
+        return _share(self.tp, self.tp + self.fn)
+
+    @property
+    def wrong_accuracy(self) -> float | None:
+        """Returns the judge's accuracy on wrong items; None if there are no wrong items."""
+        return _share(self.tn, self.tn + self.fp)
 
     @property
     def f1(self) -> float | None:
@@ -38,10 +53,7 @@ class Confusion:
 
         Returns None if there are no correct items or no wrong items.
         """
-        correct, wrong = self.tp + self.fn, self.tn + self.fp
-        if not correct or not wrong:
-            return None
-        return harmonic_mean(self.tp / correct, self.tn / wrong)
+        return harmonic_mean(self.correct_accuracy, self.wrong_accuracy)
 
     def metrics(self) -> dict[str, float]:
         """Returns a dictionary of the metrics confusion/tp, confusion/fp, confusion/tn, confusion/fn and
@@ -74,11 +86,12 @@ def step_confusion(verdicts: Sequence[Sequence[bool]], labels: Sequence[Sequence
     return confusion((said, truth) for v, g in aligned for said, truth in zip(v, g, strict=True))
 
 
-def agreement(counts: Confusion) -> float | None:
-    """Returns the accuracy: the share of items that were judged rightly; None if there are no judgements."""
-    return (counts.tp + counts.tn) / counts.total if counts.total else None
-
-
-def harmonic_mean(a: float, b: float) -> float:
-    """Returns the harmonic mean 2ab / (a + b) of two numbers; 0 if both numbers are 0."""
+def harmonic_mean(a: float | None, b: float | None) -> float | None:
+    """Returns the harmonic mean 2ab / (a + b) of two numbers; 0 if both numbers are 0, and None if one is None."""
+    if a is None or b is None:
+        return None
     return 2 * a * b / (a + b) if a + b else 0.0
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

@@ -11,19 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.protocol import Completion, Engine, Sampling
-from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, harmonic_mean, step_confusion
-from megatron_rl.evaluation.draw import ProblemSet
-from megatron_rl.evaluation.judging import Judging, Question, judge_all
+from megatron_rl.engines.protocol import Engine, Sampling
+from megatron_rl.evaluation.confusion import Confusion, confusion, harmonic_mean, step_confusion
+from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.solve import sample_of
 from megatron_rl.evaluation.statistics import Calibration, Interval, bootstrap, calibration, mean_interval
 from megatron_rl.rewards.verdicts import final_verdict, step_verdicts
-from megatron_rl.types import Prompt, Stop
+from megatron_rl.text import decode
 
 JUDGE = "judge"
 NO_ERROR = -1
-NOTHING = Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)
 SHOWN = ("steps", "label", "correct", "step_labels")  # fields of the judged solution that are copied to every sample
 
 
@@ -42,23 +40,21 @@ class Judge:
 
         If a prompt leaves no space for an answer in the context, its verifications are empty and marked as unfinished.
         """
-
-        def steps(place: int) -> int:
-            return len(problems.problems[place].values["steps"])
-
-        question = Question[int, Sample](
-            prompt=lambda place: Prompt(id=str(place), tokens=problems.prompts[place]),
-            read=lambda place, text: reading(text, steps(place)),
-        )
-        judging = Judging(self.engine, self.tokenizer, self.sampling, question, context=self.context)
-        found = judge_all(judging, {place: place for place in places})
-        out = []
+        prompts = {place: problems.prompts[place] for place in places}
+        found = draw_within(self.engine, prompts, self.sampling, self.context)
+        groups: list[list[Sample]] = []
         for place in places:
-            rows = [j.opinion | _length(j.completion) for j in found[place]]
-            rows = rows or [reading("", steps(place)) | _length(NOTHING)] * self.sampling.n
-            known = {name: problems.problems[place].values[name] for name in SHOWN}
-            out.append([sample_of(problems, place, j, self.measure) | known | row for j, row in enumerate(rows)])
-        return out
+            values = problems.problems[place].values
+            groups.append(
+                [
+                    sample_of(problems, place, j, self.measure)
+                    | {name: values[name] for name in SHOWN}
+                    | reading(decode(self.tokenizer, c.tokens).text, len(values["steps"]))
+                    | {"finished": c.stop.finished, "tokens": len(c.tokens)}
+                    for j, c in enumerate(found[place])
+                ]
+            )
+        return groups
 
 
 def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
@@ -129,16 +125,12 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
         chosen = hits[rows][wrong[rows] == of]
         return float(chosen.mean()) if len(chosen) else None
 
-    def f1(rows: np.ndarray) -> float | None:
-        parts = accuracy(rows, True), accuracy(rows, False)
-        return None if parts[0] is None or parts[1] is None else harmonic_mean(parts[0], parts[1])
-
-    count = len(hits)
-    return {
-        f"processbench_f1{suffix}": bootstrap(count, f1, seed=seed),
-        f"error_accuracy{suffix}": bootstrap(count, lambda rows: accuracy(rows, True), seed=seed),
-        f"correct_accuracy{suffix}": bootstrap(count, lambda rows: accuracy(rows, False), seed=seed),
+    statistics = {
+        "processbench_f1": lambda rows: harmonic_mean(accuracy(rows, True), accuracy(rows, False)),
+        "error_accuracy": lambda rows: accuracy(rows, True),
+        "correct_accuracy": lambda rows: accuracy(rows, False),
     }
+    return {name + suffix: bootstrap(len(hits), of, seed=seed) for name, of in statistics.items()}
 
 
 def _outcomes(rows: Sequence[Sample]) -> Confusion:
@@ -147,11 +139,7 @@ def _outcomes(rows: Sequence[Sample]) -> Confusion:
     return confusion((row["final"], bool(row["correct"])) for row in rows)
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _located(rows: Sequence[Sample]) -> float | None:
+def located_when_rejected(rows: Sequence[Sample]) -> float | None:
     """Returns, of the wrong solutions that the verifier rejected, the share in which it also found the first wrong
     step. Returns None if it rejected no wrong solution.
 
@@ -179,14 +167,10 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
 
 # Name of a metric -> function that computes it from all samples of a list of solutions.
 _STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {
-    "outcome_accuracy": lambda rows: agreement(_outcomes(rows)),
-    "outcome_correct_accuracy": lambda rows: _share((c := _outcomes(rows)).tp, c.tp + c.fn),
-    "outcome_wrong_accuracy": lambda rows: _share((c := _outcomes(rows)).tn, c.tn + c.fp),
+    "outcome_accuracy": lambda rows: _outcomes(rows).accuracy,
+    "outcome_correct_accuracy": lambda rows: _outcomes(rows).correct_accuracy,
+    "outcome_wrong_accuracy": lambda rows: _outcomes(rows).wrong_accuracy,
     "outcome_f1": lambda rows: _outcomes(rows).f1,
-    "located_when_rejected": _located,
+    "located_when_rejected": located_when_rejected,
     "step_f1": lambda rows: step_counts(rows).f1,
 }
-
-
-def _length(completion: Completion) -> Sample:
-    return {"finished": completion.stop.finished, "tokens": len(completion.tokens)}

@@ -10,10 +10,10 @@ from typing import Any
 from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Engine, Sampling
-from megatron_rl.evaluation.judging import Judging, Question, judge_all
+from megatron_rl.evaluation.draw import draw_within
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.types import Prompt
+from megatron_rl.text import decode
 
 Asked = tuple[str, str]  # (question, solution), of which the verifier judges the solution
 
@@ -34,18 +34,13 @@ class Weigher:
 
         A vote that cannot be parsed is not counted as CORRECT. If the context has no space for a vote, the share is 0.
         """
-        voting = Judging(
-            self.engine,
-            self.tokenizer,
-            self.sampling,
-            Question(prompt=self._prompt, read=lambda item, text: final_verdict(text) is True),
-            context=self.context,
-        )
-        found = judge_all(voting, asked)
-        return {index: fmean(float(vote.opinion) for vote in votes) if votes else 0.0 for index, votes in found.items()}
+        prompts = {index: self._prompt(*one) for index, one in asked.items()}
+        found = draw_within(self.engine, prompts, self.sampling, self.context)
+        return {
+            index: fmean(float(final_verdict(decode(self.tokenizer, vote.tokens).text) is True) for vote in votes)
+            for index, votes in found.items()
+        }
 
-    def _prompt(self, asked: Asked) -> Prompt:
-        question, solution = asked
+    def _prompt(self, question: str, solution: str) -> list[int]:
         values = {"question": question, "solution": solution, "num_steps": str(len(step_texts(solution)))}
-        text = fill_quoting(self.tokenizer, self.template, **values)
-        return Prompt(id=question, tokens=tokenize(self.tokenizer, text))
+        return tokenize(self.tokenizer, fill_quoting(self.tokenizer, self.template, **values))

@@ -12,7 +12,7 @@ from megatron_rl.algorithms.advantages import PAPER_CREDIT, StepCredit, step_rew
 from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
+from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.solutions import Solution, annotate_steps
 from megatron_rl.rewards import verdicts
@@ -198,5 +198,5 @@ def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int 
     metrics = {"reviews_skipped": float(skipped), "reviews_dropped": float(without - skipped)}
     metrics |= {"verdicts_match": aligned(rows)}
     metrics |= outcome_confusion(rows).metrics()
-    share = agreement(gold_confusion(rows, step_labels)) if step_labels else None
+    share = gold_confusion(rows, step_labels).accuracy if step_labels else None
     return metrics if share is None else metrics | {"step_agreement": share}
