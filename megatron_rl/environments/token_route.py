@@ -15,10 +15,8 @@ import itertools
 import json
 import math
 import secrets
-import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +24,8 @@ import numpy as np
 from aiohttp import web
 
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling
+from megatron_rl.environments.engine_answers import EngineAnswers
+from megatron_rl.loop_thread import LoopThread
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout, Stop
@@ -104,20 +104,16 @@ class TokenRoute:
         return await play.generate(int(place), agent, body)
 
 
-class RoutedPlay:
+class RoutedPlay(EngineAnswers):
     """The requests of the episodes in one call of `EpisodeMaker.play`, and the recorded answers."""
 
     def __init__(
         self, name: str, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
     ) -> None:
+        super().__init__(context, samplings)
         self.name, self.episodes = name, len(seeds)
         self.longest = {role: context.max_prompt_tokens[role] for role in samplings}
-        self.failure: BaseException | None = None  # the exception of an engine that failed
         self._context, self._samplings, self._seeds = context, samplings, seeds
-        self._sessions = {role: context.session(role) for role in samplings}
-        self._lock = threading.Lock()  # guards the attributes below
-        self._over = False
-        self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # {(role, key): future of the answer}
         # {(episode, agent, hash of the prompt): number of requests so far}
         self._asked: Counter[tuple[int, str, bytes]] = Counter()
         self._last: dict[tuple[int, str], int] = {}  # {(episode, agent): key of the latest request}
@@ -133,8 +129,7 @@ class RoutedPlay:
         `place`: index of the episode. `tokens` [T] int32: prompt and answer. `start`: index of the answer's first
         token. Returns None if no engine sampled this answer to this prompt.
         """
-        with self._lock:
-            answers = list(self._answers.get((place, agent), ()))
+        answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
     async def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,78 +140,34 @@ class RoutedPlay:
         requests at the same time. Raises RouteRefusal if the request is invalid or the engine fails.
         """
         role = body.get("model")
-        if role not in self._sessions:
-            raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._sessions)}")
+        if role not in self._samplings:
+            raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._samplings)}")
         tokens = _prompt(body, role, self.longest[role])
         sampling = _forced(self._samplings[role], body.get("sampling_params"))
-        completion = await self._ask(place, agent, role, tokens, sampling)
+        completion = await self._completion(place, agent, role, tokens, sampling)
         version = self._context.engines[role].version
         weight = self._context.partner_weights.get(role, 0.0)
         prompt = Prompt(id=agent, tokens=tokens)
         answer = from_completion(prompt, completion, role=role, group=agent, version=version, partner_weight=weight)
-        with self._lock:
-            self._answers.setdefault((place, agent), []).append(answer)
+        self._answers.setdefault((place, agent), []).append(answer)
         return {"choices": [_choice(completion)]}
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context manager that receives the engines' answers in one thread per role. When the block ends, open requests
-        are cancelled."""
-        readers = [threading.Thread(target=self._read, args=(role,), daemon=True) for role in self._sessions]
-        with contextlib.ExitStack() as asking:
-            for session in self._sessions.values():
-                asking.enter_context(session.asking())
-            for reader in readers:
-                reader.start()
-            try:
-                yield
-            finally:
-                self._end()
-                for session in self._sessions.values():
-                    session.close()
-        for reader in readers:
-            reader.join()
-
-    async def _ask(self, place: int, agent: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
-        future: Future[Completion] = Future()
+    async def _completion(
+        self, place: int, agent: str, role: str, tokens: np.ndarray, sampling: Sampling
+    ) -> Completion:  # fmt: skip
         prompt = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
-        with self._lock:
-            if self._over:
-                raise RouteRefusal(503, "the play is over")
-            times = self._asked[place, agent, prompt]
-            self._asked[place, agent, prompt] += 1
-            key = self._context.seed_for("token route", self._seeds[place], place, agent, prompt.hex(), times)
-            before, self._last[place, agent] = self._last.get((place, agent)), key
-            self._waiting[role, key] = future
+        times = self._asked[place, agent, prompt]
+        self._asked[place, agent, prompt] += 1
+        key = self._context.seed_for("token route", self._seeds[place], place, agent, prompt.hex(), times)
+        before, self._last[place, agent] = self._last.get((place, agent)), key
         try:
-            self._sessions[role].ask(key, tokens, sampling, after=before)
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(self.ask(role, key, tokens, sampling, after=before))
         except asyncio.CancelledError:
             raise RouteRefusal(503, "the engine failed, or the play is over") from None
         except EngineError as error:
             raise RouteRefusal(503, str(error)) from error
         except ValueError as error:
             raise RouteRefusal(400, str(error)) from error
-
-    def _read(self, role: str) -> None:
-        try:
-            for key, [completion] in self._sessions[role].answers():
-                with self._lock:
-                    future = self._waiting.pop((role, key), None)
-                if future is not None and future.set_running_or_notify_cancel():
-                    future.set_result(completion)
-        except BaseException as error:  # the EpisodeMaker checks `failure` and raises it
-            self.failure = self.failure or error
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """Rejects new requests from now on, and cancels the pending requests."""
-        with self._lock:
-            self._over = True
-            left, self._waiting = list(self._waiting.values()), {}
-        for future in left:
-            future.cancel()
 
 
 def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
@@ -285,24 +236,18 @@ class _Listener:
     def __init__(self, route: TokenRoute) -> None:
         self._route = route
         self._strangers: dict[web.RequestHandler, None] = {}  # connections without a valid token so far, oldest first
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="token route", daemon=True)
-        self._thread.start()
-        self.port: int = self._run(self._open())
+        self._thread = LoopThread("token route")
+        self.port: int = self._thread.run(self._open())
 
     def close(self) -> None:
-        if not self._thread.is_alive():
-            return
-        self._run(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        if not self._thread.loop.is_closed():
+            self._thread.run(self._close())
+            self._thread.close()
 
     async def _open(self) -> int:
         self._server = web.Server(self._answer, access_log=None)
-        self._listening = await self._loop.create_server(self._admitted, "127.0.0.1", 0, backlog=1024)
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._admitted, "127.0.0.1", 0, backlog=1024)
         return self._listening.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
@@ -315,7 +260,7 @@ class _Listener:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             # Scheduled instead of called at once, because the connection may not be open yet
-            self._loop.call_soon(oldest.force_close)
+            asyncio.get_running_loop().call_soon(oldest.force_close)
         connection = self._server()
         self._strangers[connection] = None
         return connection

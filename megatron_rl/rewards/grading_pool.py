@@ -9,16 +9,18 @@ import contextlib
 import json
 import os
 import pickle
-import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from megatron_rl.config.schema import Reward
@@ -33,10 +35,6 @@ START_TIMEOUT_S = 120.0  # time limit in seconds for a worker process to import 
 # maximum number of consecutive failed starts of worker processes, once a worker has started successfully
 START_TRIES = 4
 START_PAUSE_S = 1.0  # pause in seconds between two attempts to start a process
-PIPE_BYTES = 1 << 16  # maximum number of bytes of one read from or write to a worker's pipe
-# Value of `_Worker.ended` for a worker that ran out of memory.
-# Items that such a worker still holds did not cause it.
-EXHAUSTED = "out of memory"
 # time limit in seconds for a worker's parent process (reaper.py) to end all processes that the worker started
 END_S = 10.0
 PACKAGE = Path(reaper.__file__).parents[1]
@@ -78,28 +76,97 @@ class Graded:
         return self.outcome is Outcome.SCORE and self.score > self.threshold
 
 
-@dataclass
 class _Worker:
-    """A worker process of the pool, the items (responses) that were sent to the worker, and buffers of unsent and
-    unparsed bytes."""
+    """One of the pool's workers: a process, which is replaced when it ends, and the thread that talks to the process.
 
-    # the worker's parent process (reaper.py), which kills the worker's processes and ends with the worker's exit status
-    process: subprocess.Popen[bytes]
-    outbox: bytearray  # bytes not yet written to the worker; writes never block, even if the pipe is full
-    since: float  # time (time.monotonic) at which the worker began its current item
-    inbox: bytearray = field(default_factory=bytearray)  # bytes of an incomplete line that was read from the worker
-    held: deque[int] = field(default_factory=deque)  # indices of the items that were sent and not answered, in order
-    ready: bool = False  # whether the worker has imported the reward function
-    # whether the reward function grades all held items in one call, so that a crash cannot be attributed to one item
-    together: bool = False
-    apart: bool = False  # whether the reward function raised an error on the batch of held items
-    ended: str = ""  # reason why the worker sends no more answers; empty while it works
-    refusal: str = ""  # reason why the worker cannot use the reward function; empty if it can
-    trace: str = ""  # traceback that belongs to `refusal`
+    Linux ends a worker's parent process (reaper.py) when the thread that started it ends, so that the thread lives as
+    long as the worker.
+    """
+
+    def __init__(self, task: bytes) -> None:
+        """`task`: the pickled first message to the process, see grading_worker.py."""
+        self.thread = ThreadPoolExecutor(1, "reward-worker")
+        # the parent process (reaper.py), which kills the worker's processes and ends with the worker's exit status
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = False  # whether the process has imported the reward function
+        # whether the function grades all held items in one call, so that a crash cannot be attributed to one item
+        self.together = False
+        self.closed = False
+        self._task = task
+        self._files = contextlib.ExitStack()  # the open socket to the process
+        self._lock = threading.Lock()  # held while a process is started
 
     @property
-    def busy(self) -> bool:
-        return bool(self.held) or not self.ready
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Starts a process in place of the one that has ended, if any. Must be called in the worker's thread.
+
+        Raises RewardFailure if no process can be started, or if the worker is closed.
+        """
+        with self._lock:
+            if self.closed:
+                raise RewardFailure("the pool of reward workers was closed")
+            self._files.close()
+            self._socket, other = map(self._files.enter_context, socket.socketpair())
+            self._lines = self._files.enter_context(self._socket.makefile("rb"))
+            self.process, self.ready = _open_process(other), False
+            other.close()
+        with contextlib.suppress(ConnectionError):  # a process that has ended at once is noticed when it is heard
+            self.say(self._task, START_TIMEOUT_S)
+
+    def say(self, message: bytes, timeout_s: float) -> None:
+        """Sends a message to the process. Raises TimeoutError, or ConnectionError if the process has ended."""
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(message)
+
+    def hear(self, timeout_s: float) -> Any:
+        """Returns the next answer of the process. Raises TimeoutError, ConnectionError if the process has ended, and
+        ValueError if the answer is not JSON."""
+        self._socket.settimeout(timeout_s)
+        line = self._lines.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionError("the process has ended")
+        return json.loads(line)
+
+    def kill(self) -> int | None:
+        """Ends the process and all processes that it started, and waits for them. Returns the exit status.
+
+        The exit status of a process that has just ended by itself is kept.
+        """
+        if self.process is None:
+            return None
+        self.process.send_signal(reaper.LEAVE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        # kills the remaining processes, in case the parent process (reaper.py) was killed
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+    def close(self) -> None:
+        """Ends the process and the thread."""
+        with self._lock:
+            self.closed = True
+        self.kill()
+        self.thread.shutdown()
+        self._files.close()
+
+
+@dataclass
+class _Call:
+    """The items (responses) of one call of the pool. The threads of the workers share the object."""
+
+    items: Sequence[tuple[str, dict[str, Any]]]
+    results: Sequence[Future[Graded]]
+    # indices of items that are sent to a worker together; None for each worker at the end of the call
+    chunks: SimpleQueue[deque[int] | None] = field(default_factory=SimpleQueue)
+    again: set[int] = field(default_factory=set)  # items that were held by a worker that was killed from outside
+
+    def end(self, workers: int) -> None:
+        for _ in range(workers):
+            self.chunks.put(None)
 
 
 class GradePool:
@@ -114,13 +181,8 @@ class GradePool:
         self._workers: list[_Worker] = []
         # number of items graded in earlier calls; added to an item's index, it gives a unique serial number
         self._items_before = 0
-        self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers; see the comment in _start
         self._proven = False  # whether any worker has ever imported the reward function
         self._failed_starts = 0  # number of consecutive failed starts of workers
-        # indices of the items that are graded alone, because grading them as a batch failed
-        self._alone: set[int] = set()
-        # indices of the items that are graded again, because the worker was killed from outside
-        self._again: set[int] = set()
         self._least = reward.range[0]  # the lower end of reward.range, or the lowest returned score if it is lower
         self._known: dict[str, bool] = {}  # key of a problem -> whether the problem's known answer is graded as correct
 
@@ -132,20 +194,13 @@ class GradePool:
 
     def close(self) -> None:
         """Ends the workers and all processes that the workers started. The next call of `grade` starts new workers."""
-        for worker in self._workers:
-            worker.process.send_signal(reaper.LEAVE)
-        for worker in self._workers:
-            _kill(worker)
+        with ThreadPoolExecutor(max(1, len(self._workers))) as ending:
+            list(ending.map(_Worker.close, self._workers))
         self._workers = []
-        if self._starter is not None:
-            self._starter.shutdown()
-            self._starter = None
 
     def start(self) -> None:
         """Starts the workers without waiting until they have imported the function."""
         self._ensure_workers(self.reward.workers)
-        for worker in self._workers:
-            _send(worker)
 
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Grades B responses and returns B results, in order. `payloads`: the data of each response's problem, such as
@@ -195,54 +250,138 @@ class GradePool:
     def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Runs the reward function on B responses in the workers. Returns B results, in order."""
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
-        results: dict[int, Graded] = {}
-        waiting = deque(range(len(items)))
-        self._alone, self._again = set(), set()
+        call = _Call(items, [Future() for _ in items])
+        workers = min(self.reward.workers, len(items))
+        size = max(1, min(CHUNK, -(-len(items) // max(1, workers))))
+        for start in range(0, len(items), size):
+            call.chunks.put(deque(range(len(items))[start : start + size]))
         try:
-            self._ensure_workers(min(self.reward.workers, len(items)))
-            while len(results) < len(items):
-                for worker in self._workers:
-                    self._feed(worker, waiting, items)
-                self._exchange(results)
-                self._replace(results, waiting)
-                for worker in (w for w in self._workers if w.apart):  # each item of a failed batch is graded alone
-                    self._alone.update(worker.held)
-                    waiting.extendleft(reversed(worker.held))
-                    worker.held.clear()
-                    worker.apart = False
-        except BaseException:  # ends the workers, so that the next call does not receive late answers of this call
+            self._ensure_workers(workers)
+            for worker in self._workers:
+                worker.thread.submit(self._work, worker, call)
+            graded = [result.result() for result in call.results]
+        except BaseException:  # ends the workers, so that the next call does not receive answers of this call
+            call.end(len(self._workers))
             self.close()
             raise
+        call.end(len(self._workers))
         self._items_before += len(items)
-        return [results[i] for i in range(len(items))]
+        return graded
 
     def _ensure_workers(self, wanted: int) -> None:
-        """Removes dead workers, and starts new workers until there are at least `wanted`."""
-        for worker in [w for w in self._workers if w.process.poll() is not None]:
-            _kill(worker)
-            self._workers.remove(worker)
-        while len(self._workers) < wanted:
-            self._workers.append(self._start())
-
-    def _start(self) -> _Worker:
-        command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
-        # Linux sends a worker's parent process (reaper.py) a signal when the thread that started it ends.
-        # The pool therefore starts the process in a thread that lives as long as the pool.
-        self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
-        process = self._starter.submit(_open_process, command).result()
-        for pipe in (process.stdin, process.stdout):
-            os.set_blocking(_fd(pipe), False)
+        """Adds workers until there are at least `wanted`, and replaces the processes that have ended."""
         here = os.getcwd()
         paths = [here, *(path or here for path in sys.path)]
         task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, self.reward.range, paths))
-        return _Worker(process, outbox=bytearray(task), since=time.monotonic())
+        self._workers += [_Worker(task) for _ in range(len(self._workers), wanted)]
+        for started in [worker.thread.submit(worker.start) for worker in self._workers if not worker.alive]:
+            started.result()
 
-    def _why_not(self, worker: _Worker, status: int) -> str:
-        """Returns the error message for a worker that could not be started. `status`: exit status of the worker."""
-        if worker.refusal:
+    def _work(self, worker: _Worker, call: _Call) -> None:
+        """Grades items of a call with one worker until the call is over. Runs in the worker's thread."""
+        try:
+            self._make_ready(worker)
+            while held := call.chunks.get():
+                if not self._grade_held(worker, held, call):
+                    worker.start()
+                    self._make_ready(worker)
+        except BaseException as error:  # raised again in the thread that waits for the results
+            for result in call.results:
+                with contextlib.suppress(InvalidStateError):
+                    result.set_exception(error)
+
+    def _make_ready(self, worker: _Worker) -> None:
+        """Waits until a worker's process has imported the reward function, and starts it again if it has ended.
+
+        Raises RewardFailure if the process cannot be started: at once if no worker has ever imported the function,
+        otherwise (or if the process was killed from outside) after START_TRIES consecutive failed starts.
+        """
+        while not worker.ready:
+            refusal, trace = "", ""
+            try:
+                answer = worker.hear(START_TIMEOUT_S)
+                worker.ready, worker.together = answer in (None, TOGETHER), answer == TOGETHER
+                if worker.ready:
+                    self._proven, self._failed_starts = True, 0
+                    return
+                refusal, trace = answer
+            except (OSError, ValueError):
+                pass
+            status = worker.kill()
+            self._failed_starts += 1
+            killed = status == -signal.SIGKILL and not refusal
+            if not (self._proven or killed) or self._failed_starts >= START_TRIES:
+                raise _failure(self._why_not(refusal, status), trace)
+            worker.start()
+
+    def _grade_held(self, worker: _Worker, held: deque[int], call: _Call) -> bool:
+        """Has a worker grade the items `held`. Returns False if its process was ended.
+
+        The first item that the process did not answer gets a failed result then, and the other items return to the
+        queue. If the process graded several items as one batch, all items return to the queue and each is graded alone.
+        If the process was killed from outside, such as by the kernel for lack of memory, the first item is graded a
+        second time.
+        """
+        limit_s, since = self.reward.timeout_s, time.monotonic()
+        exhausted, ended = False, ""
+        try:
+            items = [(self._items_before + item, *call.items[item]) for item in held]
+            worker.say(pickle.dumps(items), limit_s * (len(held) if worker.together else 1))
+            while held and not exhausted:
+                since = time.monotonic()
+                answer = worker.hear(limit_s * (len(held) if worker.together else 1))
+                if answer == APART:
+                    break
+                exhausted = self._store_answer(held, answer, call)
+            if not exhausted:
+                for item in held:
+                    call.chunks.put(deque([item]))
+                return True
+        except TimeoutError:
+            pass
+        except OSError:
+            ended = "ended"
+        except ValueError:
+            ended = "wrote something else than answers into the pool's pipe"
+        seconds, status = time.monotonic() - since, worker.kill()
+        killed = ended == "ended" and status == -signal.SIGKILL  # from outside, not because of the item
+        if worker.together and len(held) > 1:
+            for item in held:
+                call.chunks.put(deque([item]))
+            return False
+        if held and killed and held[0] not in call.again:
+            call.again.add(held[0])
+        elif held and not exhausted:
+            outcome, detail = Outcome.TIMEOUT, f"no answer within reward.timeout_s = {limit_s}"
+            if ended:
+                outcome, detail = Outcome.ERROR, f"its worker {ended} (status {status})"
+            call.results[held.popleft()].set_result(Graded(outcome, detail=detail, seconds=seconds, cut_off=True))
+        if held:
+            call.chunks.put(held)
+        return False
+
+    def _store_answer(self, held: deque[int], answer: Any, call: _Call) -> bool:
+        """Stores a worker's answer to the first of the items `held`, and removes the item. Returns whether the worker
+        ran out of memory; the items that it still holds did not cause that."""
+        serial, score, detail, seconds, exhausted, metrics, trace = answer
+        if serial != self._items_before + held[0]:
+            raise ValueError(f"an answer to item {serial}, which the worker does not hold")
+        if score is not None:
+            self._least = min(self._least, score)
+        outcome = Outcome.ERROR if score is None else Outcome.SCORE
+        threshold = self.reward.threshold
+        graded = Graded(outcome, score or 0.0, detail, seconds, exhausted, False, threshold, metrics, trace)
+        call.results[held.popleft()].set_result(graded)
+        return exhausted
+
+    def _why_not(self, refusal: str, status: int | None) -> str:
+        """Returns the error message for a process that could not be started.
+
+        `refusal`: reason why the process cannot use the reward function, or "". `status`: exit status of the process.
+        """
+        if refusal:
             return (
-                f"reward.target {self.reward.target!r} cannot be used: {worker.refusal}; it has the form "
-                "package.module:name"
+                f"reward.target {self.reward.target!r} cannot be used: {refusal}; it has the form package.module:name"
             )
         return (
             f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing "
@@ -250,142 +389,16 @@ class GradePool:
             "little for it"
         )
 
-    def _feed(self, worker: _Worker, waiting: deque[int], items: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        if worker.busy or worker.ended or not waiting:
-            return
-        for _ in range(min(CHUNK, -(-len(waiting) // len(self._workers)))):
-            if worker.held and not self._alone.isdisjoint((worker.held[0], waiting[0])):
-                break
-            worker.held.append(waiting.popleft())
-        worker.outbox += pickle.dumps([(self._items_before + item, *items[item]) for item in worker.held])
-        worker.since = time.monotonic()
 
-    def _exchange(self, results: dict[int, Graded]) -> None:
-        """Writes pending items to the workers' pipes and reads answers. Waits at most until the earliest deadline of a
-        worker."""
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
-                if worker.outbox:
-                    selector.register(_fd(worker.process.stdin), selectors.EVENT_WRITE, worker)
-            deadlines = [w.since + self._limit(w) for w in self._workers if w.busy]
-            for key, events in selector.select(max(0.0, min(deadlines, default=0.0) - time.monotonic())):
-                if events & selectors.EVENT_WRITE:
-                    _send(key.data)
-                else:
-                    self._receive(key.data, results)
-
-    def _receive(self, worker: _Worker, results: dict[int, Graded]) -> bool:
-        """Reads answers from a worker. Returns False if there was nothing to read or the worker has ended, otherwise
-        True."""
-        try:
-            data = os.read(_fd(worker.process.stdout), PIPE_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            worker.ended = "ended"
-        worker.inbox += data
-        *answers, worker.inbox = worker.inbox.split(b"\n")
-        for answer in answers:
-            if worker.ended:
-                break
-            worker.since = time.monotonic()
-            try:
-                self._answer(worker, json.loads(answer), results)
-            except ValueError:
-                worker.ended = "wrote something else than answers into the pool's pipe"
-        return not worker.ended
-
-    def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
-        if not worker.ready:
-            worker.ready, worker.together = answer in (None, TOGETHER), answer == TOGETHER
-            if worker.ready:
-                self._proven, self._failed_starts = True, 0
-            else:
-                worker.refusal, worker.trace = answer
-                worker.ended = worker.refusal
-            return
-        if answer == APART:
-            worker.apart = True
-            return
-        serial, score, detail, seconds, exhausted, metrics, trace = answer
-        if not worker.held or serial != self._items_before + worker.held[0]:
-            raise ValueError(f"an answer to item {serial}, which the worker does not hold")
-        if score is not None:
-            self._least = min(self._least, score)
-        results[worker.held.popleft()] = Graded(
-            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted,
-            threshold=self.reward.threshold, metrics=metrics, trace=trace,
-        )  # fmt: skip
-        if exhausted:
-            worker.ended = EXHAUSTED
-
-    def _limit(self, worker: _Worker) -> float:
-        """Returns the time limit in seconds of the worker's current task: its start, the grading of one item, or the
-        grading of a batch."""
-        if not worker.ready:
-            return START_TIMEOUT_S
-        return self.reward.timeout_s * (len(worker.held) if worker.together else 1)
-
-    def _is_late(self, worker: _Worker) -> bool:
-        return worker.busy and time.monotonic() > worker.since + self._limit(worker)
-
-    def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
-        """Replaces workers that are dead or past their deadline.
-
-        Raises RewardFailure if a worker could not be started: at once if no worker has ever imported the function,
-        otherwise (or if the worker was killed from outside) after START_TRIES consecutive failed starts.
-
-        The first item that a replaced worker holds gets a failed result, and the worker's other items return to the
-        front of the queue `waiting`. If the worker graded several items as one batch, all items return to the queue and
-        each is graded alone. If the worker was killed from outside, such as by the kernel for lack of memory, the first
-        item is graded a second time.
-        """
-        for i, worker in enumerate(self._workers):
-            dead = worker.process.poll() is not None
-            while (dead or self._is_late(worker)) and not worker.ended and self._receive(worker, results):
-                continue  # reads the answers that the worker sent before its end, which are valid
-            ended = worker.ended or ("ended" if dead else "")
-            if not ended and not self._is_late(worker):
-                continue
-            taken = time.monotonic() - worker.since
-            _kill(worker)
-            status = worker.process.returncode
-            # killed from outside, not because of the item that it graded
-            killed = ended == "ended" and status == -signal.SIGKILL
-            if not worker.ready:
-                self._failed_starts += 1
-                if not (self._proven or killed) or self._failed_starts >= START_TRIES:
-                    raise _failure(self._why_not(worker, status), worker.trace)
-            if worker.together and len(worker.held) > 1:
-                self._alone.update(worker.held)
-            elif worker.held and killed and worker.held[0] not in self._again:
-                self._again.add(worker.held[0])
-            elif worker.held and ended != EXHAUSTED:
-                results[worker.held.popleft()] = (
-                    Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken, cut_off=True)
-                    if ended
-                    else Graded(
-                        Outcome.TIMEOUT,
-                        detail=f"no answer within reward.timeout_s = {self.reward.timeout_s}",
-                        seconds=taken,
-                        cut_off=True,
-                    )
-                )
-            waiting.extendleft(reversed(worker.held))
-            self._workers[i] = self._start()
-
-
-def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts the parent process of a worker (reaper.py) in a new session.
+def _open_process(end: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts the parent process of a worker (reaper.py) in a new session. `end`: the worker's end of the socket.
 
     Retries if the machine has no memory or process ids left. Raises RewardFailure after START_TRIES attempts.
     """
+    command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
     for left in reversed(range(START_TRIES)):
         try:
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-            )
+            return subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
         except OSError as error:
             if not left:
                 raise RewardFailure(f"no reward worker can be started here: {error}; lower reward.workers") from error
@@ -427,35 +440,3 @@ def _failure(message: str, trace: str) -> RewardFailure:
     if trace:
         error.add_note(trace)
     return error
-
-
-def _send(worker: _Worker) -> None:
-    try:
-        written = os.write(_fd(worker.process.stdin), worker.outbox[:PIPE_BYTES])
-    except BlockingIOError:
-        return
-    except BrokenPipeError:  # the worker died; `_receive` detects that when it reads from the pipe
-        worker.outbox.clear()
-        return
-    del worker.outbox[:written]
-
-
-def _fd(pipe: Any) -> int:
-    return pipe.fileno()
-
-
-def _kill(worker: _Worker) -> None:
-    """Ends a worker and all processes that it started, and waits for them.
-
-    The exit status of a worker that has just ended by itself is kept.
-    """
-    worker.process.send_signal(reaper.LEAVE)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.process.wait(END_S)
-    # kills the remaining processes, in case the parent process (reaper.py) was killed
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
-    for pipe in (worker.process.stdin, worker.process.stdout):
-        if pipe is not None:
-            pipe.close()

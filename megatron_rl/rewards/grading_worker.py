@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import json
 import logging
 import os
 import pickle
+import pkgutil
 import resource
 import signal
 import sys
@@ -95,9 +95,8 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
     """
     from megatron_rl.rewards.reward_functions import GIVEN_UP, CalledFunction, Grader, RewardFunctions
 
-    module, _, name = target.partition(":")
     try:
-        found = vars(importlib.import_module(module))[name]
+        found = pkgutil.resolve_name(target)
         if isinstance(found, type):
             found, args = found(**args), {}
         if isinstance(found, RewardFunctions):

@@ -6,12 +6,12 @@ Each worker process of rewards.grading_pool imports this module, so it only need
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
 import numbers
 import pickle
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Function:
         if where is None or (self.target is not None and self.pickled is not None):
             raise ValueError(f"functions: {self.name or 'one of them'} needs either a target or a pickled file")
         try:
-            found = _imported(where) if self.pickled is None else pickle.loads(Path(where).read_bytes())
+            found = pkgutil.resolve_name(where) if self.pickled is None else pickle.loads(Path(where).read_bytes())
         except GIVEN_UP as error:  # user code: an import or an unpickling may raise any error
             raise ValueError(f"the reward {where!r} cannot be loaded: {told(error)}") from error
         if not callable(found):
@@ -72,7 +72,7 @@ class Function:
         return functools.partial(found, **self.args) if self.args else found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RewardFunctions:
     """A plug-in for the setting `reward.target`: a reward that is the weighted sum of several reward functions.
 
@@ -92,13 +92,8 @@ class RewardFunctions:
         for name in names:
             if len(given) > 1 and (names.count(name) > 1 or name in RESERVED):
                 raise ValueError(f"functions: the name {name!r} is taken twice, or is a recipe's: give another `name`")
-        object.__setattr__(self, "functions", given)
-        object.__setattr__(self, "_grader", Grader(called))
-
-    @property
-    def grader(self) -> Grader:
-        """Returns the grader, which calls the reward functions and computes the weighted sum."""
-        return vars(self)["_grader"]
+        self.functions = given
+        self.grader = Grader(called)  # calls the reward functions and computes the weighted sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +156,12 @@ class CalledFunction:
         own = [n for n in self.parameters if n not in (PROMPTS, COMPLETIONS)]
         return tuple(n for n in own if given[n].default is inspect.Parameter.empty)
 
+    def calls(self, items: Sequence[Item]) -> list[Callable[[], Any]]:
+        """Returns the calls that grade B items: a single call if the function grades batches, otherwise B calls."""
+        if self.batched:
+            return [lambda: self.function(**self.batch(items))]
+        return [functools.partial(self.function, *item) for item in items]
+
     def batch(self, items: Sequence[Item]) -> dict[str, Any]:
         """Returns the keyword arguments of a call of the reward function on B items: prompts, completions and columns
         of the data set, each a list of length B.
@@ -175,7 +176,10 @@ class CalledFunction:
             raise KeyError(f"no column {missing[0]!r}; the problems have {', '.join(known)}: name it in data.fields")
         columns = {key: [payload.get(key) for payload in payloads] for key in known}
         columns[PROMPTS] = [payload.get("messages", payload.get("question")) for payload in payloads]
-        columns[COMPLETIONS] = [_completion(response, payload) for response, payload in items]
+        columns[COMPLETIONS] = [
+            [{"role": "assistant", "content": response}] if "messages" in payload else response
+            for response, payload in items
+        ]
         return {name: values for name, values in columns.items() if self.takes_all or name in self.parameters}
 
 
@@ -206,51 +210,36 @@ class Grader:
         """
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
-            columns = [self._values(one, batch) for one in self._functions if not one.waits]
-            columns = self._in_order(columns, self._waited(batch))
+            # a coroutine function returns a coroutine, and starts when the coroutine is awaited
+            values = [[_attempt(call) for call in one.calls(batch)] for one in self._functions]
+            if any(one.waits for one in self._functions):
+                values = self._awaited(values)
+            columns = [
+                _listed(one.name, own[0], len(batch)) if one.batched else own
+                for one, own in zip(self._functions, values, strict=True)
+            ]
             for row in zip(*columns, strict=True):
                 yield self._sum(row)
 
-    def _in_order(self, direct: list[list[Any]], waited: list[list[Any]]) -> list[list[Any]]:
-        first, second = iter(direct), iter(waited)
-        return [next(second if one.waits else first) for one in self._functions]
-
-    def _values(self, one: CalledFunction, batch: Sequence[Item]) -> list[Any]:
-        """Calls one reward function on B items. Returns a list of B entries: the returned values, or the errors that
-        were raised."""
-        if not one.batched:
-            return [_attempt(one.function, *item) for item in batch]
-        return _listed(one, _attempt(lambda: one.function(**one.batch(batch))), len(batch))
-
-    def _waited(self, batch: Sequence[Item]) -> list[list[Any]]:
-        """Calls all coroutine functions concurrently on a batch. Returns for each function a list of returned values or
-        raised errors, as `_values` does."""
-        waiting = [one for one in self._functions if one.waits]
-        if not waiting:
-            return []
+    def _awaited(self, columns: list[list[Any]]) -> list[list[Any]]:
+        """Awaits all coroutines in `columns` concurrently. Returns `columns` with the values that the coroutines
+        returned, or the errors that they raised."""
         import asyncio  # imported here, because the import is slow and few reward functions are coroutine functions
 
-        async def one_of(call: Callable[[], Awaitable[Any]]) -> Any:
+        async def settled(value: Any) -> Any:
             try:
-                return await call()
+                return await value if inspect.isawaitable(value) else value
             except MemoryError:
                 raise
             except GIVEN_UP as error:  # user code may raise any error
                 return error
 
-        async def values(one: CalledFunction) -> Any:
-            if one.batched:
-                return await one_of(lambda: one.function(**one.batch(batch)))
-            calls = [one_of(functools.partial(one.function, *item)) for item in batch]
-            return list(await asyncio.gather(*calls))
-
-        async def together() -> list[Any]:
-            return list(await asyncio.gather(*map(values, waiting)))
+        async def together() -> list[list[Any]]:
+            return await asyncio.gather(*(asyncio.gather(*map(settled, own)) for own in columns))
 
         if self._loop is None:
             self._loop = asyncio.Runner()
-        found = zip(waiting, self._loop.run(together()), strict=True)
-        return [_listed(one, value, len(batch)) if one.batched else value for one, value in found]
+        return self._loop.run(together())
 
     def _sum(self, row: Sequence[Any]) -> Result:
         """Returns the result of one item: the weighted sum of the rewards in `row`, one from each function. Functions
@@ -329,42 +318,33 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _imported(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return vars(importlib.import_module(module))[name]
-
-
 def _waits(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _completion(response: str, payload: Mapping[str, Any]) -> Any:
-    return [{"role": "assistant", "content": response}] if "messages" in payload else response
-
-
-def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
+def _attempt(call: Callable[[], Any]) -> Any:
     """Calls a user's function. Returns its value, or the error that it raised; a MemoryError is not returned but raised
     again."""
     try:
-        return call(*arguments)
+        return call()
     except MemoryError:
         raise
     except GIVEN_UP as error:  # user code may raise any error
         return error
 
 
-def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
-    """Converts the value that a batch function returned, or the error that it raised, to a list of `count` entries, one
-    for each item.
+def _listed(name: str, value: Any, count: int) -> list[Any]:
+    """Converts the value that the batch function `name` returned, or the error that it raised, to a list of `count`
+    entries, one for each item.
 
     If the value is not a list of `count` values, every entry is a ValueError. Raises BatchFailed if the function raised
     an error on several items.
     """
     if isinstance(value, BaseException):
         if count > 1:
-            raise BatchFailed(one.name) from value
+            raise BatchFailed(name) from value
         return [value]
     try:
         found = None if isinstance(value, (str, Mapping)) else list(value)
@@ -372,6 +352,6 @@ def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
         found = None
     if found is None or len(found) != count:
         what = f"{len(found)} values" if found is not None else f"a {type(value).__name__}"
-        text = f"{one.name} returned {what} for {count} completions: return a list with one for each"
+        text = f"{name} returned {what} for {count} completions: return a list with one for each"
         return [ValueError(text)] * count
     return found

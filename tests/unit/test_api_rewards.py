@@ -353,7 +353,7 @@ def test_objects_and_partials_are_rewards(tmp_path):
     [
         ([], "functions is empty"),
         ([{"weight": 1.0}], "needs either a target or a pickled file"),
-        ([{"target": "megatron_rl.rewards.tiny_task:grad"}], "cannot be loaded: KeyError"),
+        ([{"target": "megatron_rl.rewards.tiny_task:grad"}], "cannot be loaded: AttributeError"),
         ([{"pickled": "no/such/file.pkl"}], "FileNotFoundError"),
         ([{"target": "megatron_rl.rewards.tiny_task:grade"}] * 2, "the name 'grade' is taken twice"),
         ([{"target": "megatron_rl.rewards.tiny_task:grade", "wieght": 2.0}], "wieght"),

@@ -70,10 +70,10 @@ def user(request, monkeypatch):
         start = pool_module.START.replace(repr(str(ROOT)), repr(str(place)))
         python = ordinary_user.python()
 
-        def open_process(command):
+        def open_process(end):
             words = [python, "-P", "-c", start]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "start_new_session": True}
-            return subprocess.Popen(words, cwd=place, **pipes, **ordinary_user.identity())
+            settings = {"stdin": end, "stdout": end, "start_new_session": True} | ordinary_user.identity()
+            return subprocess.Popen(words, cwd=place, **settings)
 
         monkeypatch.setattr(pool_module, "_open_process", open_process)
         monkeypatch.setattr(sys, "path", [str(place), *ordinary_paths(python)])

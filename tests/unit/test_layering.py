@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     [
         *("types", "config", "user_code", "lazy_import", "allocator", "frames", "hardware", "host_to_device", "sdpa"),
-        *("key_value_store", "processes", "safe_pickle"),
+        *("key_value_store", "loop_thread", "processes", "safe_pickle"),
     ],
     ["models", "rewards", "run", "timing", "cluster", "weights", "text", "vocabulary"],
     ["batches", "algorithms", "chat_template", "control_tokens", "data", "sampling", "message_codec", "spec", "world"],

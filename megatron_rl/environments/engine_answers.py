@@ -1,0 +1,82 @@
+"""Requests to the engines of several roles, whose completions are futures."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+
+from megatron_rl.engines.protocol import Completion, Sampling, Tokens
+from megatron_rl.training.iteration import RolloutContext
+
+
+class EngineAnswers:
+    """Sessions with the engines of several roles. Any thread may send requests within `reading`."""
+
+    def __init__(self, context: RolloutContext, roles: Iterable[str]) -> None:
+        # The exception of an engine that failed. Its pending futures are cancelled, and the caller raises it.
+        self.failure: BaseException | None = None
+        self._sessions = {role: context.session(role) for role in roles}
+        self._lock = threading.Lock()  # guards the attributes below
+        self._over = False
+        self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # {(role, key): future of the answer}
+
+    def ask(self, role: str, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None) -> Future[Completion]:
+        """Requests one completion of the prompt `tokens` from the role's engine. See `Session.ask`.
+
+        The future is cancelled if an engine fails, and at the end of `reading`.
+        """
+        future: Future[Completion] = Future()
+        with self._lock:
+            if self._over:
+                future.cancel()
+                return future
+            self._waiting[role, key] = future
+        self._sessions[role].ask(key, tokens, sampling, after=after)
+        return future
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context manager that receives the engines' answers in one thread per role. When the block ends, open requests
+        are cancelled.
+
+        Waits for the threads, because a call of an engine may involve all ranks.
+        """
+        readers = [
+            threading.Thread(target=self._read, args=(role,), name=f"answers of {role}", daemon=True)
+            for role in self._sessions
+        ]
+        with contextlib.ExitStack() as asking:
+            for session in self._sessions.values():
+                asking.enter_context(session.asking())
+            for reader in readers:
+                reader.start()
+            try:
+                yield
+            finally:
+                self._end()
+                for session in self._sessions.values():
+                    session.close()
+        for reader in readers:
+            reader.join()
+
+    def _read(self, role: str) -> None:
+        try:
+            for key, [completion] in self._sessions[role].answers():
+                with self._lock:
+                    future = self._waiting.pop((role, key), None)
+                if future is not None and future.set_running_or_notify_cancel():
+                    future.set_result(completion)
+        except BaseException as error:  # the caller checks `failure` and raises it
+            self.failure = self.failure or error
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Cancels the pending requests, and all later ones."""
+        with self._lock:
+            self._over = True
+            left, self._waiting = list(self._waiting.values()), {}
+        for future in left:
+            future.cancel()

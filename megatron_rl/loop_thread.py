@@ -1,0 +1,46 @@
+"""An asyncio event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread until `close`, so that it can be used while the caller's thread has a
+    running event loop (as in a notebook)."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: the name of the thread."""
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts a coroutine in the loop. Returns the future of its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop and returns its result."""
+        return self.start(work).result()
+
+    def close(self) -> None:
+        """Cancels the coroutines that are running, waits for them, and ends the thread. Later calls are no-ops."""
+        if self.loop.is_closed():
+            return
+        self.run(_end_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _end_all() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
