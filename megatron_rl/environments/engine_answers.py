@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 from megatron_rl.engines.protocol import Completion, Sampling, Tokens
 from megatron_rl.training.iteration import RolloutContext
+
+LOOK_S = 0.2  # seconds between two checks of the engines
+T = TypeVar("T")
 
 
 class EngineAnswers:
     """Sessions with the engines of several roles. Any thread may send requests within `reading`."""
 
     def __init__(self, context: RolloutContext, roles: Iterable[str]) -> None:
-        # The exception of an engine that failed. Its pending futures are cancelled, and the caller raises it.
+        # The exception of an engine that failed; all pending futures are cancelled.
         self.failure: BaseException | None = None
+        self._context = context
         self._sessions = {role: context.session(role) for role in roles}
         self._lock = threading.Lock()  # guards the attributes below
         self._over = False
@@ -35,6 +40,20 @@ class EngineAnswers:
             self._waiting[role, key] = future
         self._sessions[role].ask(key, tokens, sampling, after=after)
         return future
+
+    def look_after(self, work: Future[T]) -> T:
+        """Waits for the result of `work`. Meanwhile reports to the run's watchdog that the run is alive, and updates
+        the engine servers of the roles as needed.
+
+        Must be called in the thread that manages the servers. Raises the exception of an engine that failed.
+        """
+        while self.failure is None and not wait([work], LOOK_S).done:
+            self._context.watch.beat()
+            for role in self._sessions:
+                self._context.engines[role].tend()
+        if self.failure is not None:
+            raise self.failure
+        return work.result()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -68,7 +87,7 @@ class EngineAnswers:
                     future = self._waiting.pop((role, key), None)
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_result(completion)
-        except BaseException as error:  # the caller checks `failure` and raises it
+        except BaseException as error:  # `look_after` raises it
             self.failure = self.failure or error
         finally:
             self._end()

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from megatron_rl.user_code import told
 if TYPE_CHECKING:
     from megatron_rl.environments.environment import Environment, EpisodeSettings
 
-LOOK_S = 0.5  # seconds between two checks of the engines
 # Maximum number of answers in one episode. The key of a request is (index of the episode) x MOST_ANSWERS + index of the
 # answer.
 MOST_ANSWERS = 1 << 20
@@ -89,15 +88,7 @@ class EpisodesPlay:
         through.
         """
         with contextlib.closing(LoopThread("episodes")) as thread, self._answers.reading():
-            playing = thread.start(self._play(tasks, seeds))
-            while not wait([playing], LOOK_S).done:
-                self._context.watch.beat()
-                # Only this thread may update the engine servers; the threads that read answers may not.
-                for role in self._samplings:
-                    self._context.engines[role].tend()
-            if self._answers.failure is not None:
-                raise self._answers.failure
-            return playing.result()
+            return self._answers.look_after(thread.start(self._play(tasks, seeds)))
 
     async def _play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
         pairs = zip(tasks, seeds, strict=True)

@@ -3,99 +3,90 @@ ended as well."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import queue
 import secrets
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 MARK = "MEGATRON_RL_EPISODES"  # environment variable by which the descendants of the process are found
-GRACE_S = 15.0  # seconds between closing the standard input and killing the process
+GRACE_S = 15.0  # seconds to wait for the status of a process that has closed its output or was killed
+LOOK_S = 0.2  # seconds between two checks of whether the process has ended
 SHOWN_BYTES = 4000  # maximum number of bytes of the end of the log in error messages
+MOST_BYTES = 1 << 30  # maximum size of a line
 
 
 class LineProcess:
     """A child process that writes JSON lines to its standard output. Its standard error is appended to the file `log`.
+    All coroutines run in one event loop.
 
     `mark`: an environment variable and its value, which the program must pass to the processes that it starts. `end`
     kills all processes with this variable, including processes in other sessions.
     """
 
-    def __init__(self, words: Sequence[str], log: Path) -> None:
-        """Starts a program. `words`: the program and its arguments. Raises OSError if the program does not exist."""
+    def __init__(self, log: Path) -> None:
         self.mark = {MARK: secrets.token_hex(16)}
         self._log, self._started = log, time.time()
-        with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8",
-                start_new_session=True,
+
+    async def start(self, words: Sequence[str]) -> None:
+        """Starts a program. `words`: the program and its arguments. Raises OSError if the program does not exist."""
+        with self._log.open("ab") as errors:
+            self._process = await asyncio.create_subprocess_exec(
+                *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                limit=MOST_BYTES,
             )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._in: IO[str] = self._process.stdin
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._in, self._out = self._process.stdin, self._process.stdout
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.returncode is not None
 
     def say(self, line: Mapping[str, Any]) -> None:
         """Sends a JSON object as a line. If the process has ended, nothing is sent; `hear` then raises EOFError."""
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._in.write(json.dumps(line) + "\n")
-            self._in.flush()
+        self._in.write(json.dumps(line).encode() + b"\n")
 
-    def hear(self, timeout_s: float) -> dict[str, Any] | None:
-        """Returns the next line, parsed; None if no line arrives within `timeout_s`.
+    async def hear(self) -> dict[str, Any]:
+        """Returns the next line, parsed.
 
         Raises EOFError if the process has ended (the message contains the end of its log) or if the line is not a JSON
         object.
         """
-        try:
-            line = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            if not self.ended:
-                return None
-            line = None  # a child of the process may keep the standard output open
-        if line is None:
-            self._lines.put(None)  # for the next call of `hear`
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
-            raise EOFError(f"it ended with status {self._process.poll()}; the end of its log:\n{self.tail()}")
-        try:
-            said = json.loads(line)
-        except ValueError:
-            said = None
-        if not isinstance(said, dict):
-            raise EOFError(f"it wrote {line[:200]!r}, which is no line of its protocol")
-        return said
+        reading = asyncio.ensure_future(self._out.readline())
+        while not (await asyncio.wait([reading], timeout=LOOK_S))[0]:
+            if self.ended:  # a child of the process may keep the standard output open
+                reading.cancel()
+                break
+        line = b"" if reading.cancelled() or not reading.done() else reading.result()
+        if not line:
+            await self._wait(GRACE_S)
+            tail = self._log.read_bytes()[-SHOWN_BYTES:].decode(errors="replace").strip() or "(it is empty)"
+            raise EOFError(f"it ended with status {self._process.returncode}; the end of its log:\n{tail}")
+        with contextlib.suppress(ValueError):
+            if isinstance(said := json.loads(line), dict):
+                return said
+        raise EOFError(f"it wrote {line.decode(errors='replace')[:200]!r}, which is no line of its protocol")
 
-    def end(self, grace_s: float = GRACE_S) -> None:
+    async def end(self, grace_s: float) -> None:
         """Closes the standard input, waits up to `grace_s` seconds, and kills the process and its descendants."""
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._in.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
-        self._process.kill()
-        self._process.wait()
+        self._in.close()
+        await self._wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # the process is gone, or belongs to another user
                 if process.create_time() > self._started - 1 and process.environ().get(MARK) == self.mark[MARK]:
                     process.kill()
+        await self._wait(GRACE_S)
 
-    def tail(self) -> str:
-        """Returns the last SHOWN_BYTES bytes of the log as text."""
-        return self._log.read_bytes()[-SHOWN_BYTES:].decode(errors="replace").strip() or "(it is empty)"
-
-    def _read(self, lines: IO[str]) -> None:
-        with contextlib.suppress(ValueError):  # output that is not UTF-8 is treated as the end of the output
-            for line in lines:
-                self._lines.put(line)
-        self._lines.put(None)
+    async def _wait(self, timeout_s: float) -> None:
+        """Waits until the process has ended, at most `timeout_s` seconds."""
+        if not self.ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), timeout_s)

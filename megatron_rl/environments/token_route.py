@@ -113,7 +113,7 @@ class RoutedPlay(EngineAnswers):
         super().__init__(context, samplings)
         self.name, self.episodes = name, len(seeds)
         self.longest = {role: context.max_prompt_tokens[role] for role in samplings}
-        self._context, self._samplings, self._seeds = context, samplings, seeds
+        self._samplings, self._seeds = samplings, seeds
         # {(episode, agent, hash of the prompt): number of requests so far}
         self._asked: Counter[tuple[int, str, bytes]] = Counter()
         self._last: dict[tuple[int, str], int] = {}  # {(episode, agent): key of the latest request}

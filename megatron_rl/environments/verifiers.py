@@ -6,15 +6,12 @@ records the tokens, log-probs and weight versions. The library's traces define h
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import shutil
 import tempfile
-import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings
 from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode
 from megatron_rl.environments.line_process import LineProcess
 from megatron_rl.environments.token_route import RoutedPlay, TokenRoute
+from megatron_rl.loop_thread import LoopThread
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
@@ -34,7 +32,6 @@ HOST = Path(__file__).with_name("verifiers_host.py")
 REWARD = "reward"  # name of the reward that is the sum of an agent's rewards; all agents of an environment have it
 START_S = 600.0  # timeout for loading the library and the task set, which may be on a slow disk or a network
 LATE_S = 30.0  # seconds after an episode's timeout after which the library's process is considered hung
-LOOK_S = 0.2  # seconds between two checks of the engines
 
 
 @dataclass(kw_only=True)
@@ -56,8 +53,7 @@ class Verifiers(EpisodeMaker):
     paths: tuple[str, ...] = ()  # directories from which environments that are not installed are imported
 
     def __post_init__(self) -> None:
-        self._running: _Running | None = None
-        self._lock = threading.Lock()  # an evaluation may call `play` while a training iteration is in `play`
+        self._host: _Host | None = None
         if shutil.which(self.python) is None:
             raise ConfigError(
                 f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
@@ -90,34 +86,14 @@ class Verifiers(EpisodeMaker):
         """
         indices = [self._index(task) for task in tasks]
         own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
-        with self._alone(context, own):
-            running = self._started()
-            with running.route.serving(context, own, seeds) as play:
-                results = _Results(running, context, play, settings).of(indices)
-                return [self._episode(play, task, result) for task, result in zip(tasks, results, strict=True)]
-
-    @contextlib.contextmanager
-    def _alone(self, context: RolloutContext, roles: Iterable[str]) -> Iterator[None]:
-        """Context manager that holds the lock for `play`. While it waits for the lock, it updates the roles' engine
-        servers.
-
-        The thread that holds the lock may wait for a server that only the waiting thread can update to the current
-        weights.
-        """
-        while not self._lock.acquire(timeout=LOOK_S):
-            _look_after(context, roles)
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _started(self) -> _Running:
-        if self._running is None:
+        if self._host is None:
             told = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
-            self._running = _Running(self.python, told, self.renderers)
-            weakref.finalize(self, self._running.close)  # also called at the exit of the program
-        self._running.look()
-        return self._running
+            self._host = _Host(self.python, told, self.renderers)
+            weakref.finalize(self, self._host.close)  # also called at the exit of the program
+        host = self._host
+        with host.route.serving(context, own, seeds) as play:
+            results = play.look_after(host.thread.start(host.results(context, play, indices, settings)))
+            return [self._episode(play, n, *pair) for n, pair in enumerate(zip(tasks, results, strict=True))]
 
     def _index(self, task: Prompt) -> int:
         index = task.payload.get(self.index)
@@ -128,22 +104,23 @@ class Verifiers(EpisodeMaker):
             )
         return int(index)
 
-    def _episode(self, play: RoutedPlay, task: Prompt, result: Mapping[str, Any]) -> Episode:
-        number, why = result["number"], result["why"]
+    def _episode(self, play: RoutedPlay, number: int, task: Prompt, result: Mapping[str, Any]) -> Episode:
+        why = result["why"]
         if why is None:
             try:
-                return _scored(play, task, self.agents, result)
+                return _scored(play, number, task, self.agents, result["traces"])
             except EnvironmentFailure as error:
                 why = str(error)
         outcome = Outcome.TIMEOUT if result.get("timeout") else Outcome.ERROR
         return Episode(task=task, number=number, rollouts=(), outcome=outcome, why=why)
 
 
-class _Running:
-    """The resources that are kept between calls of `play`: the token route, the process, and a temporary directory.
+class _Host:
+    """The library's process, the token route, and a temporary directory. They are kept between calls of `play`, and
+    several calls may use them at the same time.
 
     This object has no reference to its Verifiers object, so that it is closed when the Verifiers object is garbage
-    collected.
+    collected. The coroutines run in `thread`.
     """
 
     def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -152,49 +129,93 @@ class _Running:
         self._python, self._own, self._renderers = python, told, renderers
         self._directory = Path(tempfile.mkdtemp(prefix="megatron_rl_verifiers_"))
         self._process: LineProcess | None = None
-        self.route = TokenRoute()
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._pending: dict[str, asyncio.Future[Mapping[str, Any]]] = {}  # {session id of an episode: its result}
+        self.route, self.thread = TokenRoute(), LoopThread("verifiers")
         self._owner = os.getpid()
-        # A thread that generates rollouts ahead of training may call `ready` while the program exits
+        # A thread that generates rollouts ahead of training may call `results` while the program exits
         self._closed = False
 
-    def look(self) -> None:
-        """Discards the process if it has ended since the last call. The next `ready` starts a new process."""
-        if self._process is not None and self._process.ended:
-            self.end()
-
-    def ready(self, context: RolloutContext) -> LineProcess:
-        """Returns the process, after starting it if it is not running.
+    async def results(
+        self, context: RolloutContext, play: RoutedPlay, indices: Sequence[int], settings: EpisodeSettings
+    ) -> list[Mapping[str, Any]]:
+        """Plays the tasks at these [E] indices of the task set. Returns [E] results.
 
         Raises ConfigError, with the end of the process's log, if the process does not start. Raises EnvironmentFailure
         if `close` was called before.
         """
-        if self._closed:
-            raise EnvironmentFailure("verifiers was closed while episodes were to be played")
-        if self._process is None:
-            words = [self._python, "-I", str(HOST)]
-            try:
-                self._process = LineProcess(words, self._directory / "log.txt")
-                self._process.say(self._told(context, self._process))
-                if self._process.hear(START_S) is None:
-                    raise EOFError(f"it was not ready within {START_S:g} s")
-            except (EOFError, OSError) as error:
-                self.end()
-                raise ConfigError(f"verifiers does not start ({' '.join(words)}): {error}") from error
-        return self._process
+        workers = asyncio.Semaphore(settings.workers)
 
-    def end(self, grace_s: float = 0.0) -> None:
-        """Ends the process, if any, after `grace_s` seconds. The next `ready` starts a new process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.end(grace_s)
+        async def one(number: int, task: int) -> Mapping[str, Any]:
+            session, timeout_s = play.session_id(number, ""), settings.episode_timeout_s
+            async with workers:
+                process = await self._ready(context)
+                found = self._pending[session] = asyncio.get_running_loop().create_future()
+                process.say({"session": session, "task": task, "timeout_s": timeout_s})
+                await asyncio.wait([found], timeout=timeout_s + LATE_S)
+                if not found.done():
+                    late = {"timeout": True, "why": f"verifiers did not give it up after {timeout_s:g} s"}
+                    found.set_result(late)
+                    await self._end(process, "verifiers hung in another episode")
+                return found.result()
+
+        return await asyncio.gather(*(one(number, task) for number, task in enumerate(indices)))
 
     def close(self) -> None:
         if os.getpid() != self._owner:  # a forked child must not close the parent's resources
             return
         self._closed = True
-        self.end(grace_s=5.0)
+        if not self.thread.loop.is_closed():
+            self.thread.run(self._end(self._process, "verifiers was closed", grace_s=5.0))
+            self.thread.close()
         self.route.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _ready(self, context: RolloutContext) -> LineProcess:
+        """Returns the process, after starting it if it is not running."""
+        async with self._starting:
+            if self._process is not None and self._process.ended:
+                await self._end(self._process, "verifiers ended")
+            if self._closed:
+                raise EnvironmentFailure("verifiers was closed while episodes were to be played")
+            if self._process is None:
+                words = [self._python, "-I", str(HOST)]
+                process = LineProcess(self._directory / "log.txt")
+                try:
+                    await process.start(words)
+                    process.say(self._told(context, process))
+                    await asyncio.wait_for(process.hear(), START_S)
+                except BaseException as error:
+                    await process.end(0.0)
+                    if isinstance(error, EOFError | OSError):  # also TimeoutError
+                        why = str(error) or f"it was not ready within {START_S:g} s"
+                        raise ConfigError(f"verifiers does not start ({' '.join(words)}): {why}") from error
+                    raise
+                self._process, self._reader = process, asyncio.create_task(self._read(process))
+            return self._process
+
+    async def _read(self, process: LineProcess) -> None:
+        """Passes on the results that the process sends, until the process ends."""
+        try:
+            while True:
+                said = await process.hear()
+                found = self._pending.pop(str(said.get("session")), None)
+                if found is None:
+                    raise EOFError(f"it wrote a line of the episode {said.get('session')}, which is not under way")
+                found.set_result(said)
+        except EOFError as error:
+            await self._end(process, f"verifiers broke off: {error}")
+
+    async def _end(self, process: LineProcess | None, why: str, grace_s: float = 0.0) -> None:
+        """Ends the process, if it was not ended before, and fails all its episodes with the reason `why`."""
+        if process is None or process is not self._process:
+            return
+        self._process, pending, self._pending = None, self._pending, {}
+        for found in pending.values():
+            if not found.done():
+                found.set_result({"timeout": False, "why": why})
+        await process.end(grace_s)
 
     def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
         """Returns the first message to the process: its settings.
@@ -214,77 +235,14 @@ class _Running:
         return {**self._own, **here, "clients": clients}
 
 
-class _Results:
-    """Collects the results of the episodes of one call of `play` from the process."""
+def _scored(
+    play: RoutedPlay, number: int, task: Prompt, agents: Mapping[str, str], traces: Sequence[Mapping[str, Any]]
+) -> Episode:  # fmt: skip
+    """Converts the library's traces of an episode to an episode with rollouts.
 
-    def __init__(self, running: _Running, context: RolloutContext, play: RoutedPlay, settings: EpisodeSettings) -> None:
-        self._running, self._context, self._play, self._settings = running, context, play, settings
-        self._deadlines: dict[int, float] = {}  # {index of a running episode: its deadline}
-        self._found: dict[int, Mapping[str, Any]] = {}
-
-    def of(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-        """Plays the tasks at these [E] indices of the task set. Returns [E] results. Exceptions of engines are
-        raised."""
-        waiting = deque(range(len(indices)))
-        while len(self._found) < len(indices):
-            _look_after(self._context, self._play.longest)
-            process = self._running.ready(self._context)
-            while waiting and len(self._deadlines) < self._settings.workers:
-                self._begin(process, waiting.popleft(), indices)
-            try:
-                if (said := process.hear(LOOK_S)) is not None:
-                    self._take(said)
-            except EOFError as error:
-                self._give_up(f"verifiers broke off: {error}")
-            if self._play.failure is not None:
-                self._running.end()
-                raise self._play.failure
-            if self._deadlines and min(self._deadlines.values()) < time.monotonic():
-                self._give_up("verifiers hung in another episode")
-        return [self._found[number] for number in range(len(indices))]
-
-    def _take(self, said: Mapping[str, Any]) -> None:
-        """Stores the result of a running episode. Raises EOFError if the message is not a result of a running
-        episode."""
-        number = said.get("number")
-        if type(number) is not int or number not in self._deadlines:
-            raise EOFError(f"it wrote a line of the episode {number!r}, which is not under way")
-        del self._deadlines[number]
-        self._found[number] = said
-
-    def _begin(self, process: LineProcess, number: int, indices: Sequence[int]) -> None:
-        timeout_s = self._settings.episode_timeout_s
-        self._deadlines[number] = time.monotonic() + timeout_s + LATE_S
-        session = self._play.session_id(number, "")
-        process.say({"number": number, "task": indices[number], "session": session, "timeout_s": timeout_s})
-
-    def _give_up(self, why: str) -> None:
-        """Ends the process and fails all running episodes with the reason `why`. The next episode starts a new
-        process."""
-        self._running.end()
-        for number, deadline in self._deadlines.items():
-            late = deadline < time.monotonic()
-            told = f"verifiers did not give it up after {self._settings.episode_timeout_s:g} s" if late else why
-            self._found[number] = {"number": number, "timeout": late, "why": told}
-        self._deadlines = {}
-
-
-def _look_after(context: RolloutContext, roles: Iterable[str]) -> None:
-    """Reports to the run's watchdog that the run is alive, and updates the engine servers of the roles as needed.
-
-    Must be called in the thread that manages the servers, and not in a thread that reads answers.
+    Raises EnvironmentFailure if a trace marks tokens as sampled that no engine sampled.
     """
-    context.watch.beat()
-    for role in roles:
-        context.engines[role].tend()
-
-
-def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:
-    """Converts a result of the process to an episode with rollouts.
-
-    Raises EnvironmentFailure if the library's trace marks tokens as sampled that no engine sampled.
-    """
-    number, traces, rollouts = result["number"], result["traces"], []
+    rollouts = []
     for trace in traces:
         agent = trace["session"].removeprefix(play.session_id(number, ""))
         payload = {**task.payload, AGENT: agent, "metrics": trace["metrics"]}

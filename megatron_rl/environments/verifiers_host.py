@@ -56,18 +56,20 @@ class Host:
 
     async def result(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Plays one episode and returns its result as a JSON object. Errors are returned as results, too."""
-        number = asked["number"]
+        session = asked["session"]
         try:
             async with asyncio.timeout(asked["timeout_s"]):
                 episode = await self._play(asked)
             if episode.ok:
-                return {"number": number, "why": None, "traces": [_trace(trace) for trace in episode.traces]}
-            late, why = episode.is_timeout, _why(episode)
+                return {"session": session, "why": None, "traces": [_trace(trace) for trace in episode.traces]}
+            errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+            told = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            late, why = episode.is_timeout, told or "it ended without saying why"
         except TimeoutError:
             late, why = True, f"it took longer than {asked['timeout_s']:g} s"
         except Exception as error:
             late, why = False, f"{type(error).__name__}: {error}"
-        return {"number": number, "timeout": late, "why": why}
+        return {"session": session, "timeout": late, "why": why}
 
     async def _play(self, asked: dict[str, Any]) -> Any:
         from verifiers.v1.clients import ModelContext, TrainClientConfig
@@ -252,12 +254,6 @@ def _branches(trace: Any) -> list[dict[str, Any]]:
         if any(new for _, _, new in sampled):
             found.append({"tokens": tokens, "sampled": sampled})
     return found
-
-
-def _why(episode: Any) -> str:
-    """Returns the errors of a failed episode and of its agents as one text."""
-    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-    return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended without saying why"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Plays:
         return []
 
     def stray(self, asked: dict[str, Any]) -> list[Any]:
-        print(json.dumps({"number": 99, "why": None, "traces": []}), flush=True)
+        print(json.dumps({"session": 99, "why": None, "traces": []}), flush=True)
         return self.hang(asked)
 
     def babble(self, asked: dict[str, Any]) -> list[Any]:
@@ -111,11 +111,11 @@ def main() -> None:
     def one(asked: dict[str, Any]) -> None:
         verb = settings["environment"]["plays"][asked["task"]]
         try:
-            say({"number": asked["number"], "why": None, "traces": getattr(plays, verb)(asked)})
+            say({"session": asked["session"], "why": None, "traces": getattr(plays, verb)(asked)})
         except TimeoutError:
-            say({"number": asked["number"], "timeout": True, "why": "late"})
+            say({"session": asked["session"], "timeout": True, "why": "late"})
         except Exception as error:
-            say({"number": asked["number"], "timeout": False, "why": str(error)})
+            say({"session": asked["session"], "timeout": False, "why": str(error)})
 
     say({"ready": True})
     for line in sys.stdin:

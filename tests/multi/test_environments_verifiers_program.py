@@ -116,8 +116,8 @@ def maker():
 
     yield make
     for one in made:
-        if one._running is not None:
-            one._running.close()
+        if one._host is not None:
+            one._host.close()
 
 
 def replies(context: RolloutContext, rollouts: list[Rollout]) -> list[str]:

@@ -250,8 +250,8 @@ def maker(monkeypatch, tmp_path):
 
     yield make
     for one in made:
-        if one._running is not None:
-            one._running.close()
+        if one._host is not None:
+            one._host.close()
 
 
 def play(maker: Verifiers, context: RolloutContext, places, settings: EpisodeSettings = SETTINGS):
@@ -277,7 +277,7 @@ def test_rollouts_are_made_of_the_engines_own_numbers(maker):
     again = play(one, context, [0, 1, 0, 2, 3])
     for old, new in zip(episodes, again, strict=True):
         assert [r.tokens.tolist() for r in old.rollouts] == [r.tokens.tolist() for r in new.rollouts]
-    assert one._running._process is not None, "one process serves all calls"
+    assert one._host._process is not None, "one process serves all calls"
 
 
 def test_what_branches_share_is_trained_on_once(maker):
@@ -320,9 +320,9 @@ def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
     [late, good] = play(one, context_of(), [0, 1], EpisodeSettings(episode_timeout_s=0.5, workers=1))
     assert late.outcome is Outcome.TIMEOUT and "did not give it up after 0.5 s" in late.why
     assert good.outcome is Outcome.SCORE
-    process, directory = one._running._process._process, one._running._directory
-    one._running.close()
-    assert process.poll() is not None and not directory.exists()
+    process, directory = one._host._process._process, one._host._directory
+    one._host.close()
+    assert process.returncode is not None and not directory.exists()
 
 
 def test_an_iteration_that_is_collected_ahead_when_the_program_ends_starts_no_process_anew(maker, tmp_path):
@@ -332,16 +332,16 @@ def test_an_iteration_that_is_collected_ahead_when_the_program_ends_starts_no_pr
         end = time.monotonic() + 20
         while not (tmp_path / "child").exists() and time.monotonic() < end:
             time.sleep(0.01)
-        one._running.close()
+        one._host.close()
         with pytest.raises(EnvironmentFailure, match="verifiers was closed"):
             ahead.result(20)
-    assert one._running._process is None
+    assert one._host._process is None
 
 
 def test_a_process_that_ended_between_two_calls_costs_no_episode(maker):
     one = maker("single")
     play(one, context_of(), [0])
-    process = one._running._process
+    process = one._host._process
     psutil.Process(process._process.pid).terminate()
     end = time.monotonic() + 20
     while not process.ended and time.monotonic() < end:  # a zombie whose other threads still end is not waited for yet
@@ -385,8 +385,6 @@ def test_an_evaluation_that_waits_for_an_iteration_collected_ahead_looks_after_t
     tended = tended_by_this_thread(context.engines["student"])
     with ThreadPoolExecutor(1) as thread:
         ahead = thread.submit(play, one, context, [0])
-        while not (one._lock.locked() or ahead.done()):
-            time.sleep(0.001)
         [evaluated] = play(one, context, [0])
         [played] = ahead.result(20)
     assert tended.is_set() and played.outcome is evaluated.outcome is Outcome.SCORE
