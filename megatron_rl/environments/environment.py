@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.engines.protocol import Sampling
@@ -29,14 +31,14 @@ class EpisodeSettings:
     # no system message; for the first role, only if the problem has no system message either (data.system). Not
     # available with the dialogue text.
     system: Mapping[str, str] = field(default_factory=dict)
-    episode_timeout_s: float = 3600.0  # timeout of an episode, from the start of its `begin`
-    step_timeout_s: float = 120.0  # timeout of one `begin` or `step` of the environment
-    workers: int = 64  # maximum number of concurrent calls of environments
+    episode_timeout_s: PositiveFloat = 3600.0  # timeout of an episode, from the start of its `begin`
+    step_timeout_s: PositiveFloat = 120.0  # timeout of one `begin` or `step` of the environment
+    workers: PositiveInt = 64  # maximum number of concurrent calls of environments
     # Estimates that only `megatron-rl plan` uses. `told`: mean number of tokens that the environment inserts before
     # each answer of an agent but the first. `tool_s`: mean time in seconds that the environment takes to process an
     # answer before the next answer is requested.
-    told: int = 0
-    tool_s: float = 0.0
+    told: NonNegativeInt = 0
+    tool_s: NonNegativeFloat = 0.0
 
 
 class EpisodeMaker(ABC):
@@ -176,12 +178,10 @@ def check_system(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collecti
 def estimates(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> dict[str, EpisodeEstimate]:
     """Returns {role: estimate of its episodes} for plans, from `maker.most_answers` and the settings.
 
-    Raises ConfigError if `told` or `tool_s` is below 0, or above 0 although no role is known to answer twice.
+    Raises ConfigError if `told` or `tool_s` is above 0 although no role is known to answer twice.
     """
     most = {role: maker.most_answers(role) or 1 for role in roles}
     for name, value in (("told", settings.told), ("tool_s", settings.tool_s)):
-        if value < 0:
-            raise ConfigError(f"recipe.args.{name} = {value}: give at least 0")
         if value and max(most.values()) == 1:
             raise ConfigError(
                 f"recipe.args.{name} = {value} is between two answers of an agent, and the environment knows of one: "

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import PositiveFloat, PositiveInt
+
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 from megatron_rl.rewards import sandbox
@@ -25,9 +27,9 @@ class PythonTool(Tool):
     """
 
     name: str = "python"
-    timeout_s: float = 10.0  # timeout of one call in seconds, wall-clock time
-    memory_mib: int = 512  # memory limit of one process of the program, in MiB
-    max_characters: int = 4000  # maximum length of the output; longer output is truncated
+    timeout_s: PositiveFloat = 10.0  # timeout of one call in seconds, wall-clock time
+    memory_mib: PositiveInt = 512  # memory limit of one process of the program, in MiB
+    max_characters: PositiveInt = 4000  # maximum length of the output; longer output is truncated
     # Directories from which the program can import additional modules, such as a site-packages directory
     packages: tuple[str, ...] = ()
 
@@ -42,17 +44,12 @@ class PythonTool(Tool):
     }
 
     def __post_init__(self) -> None:
-        if self.max_characters < 1:
-            raise ConfigError(f"args.max_characters = {self.max_characters}: give at least 1")
-        try:
-            self._settings = SandboxSettings(
-                timeout_s=self.timeout_s,
-                memory_mib=self.memory_mib,
-                output_bytes=4 * self.max_characters + 1,  # a character has at most 4 bytes in UTF-8
-                packages=tuple(self.packages),
-            )
-        except ValueError as error:
-            raise ConfigError(f"args.{error}") from None
+        self._settings = SandboxSettings(
+            timeout_s=self.timeout_s,
+            memory_mib=self.memory_mib,
+            output_bytes=4 * self.max_characters + 1,  # a character has at most 4 bytes in UTF-8
+            packages=tuple(self.packages),
+        )
 
     def load(self) -> None:
         try:

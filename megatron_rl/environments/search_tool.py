@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import NonNegativeFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, Share
 from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 
 KEPT = 4  # maximum number of search indices that a process keeps in memory
@@ -35,10 +36,10 @@ class SearchTool(Tool):
     # Key of a document's title; null: the title is the first line of its text, as in the corpora of Search-R1.
     title: str | None = "title"
     text: str = "text"  # key of a document's text
-    top_k: int = 3  # maximum number of documents in an answer
-    max_characters: int = 4000  # maximum length of an answer; longer answers are truncated
-    k1: float = 1.5  # BM25's k1: how fast the weight of a repeated word saturates
-    b: float = 0.75  # BM25's b: strength of the length normalization, from 0 to 1
+    top_k: PositiveInt = 3  # maximum number of documents in an answer
+    max_characters: PositiveInt = 4000  # maximum length of an answer; longer answers are truncated
+    k1: NonNegativeFloat = 1.5  # BM25's k1: how fast the weight of a repeated word saturates
+    b: Share = 0.75  # BM25's b: strength of the length normalization, from 0 to 1
     stopwords: str | None = "en"  # language of the stop words that are ignored, as bm25s names it; null: no stop words
     keep: bool = False  # save the index next to the corpus, and load it from there while the corpus is unchanged
     name: str = "search"
@@ -51,11 +52,6 @@ class SearchTool(Tool):
     }
 
     def __post_init__(self) -> None:
-        for key in ("top_k", "max_characters"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"args.{key} = {getattr(self, key)}: give at least 1")
-        if self.k1 < 0 or not 0 <= self.b <= 1:
-            raise ConfigError(f"args.k1 = {self.k1}, args.b = {self.b}: give k1 of at least 0, and b from 0 to 1")
         _library()
         self._loaded: CorpusIndex | None = None
 

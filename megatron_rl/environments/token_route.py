@@ -12,15 +12,15 @@ import contextlib
 import hashlib
 import hmac
 import itertools
-import json
 import math
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 from aiohttp import web
 
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling
@@ -35,6 +35,7 @@ MOST_BYTES = 64 << 20  # maximum size of a request's body
 MOST_STOPS = 64  # maximum number of stop tokens in a request
 MOST_STRANGERS = 64  # maximum number of open connections that have not sent the server's access token yet
 CLOSE_S = 10.0  # timeout for closing the server's connections, in seconds
+TokenId = Annotated[int, pydantic.Field(strict=True, ge=0, lt=1 << 31)]
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
 
@@ -44,6 +45,23 @@ class RouteRefusal(ValueError):
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+class _SamplingParams(pydantic.BaseModel):
+    """The sampling parameters of a request that are used. All other parameters are ignored."""
+
+    max_tokens: pydantic.PositiveInt | None = None
+    stop_token_ids: Annotated[list[TokenId], pydantic.Field(max_length=MOST_STOPS)] | None = None
+
+
+class _Request(pydantic.BaseModel, strict=True):
+    """The body of a request."""
+
+    model: str  # the role
+    token_ids: Annotated[list[TokenId], pydantic.Field(min_length=1)]  # the prompt
+    sampling_params: _SamplingParams
+    features: Any = None  # inputs other than text, which are refused
+    content_parts: Any = None
 
 
 class TokenRoute:
@@ -86,11 +104,11 @@ class TokenRoute:
         longest = {role: most for play in list(self._plays.values()) for role, most in play.longest.items()}
         return {"object": "list", "data": [{"id": role, "max_model_len": most} for role, most in longest.items()]}
 
-    async def generate(self, session: str, body: Any) -> dict[str, Any]:
+    async def generate(self, session: str, body: bytes) -> dict[str, Any]:
         """Forwards a request to its role's engine and returns the answer. Raises RouteRefusal if the request is invalid
         or the engine fails.
 
-        `session`: the header X-Session-ID, of the form play.episode.agent. `body`: the parsed JSON body.
+        `session`: the header X-Session-ID, of the form play.episode.agent. `body`: the JSON body.
         """
         name, _, rest = session.partition(".")
         place, _, agent = rest.partition(".")
@@ -99,9 +117,13 @@ class TokenRoute:
             raise RouteRefusal(409, f"{SESSION} = {session!r}: its episode is over")
         if not agent or not place.isdecimal() or int(place) >= play.episodes:
             raise RouteRefusal(400, f"{SESSION} = {session!r}: it has the form play.episode.agent")
-        if not isinstance(body, Mapping):
-            raise RouteRefusal(400, "the body is no JSON object")
-        return await play.generate(int(place), agent, body)
+        try:
+            asked = _Request.model_validate_json(body)
+        except pydantic.ValidationError as error:
+            wrong = error.errors()[0]
+            place, given = ".".join(map(str, wrong["loc"])) or "the body", repr(wrong["input"])[:80]
+            raise RouteRefusal(400, f"{place} = {given}: {wrong['msg']}") from None
+        return await play.generate(int(place), agent, asked)
 
 
 class RoutedPlay(EngineAnswers):
@@ -132,19 +154,25 @@ class RoutedPlay(EngineAnswers):
         answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
-    async def generate(self, place: int, agent: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def generate(self, place: int, agent: str, asked: _Request) -> dict[str, Any]:
         """Forwards a request to the engine of its role, and returns the answer in the client's format.
 
         The seed of the answer is a function of the role's seed, the seed and index of the episode, the agent, the
         prompt, and the number of earlier requests of the agent with this prompt. Several programs of one agent may send
         requests at the same time. Raises RouteRefusal if the request is invalid or the engine fails.
         """
-        role = body.get("model")
+        role, tokens = asked.model, np.array(asked.token_ids, np.int32)
         if role not in self._samplings:
             raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._samplings)}")
-        tokens = _prompt(body, role, self.longest[role])
-        sampling = _forced(self._samplings[role], body.get("sampling_params"))
-        completion = await self._completion(place, agent, role, tokens, sampling)
+        if asked.features is not None or asked.content_parts is not None:
+            raise RouteRefusal(400, "features, content_parts: the roles' models read tokens of text alone")
+        if len(tokens) > (longest := self.longest[role]):
+            message = (
+                f"This model's maximum context length is {longest} tokens, and the prompt has {len(tokens)}: raise "
+                f"roles.{role}.max_prompt_tokens where it shall be taken"
+            )
+            raise RouteRefusal(400, message, "context_length_exceeded")
+        completion = await self._completion(place, agent, role, tokens, _forced(self._samplings[role], asked))
         version = self._context.engines[role].version
         weight = self._context.partner_weights.get(role, 0.0)
         prompt = Prompt(id=agent, tokens=tokens)
@@ -170,42 +198,14 @@ class RoutedPlay(EngineAnswers):
             raise RouteRefusal(400, str(error)) from error
 
 
-def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
-    """Returns the prompt of a request, [T] int32.
-
-    Raises RouteRefusal if the prompt is malformed or has more than `longest` tokens.
-    """
-    tokens = body.get("token_ids")
-    if not isinstance(tokens, list) or not tokens:
-        raise RouteRefusal(400, "token_ids: give the prompt as a list of token ids")
-    if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
-        raise RouteRefusal(400, "token_ids holds something that is no token id")
-    if "features" in body or "content_parts" in body:
-        raise RouteRefusal(400, "features, content_parts: the roles' models read tokens of text alone")
-    if len(tokens) > longest:
-        message = (
-            f"This model's maximum context length is {longest} tokens, and the prompt has {len(tokens)}: raise "
-            f"roles.{role}.max_prompt_tokens where it shall be taken"
-        )
-        raise RouteRefusal(400, message, "context_length_exceeded")
-    return np.array(tokens, np.int32)
-
-
-def _forced(own: Sampling, asked: Any) -> Sampling:
+def _forced(own: Sampling, asked: _Request) -> Sampling:
     """Returns the role's sampling parameters, with the request's `max_tokens` if it is lower, and with the request's
     stop tokens.
 
     The stop tokens of the request are added, because the client's chat template may end a turn with another token than
-    the model. All other parameters of the request are ignored. Raises RouteRefusal if `max_tokens` or the stop tokens
-    are malformed.
+    the model.
     """
-    if not isinstance(asked, Mapping):
-        raise RouteRefusal(400, "sampling_params is no JSON object")
-    most, stops = asked.get("max_tokens"), asked.get("stop_token_ids") or []
-    if most is not None and (type(most) is not int or most < 1):
-        raise RouteRefusal(400, f"sampling_params.max_tokens = {most!r}: give at least 1")
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(type(s) is int and s >= 0 for s in stops):
-        raise RouteRefusal(400, f"sampling_params.stop_token_ids: give a list of at most {MOST_STOPS} token ids")
+    most, stops = asked.sampling_params.max_tokens, asked.sampling_params.stop_token_ids or ()
     stop_tokens = tuple(dict.fromkeys([*own.stop_tokens, *stops]))
     return replace(own, max_tokens=min(own.max_tokens, most or own.max_tokens), stop_tokens=stop_tokens, n=1)
 
@@ -287,8 +287,4 @@ class _Listener:
             raise RouteRefusal(411, "give a Content-Length")
         if length > MOST_BYTES:
             raise RouteRefusal(413, f"a body of {length} bytes: at most {MOST_BYTES} are read")
-        try:
-            body = json.loads(await request.content.read())
-        except (ValueError, RecursionError) as error:
-            raise RouteRefusal(400, f"the body is not JSON: {error}") from error
-        return await self._route.generate(request.headers.get(SESSION, ""), body)
+        return await self._route.generate(request.headers.get(SESSION, ""), await request.content.read())

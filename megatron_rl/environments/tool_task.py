@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import PositiveInt
+
 from megatron_rl.chat_template import TOOL, USER, UserText, problem_text
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
@@ -46,13 +48,11 @@ class ToolTask(Environment):
     # Message to an agent that neither called a tool nor answered (calls = tags). A reminder is counted towards
     # max_calls. null: the episode ends with the text that the agent wrote.
     reminder: str | None = None
-    max_calls: int = 4  # maximum number of tool calls (and reminders) in an episode
+    max_calls: PositiveInt = 4  # maximum number of tool calls (and reminders) in an episode
     # Text that is graded. all: all texts of the agent, without tool results. last: the agent's last text
     graded: Literal["all", "last"] = "all"
 
     def __post_init__(self) -> None:
-        if self.max_calls < 1:
-            raise ConfigError(f"args.max_calls = {self.max_calls}: give at least 1")
         try:
             self._template = read_template(self.template)
         except FileNotFoundError as error:

@@ -64,9 +64,6 @@ class OverEpisodes(EpisodeSettings):
         for name, weight in self.rewards.items():
             if not math.isfinite(weight):
                 raise ConfigError(f"recipe.args.rewards.{name} = {weight}: give a finite number")
-        for name in ("episode_timeout_s", "step_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"recipe.args.{name} = {getattr(self, name)}: give more than 0 seconds")
         check_dialogue(self.dialogue)
         self._maker: EpisodeMaker = build(self.environment)
         if not isinstance(self._maker, EpisodeMaker):

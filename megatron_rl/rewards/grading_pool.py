@@ -398,7 +398,7 @@ def _open_process(end: socket.socket) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
     for left in reversed(range(START_TRIES)):
         try:
-            return subprocess.Popen(command, stdin=end, stdout=end, start_new_session=True)
+            return subprocess.Popen(command, stdin=end.fileno(), stdout=end.fileno(), start_new_session=True)
         except OSError as error:
             if not left:
                 raise RewardFailure(f"no reward worker can be started here: {error}; lower reward.workers") from error

@@ -169,13 +169,13 @@ def test_the_sampling_is_the_roles(route):
 @pytest.mark.parametrize(
     ("status", "path", "body", "says"),
     [
-        (400, GENERATE, b"{", "not JSON"),
-        (400, GENERATE, [1], "no JSON object"),
+        (400, GENERATE, b"{", "Invalid JSON"),
+        (400, GENERATE, [1], "the body = [1]: Input should be an object"),
         (404, GENERATE, asked([1], role="nobody"), "the roles are inventor, student"),
         (400, GENERATE, asked([]), "token_ids"),
         (400, GENERATE, asked("12"), "token_ids"),
-        (400, GENERATE, asked([1, True]), "no token id"),
-        (400, GENERATE, asked([1, -1]), "no token id"),
+        (400, GENERATE, asked([1, True]), "token_ids.1 = True"),
+        (400, GENERATE, asked([1, -1]), "token_ids.1 = -1"),
         (400, GENERATE, asked([1] * 41), "maximum context length is 40 tokens"),
         (400, GENERATE, {"model": "student", "token_ids": [1, 2]}, "sampling_params"),
         (400, GENERATE, asked([1, 2], max_tokens=0), "max_tokens = 0"),
