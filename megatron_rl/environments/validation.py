@@ -44,30 +44,14 @@ def check_request(
     `waiting`: the agents whose answers are pending. Raises EnvironmentFailure if the request is malformed, and
     ConfigError if its role is not in `roles`.
     """
-    for name in ("agent", "role"):
-        if not isinstance(given := getattr(request, name), str) or not given or _broken_text(given):
-            raise EnvironmentFailure(f"NextRequest.{name} is {_shown(given)}: give a text")
-    own = f"agent {request.agent!r}"
+    if wrong := _wrong_request(request, spoke_as, waiting):
+        raise EnvironmentFailure(wrong)
     if request.role not in roles:
         raise ConfigError(
-            f"recipe.args.agents names {', '.join(roles)}, and the environment lets {own} speak with the role "
-            f"{request.role!r}: name that role in recipe.args.agents (recipe.args.role of TangoAgents), or give "
-            "NextRequest.role one of those"
+            f"recipe.args.agents names {', '.join(roles)}, and the environment lets agent {request.agent!r} speak with "
+            f"the role {request.role!r}: name that role in recipe.args.agents (recipe.args.role of TangoAgents), or "
+            "give NextRequest.role one of those"
         )
-    if spoke_as.get(request.agent, request.role) != request.role:
-        raise EnvironmentFailure(
-            f"{own} has the role {request.role!r}, and had the role {spoke_as[request.agent]!r} before: an agent "
-            "keeps its role; let the other role speak from an agent of its own"
-        )
-    if request.agent in waiting:
-        raise EnvironmentFailure(f"{own} is asked again before it has answered: return one NextRequest for each agent")
-    if request.agent not in spoke_as and not request.messages:
-        raise EnvironmentFailure(f"{own} was told nothing: its first NextRequest needs a message, such as {MESSAGE}")
-    if wrong := _wrong_limit(request):
-        raise EnvironmentFailure(f"the NextRequest of {own} has {wrong}")
-    for place, message in enumerate(request.messages):
-        if wrong := _wrong_message(message):
-            raise EnvironmentFailure(f"message {place} to {own} {wrong}")
 
 
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
@@ -76,39 +60,19 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
     `agents`: {agent: number of its answers}. Raises EnvironmentFailure if the outcome, rewards, answers or payload
     are invalid, or if no agent answered because all prompts were too long.
     """
-    if not isinstance(over.outcome, Outcome):
-        raise EnvironmentFailure(f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome")
-    if over.outcome is not Outcome.SCORE:
+    if isinstance(over.outcome, Outcome) and over.outcome is not Outcome.SCORE:
         return replace(over, rewards={}, answers={}, why=str(over.why)[:SHOWN])
-    for name, given in (("rewards", over.rewards), ("answers", over.answers), ("payload", over.payload)):
-        if not isinstance(given, Mapping):
-            raise EnvironmentFailure(f"EpisodeEnd.{name} is {_shown(given)}: give a mapping")
-    if unknown := sorted((set(over.rewards) | set(over.answers)) - set(agents), key=str):
-        raise EnvironmentFailure(
-            f"it gives rewards to {', '.join(map(str, unknown))}, and no such agent spoke: those of this episode are "
-            f"{', '.join(agents) or 'none'}"
-        )
-    for agent, text in over.answers.items():
-        if not isinstance(text, str):
-            raise EnvironmentFailure(f"EpisodeEnd.answers of agent {agent!r} is {_shown(text)}: give a text")
-        if wrong := _broken_text(text):
-            raise EnvironmentFailure(f"EpisodeEnd.answers of agent {agent!r} {wrong}")
-    if agents and not any(agents.values()):
-        raise EnvironmentFailure(
-            f"no agent had room for an answer: what {', '.join(agents)} is told first has more tokens than "
-            "roles.NAME.max_prompt_tokens; raise that, or shorten the messages"
-        )
-    if taken := [name for name in RESERVED if name in over.payload]:
-        raise EnvironmentFailure(
-            f"EpisodeEnd.payload has the name {taken[0]!r}, which the run writes itself: choose another"
-        )
+    if wrong := _wrong_end(over, agents):
+        raise EnvironmentFailure(wrong)
     try:
         payload = json.loads(json.dumps(dict(over.payload), ensure_ascii=False, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailure(
             f"EpisodeEnd.payload cannot be kept as JSON ({error}): give texts, numbers, lists"
         ) from None
-    rewards = {agent: _numbers(agent, given) for agent, given in over.rewards.items()}
+    rewards = {
+        agent: {str(name): _number(value) for name, value in given.items()} for agent, given in over.rewards.items()
+    }
     return replace(over, rewards=rewards, payload=payload)
 
 
@@ -171,6 +135,35 @@ def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None
                 )
 
 
+def _wrong_request(request: NextRequest, spoke_as: Mapping[str, str], waiting: Collection[str]) -> str:
+    """Returns a description of the error in a request, or "" if the request is valid."""
+    for name in ("agent", "role"):
+        if not isinstance(given := getattr(request, name), str) or not given or _broken_text(given):
+            return f"NextRequest.{name} is {_shown(given)}: give a text"
+    own = f"agent {request.agent!r}"
+    if spoke_as.get(request.agent, request.role) != request.role:
+        return (
+            f"{own} has the role {request.role!r}, and had the role {spoke_as[request.agent]!r} before: an agent "
+            "keeps its role; let the other role speak from an agent of its own"
+        )
+    if request.agent in waiting:
+        return f"{own} is asked again before it has answered: return one NextRequest for each agent"
+    if request.agent not in spoke_as and not request.messages:
+        return f"{own} was told nothing: its first NextRequest needs a message, such as {MESSAGE}"
+    limit, lists = request.max_tokens, (list, tuple)
+    for name, good, cure in (
+        ("stop", lambda text: isinstance(text, str) and text, "texts that are not empty"),
+        ("messages", lambda message: True, f"messages, such as [{MESSAGE}]"),
+        ("tools", lambda tool: isinstance(tool, Tool), "objects whose classes inherit from Tool"),
+    ):
+        if not isinstance(given := getattr(request, name), lists) or not all(map(good, given)):
+            return f"the NextRequest of {own} has {name} = {_shown(given)}: give a list of {cure}"
+    if limit is not None and (type(limit) is not int or limit < 1):
+        return f"the NextRequest of {own} has max_tokens = {_shown(limit)}: give a whole number of at least 1, or None"
+    wrong = ((place, _wrong_message(message)) for place, message in enumerate(request.messages))
+    return next((f"message {place} to {own} {why}" for place, why in wrong if why), "")
+
+
 def _wrong_message(message: object) -> str:
     """Returns a description of the error in a message, or "" if the message is valid."""
     if not isinstance(message, Mapping):
@@ -189,17 +182,39 @@ def _wrong_message(message: object) -> str:
     return f"has the content {_shown(content)}: give a text, as in {MESSAGE}"
 
 
-def _wrong_limit(request: NextRequest) -> str:
-    """Returns a description of the error in a request's stop, max_tokens, messages or tools, or "" if they are
-    valid."""
-    if not isinstance(request.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in request.stop):
-        return f"stop = {_shown(request.stop)}: give a list of texts that are not empty"
-    if request.max_tokens is not None and (type(request.max_tokens) is not int or request.max_tokens < 1):
-        return f"max_tokens = {_shown(request.max_tokens)}: give a whole number of at least 1, or None"
-    if not isinstance(request.messages, (list, tuple)):
-        return f"messages = {_shown(request.messages)}: give a list, such as [{MESSAGE}]"
-    if not isinstance(request.tools, (list, tuple)) or not all(isinstance(tool, Tool) for tool in request.tools):
-        return f"tools = {_shown(request.tools)}: give a list of objects whose classes inherit from Tool"
+def _wrong_end(over: EpisodeEnd, agents: Mapping[str, int]) -> str:
+    """Returns a description of the error in the end of an episode, or "" if it is valid."""
+    if not isinstance(over.outcome, Outcome):
+        return f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome"
+    for name in ("rewards", "answers", "payload"):
+        if not isinstance(given := getattr(over, name), Mapping):
+            return f"EpisodeEnd.{name} is {_shown(given)}: give a mapping"
+    if unknown := sorted((set(over.rewards) | set(over.answers)) - set(agents), key=str):
+        return (
+            f"it gives rewards to {', '.join(map(str, unknown))}, and no such agent spoke: those of this episode are "
+            f"{', '.join(agents) or 'none'}"
+        )
+    for agent, text in over.answers.items():
+        if wrong := _broken_text(text) if isinstance(text, str) else f"is {_shown(text)}: give a text":
+            return f"EpisodeEnd.answers of agent {agent!r} {wrong}"
+    if agents and not any(agents.values()):
+        return (
+            f"no agent had room for an answer: what {', '.join(agents)} is told first has more tokens than "
+            "roles.NAME.max_prompt_tokens; raise that, or shorten the messages"
+        )
+    if taken := [name for name in RESERVED if name in over.payload]:
+        return f"EpisodeEnd.payload has the name {taken[0]!r}, which the run writes itself: choose another"
+    for agent, given in over.rewards.items():
+        if not isinstance(given, Mapping):
+            return (
+                f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "
+                f"{{{agent!r}: {{'won': 1.0}}}}"
+            )
+        if wrong := [name for name, value in given.items() if not math.isfinite(_number(value))]:
+            return (
+                f"the reward {wrong[0]!r} of agent {agent!r} is {_shown(given[wrong[0]])}: give a finite number, or "
+                "end the episode with Outcome.ERROR where there is none"
+            )
     return ""
 
 
@@ -212,26 +227,12 @@ def _broken_text(text: str) -> str:
     return ""
 
 
-def _numbers(agent: str, given: Any) -> dict[str, float]:
-    """Returns {name: reward} of an agent as floats. Raises EnvironmentFailure if a reward is not a finite number."""
-    if not isinstance(given, Mapping):
-        raise EnvironmentFailure(
-            f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "
-            f"{{{agent!r}: {{'won': 1.0}}}}"
-        )
-    out = {}
-    for name, value in given.items():
-        try:
-            number = math.nan if isinstance(value, str) else float(value)
-        except Exception:  # a tensor of two elements raises RuntimeError; other objects may raise anything
-            number = math.nan
-        if not math.isfinite(number):
-            raise EnvironmentFailure(
-                f"the reward {name!r} of agent {agent!r} is {_shown(value)}: give a finite number, or end the episode "
-                "with Outcome.ERROR where there is none"
-            )
-        out[str(name)] = number
-    return out
+def _number(value: Any) -> float:
+    """Returns a reward as a float; NaN if it is not a number."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except Exception:  # a tensor of two elements raises RuntimeError; other objects may raise anything
+        return math.nan
 
 
 def _shown(value: object) -> str:
