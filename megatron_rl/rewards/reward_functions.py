@@ -11,7 +11,7 @@ import math
 import numbers
 import pickle
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,9 @@ class CalledFunction:
     weight: float
     batched: bool  # whether the function grades a batch: it takes lists and returns a list
     waits: bool  # whether the function is a coroutine function
-    parameters: tuple[str, ...]  # names of the parameters through which a batch can be passed
-    takes_all: bool  # whether the function has a **columns parameter
+    columns: tuple[str, ...]  # names of the required parameters of a batch function that are columns of the data set
+    # names of the parameters through which a batch can be passed; None for any name
+    parameters: Collection[str] | None
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str = "", *, weight: float = 1.0) -> CalledFunction:
@@ -116,45 +117,37 @@ class CalledFunction:
         response and its payload. Raises ValueError for a weight that is not finite, and for a function that cannot be
         called in either way.
         """
-        name = name or name_of(function)
+        name, signature = name or name_of(function), inspect.signature(function)
         if not math.isfinite(weight):
             raise ValueError(f"the reward {name} has the weight {weight}: give a finite number")
-        parameters = inspect.signature(function).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {p.name: p for p in parameters if p.kind in kinds}
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        batched = bool({PROMPTS, COMPLETIONS} & named.keys())
-        unknown = [n for n in UNKNOWN if n in named and named[n].default is inspect.Parameter.empty]
-        if unknown:
+        named = {p.name: p.default is p.empty for p in signature.parameters.values() if p.kind in kinds}
+        if unknown := [one for one in UNKNOWN if named.get(one)]:
             raise ValueError(
                 f"the reward {name} has the parameter {unknown[0]!r}: rewards are given texts and columns of the data "
                 f"set; use {COMPLETIONS}, or give the parameter a default"
             )
+        batched = bool({PROMPTS, COMPLETIONS} & named.keys())
         if not batched:
             try:
-                inspect.signature(function).bind("response", {})
+                signature.bind("response", {})
             except TypeError as error:
                 raise ValueError(
                     f"the reward {name} cannot be called with (response, payload): {error}; write "
                     f"name(response, payload) for one response, or name({PROMPTS}, {COMPLETIONS}, **columns) for "
                     "a batch"
                 ) from None
+        plain = function
+        while isinstance(plain, functools.partial):
+            plain = plain.func
+        waits = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
+        required = (one for one, needed in named.items() if batched and needed and one not in (PROMPTS, COMPLETIONS))
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        parameters = None if takes_all else named.keys() - {*UNKNOWN}
         return cls(
-            function=function, name=name, weight=weight, batched=batched, waits=_waits(function),
-            parameters=tuple(n for n in named if n not in UNKNOWN), takes_all=takes_all,
+            function=function, name=name, weight=weight, batched=batched, waits=waits, columns=tuple(required),
+            parameters=parameters,
         )  # fmt: skip
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Returns the names of the required parameters that are columns of the data set.
-
-        The tuple is empty for a function that grades a single response.
-        """
-        if not self.batched:
-            return ()
-        given = inspect.signature(self.function).parameters
-        own = [n for n in self.parameters if n not in (PROMPTS, COMPLETIONS)]
-        return tuple(n for n in own if given[n].default is inspect.Parameter.empty)
 
     def calls(self, items: Sequence[Item]) -> list[Callable[[], Any]]:
         """Returns the calls that grade B items: a single call if the function grades batches, otherwise B calls."""
@@ -180,7 +173,7 @@ class CalledFunction:
             [{"role": "assistant", "content": response}] if "messages" in payload else response
             for response, payload in items
         ]
-        return {name: values for name, values in columns.items() if self.takes_all or name in self.parameters}
+        return {name: own for name, own in columns.items() if self.parameters is None or name in self.parameters}
 
 
 class Grader:
@@ -316,12 +309,6 @@ def _number(value: Any) -> float | None:
     except OverflowError:  # an integer with hundreds of digits
         return None
     return number if math.isfinite(number) else None
-
-
-def _waits(function: Any) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
