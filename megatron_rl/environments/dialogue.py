@@ -121,16 +121,13 @@ class TextDialogue:
                 f"it is offered tools, which the dialogue {TEXT!r} shows to no model: set recipe.args.dialogue to "
                 f"{RENDERERS}NAME, or describe them in the message"
             )
-        return np.asarray(self._tokenizer(self._joined(messages))["input_ids"], np.int32)
+        return np.asarray(self._tokenizer("".join(map(self._text, messages)))["input_ids"], np.int32)
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        return _ids(self._tokenizer, self._joined(new))
+        return _ids(self._tokenizer, "".join(map(self._text, new)))
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
         return _plain_reply(self._tokenizer, answer)
-
-    def _joined(self, messages: Sequence[Message]) -> str:
-        return "".join(map(self._text, messages))
 
     def _text(self, message: Message) -> str:
         """Returns the text of a message. Raises ChatError if its content is not a text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -60,9 +61,18 @@ class SearchTool(Tool):
 
     def load(self) -> None:
         """Builds the index, or loads a saved index. Raises ConfigError if the corpus is missing or malformed."""
+        path = Path(self.corpus).absolute()
         with _LOADING:
-            if self._loaded is None:
-                self._loaded = self._made()
+            if self._loaded is not None:
+                return
+            if not path.is_file():
+                raise ConfigError(f"args.corpus = {self.corpus!r} is no file: give a JSONL file with a document a line")
+            stat = path.stat()
+            stamp = Stamp(
+                bytes=stat.st_size, changed_ns=stat.st_mtime_ns, title=self.title, text=self.text, k1=self.k1, b=self.b,
+                stopwords=self.stopwords,
+            )  # fmt: skip
+            self._loaded = _index(path, stamp, self.keep)
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         query = arguments.get("query")
@@ -75,17 +85,6 @@ class SearchTool(Tool):
             return "No document has a word of this query."
         lines = (f"Doc {place}(Title: {title}) {text}" for place, (title, text) in enumerate(found, start=1))
         return "\n".join(lines)[: self.max_characters]
-
-    def _made(self) -> CorpusIndex:
-        path = Path(self.corpus).absolute()
-        if not path.is_file():
-            raise ConfigError(f"args.corpus = {self.corpus!r} is no file: give a JSONL file with a document a line")
-        stat = path.stat()
-        stamp = Stamp(
-            bytes=stat.st_size, changed_ns=stat.st_mtime_ns, title=self.title, text=self.text, k1=self.k1, b=self.b,
-            stopwords=self.stopwords,
-        )  # fmt: skip
-        return _index(path, stamp, self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +108,8 @@ class CorpusIndex:
     """
 
     def __init__(self, path: Path, stamp: Stamp, scores: Any, starts: np.ndarray) -> None:
-        self._path, self._stamp, self._scores = path, stamp, scores
-        self._starts = (
-            starts  # [documents + 1] int64: byte offset of the start of each line, and of the end of the file
-        )
+        """`starts`: [documents + 1] int64, byte offset of the start of each line, and of the end of the file."""
+        self._path, self._stamp, self._scores, self._starts = path, stamp, scores, starts
         self._file = path.open("rb")
 
     def scores(self, query: str) -> np.ndarray:
@@ -154,8 +151,10 @@ def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
     library = _library()
     place = path.with_name(path.name + INDEX)
     wanted = {**vars(stamp), "library": library.__version__}
-    if keep and _stamp_of(place) == wanted:
-        return CorpusIndex(path, stamp, library.BM25.load(str(place), mmap=True), np.load(place / _STARTS))
+    if keep:
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # there is no saved index
+            if json.loads((place / _STAMP).read_text()) == wanted:
+                return CorpusIndex(path, stamp, library.BM25.load(str(place), mmap=True), np.load(place / _STARTS))
     texts, starts = _read(path, stamp)
     scores = library.BM25(k1=stamp.k1, b=stamp.b, method="lucene")
     scores.index(_words(texts, stamp.stopwords, ids=True), show_progress=False)
@@ -207,13 +206,6 @@ def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
         return _library().tokenize(list(texts), stopwords=stopwords or [], return_ids=ids, show_progress=False)
     except ValueError as error:
         raise ConfigError(f"args.stopwords = {stopwords!r}: {error}") from error
-
-
-def _stamp_of(place: Path) -> Mapping[str, Any] | None:
-    try:
-        return json.loads((place / _STAMP).read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any]) -> None:

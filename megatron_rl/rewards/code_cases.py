@@ -70,38 +70,46 @@ def grade(
     response: str,
     payload: Mapping[str, Any],
     *,
+    share: bool = False,
     timeout_s: float = 2.0,
     total_s: float = 4.0,
     tolerance: float = 0.0,
 ) -> float:
     """Returns 1.0 if the code in `response` passes all test cases, else 0.0. Stops at the first failed case.
 
-    `timeout_s`: time limit in seconds for one case. `total_s`: time limit in seconds for all cases together;
-    `reward.timeout_s` must be at least one second longer. `tolerance`: maximum difference of a number from the expected
-    number, relative to the expected number if its absolute value is above 1, otherwise absolute.
+    `share`: run all cases and return the share of the cases that the code passes. `timeout_s`: time limit in seconds
+    for one case. `total_s`: time limit in seconds for all cases together; `reward.timeout_s` must be at least one
+    second longer. `tolerance`: maximum difference of a number from the expected number, relative to the expected number
+    if its absolute value is above 1, otherwise absolute.
 
     If the time `total_s` is over and the code itself used at least half of it, the remaining cases fail. If the code
     used less, raises SandboxFailure, because the machine was too slow to grade the code. Raises ValueError for a
     payload whose cases cannot be parsed.
     """
-    cases = read_cases(payload)
-    passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=True)
-    return float(passed == len(cases))
-
-
-def grade_share(
-    response: str,
-    payload: Mapping[str, Any],
-    *,
-    timeout_s: float = 2.0,
-    total_s: float = 4.0,
-    tolerance: float = 0.0,
-) -> float:
-    """Returns the share of test cases that the code in `response` passes. Arguments and errors are the same as those of
-    `grade`."""
-    cases = read_cases(payload)
-    passed = _passed(response, cases, timeout_s=timeout_s, total_s=total_s, tolerance=tolerance, stop=False)
-    return passed / len(cases)
+    cases, code = read_cases(payload), last_code(response)
+    if code is None:
+        return 0.0
+    ends_at, spent, passed = time.monotonic() + total_s, 0.0, 0
+    for case in cases:
+        left = ends_at - time.monotonic()
+        ran = _run(code, case, min(timeout_s, left))
+        if ran is not None and ran.why.startswith(("NameError", "RecursionError")) and not code.startswith(IMPORTS):
+            code = IMPORTS + code
+            left = ends_at - time.monotonic()
+            ran = _run(code, case, min(timeout_s, left))
+        spent += ran.seconds if ran is not None else 0.0
+        if ran is None or (ran.late and left < timeout_s):  # the time total_s is over
+            if spent < total_s / 2:
+                raise SandboxFailure(
+                    f"{len(cases)} cases did not get done in {total_s:g} s, and the code is not to blame: it took "
+                    f"{spent:.2f} s of them; raise reward.timeout_s and reward.args.total_s, or give fewer cases"
+                )
+            break
+        if _is_correct(ran, case, tolerance):
+            passed += 1
+        elif not share:
+            break
+    return passed / len(cases) if share else float(passed == len(cases))
 
 
 def last_code(response: str) -> str | None:
@@ -156,37 +164,6 @@ def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
     if tolerance and isinstance(value, int | float) and isinstance(wanted, int | float):
         return abs(value - wanted) <= tolerance * max(1.0, abs(wanted))
     return bool(value == wanted)
-
-
-def _passed(
-    response: str, cases: Sequence[Case], *, timeout_s: float, total_s: float, tolerance: float, stop: bool
-) -> int:  # fmt: skip
-    """Returns the number of cases that the code in a response passes. If `stop` is True, stops at the first failed
-    case."""
-    code = last_code(response)
-    if code is None:
-        return 0
-    ends_at, spent, passed = time.monotonic() + total_s, 0.0, 0
-    for case in cases:
-        left = ends_at - time.monotonic()
-        ran = _run(code, case, min(timeout_s, left))
-        if ran is not None and ran.why.startswith(("NameError", "RecursionError")) and not code.startswith(IMPORTS):
-            code = IMPORTS + code
-            left = ends_at - time.monotonic()
-            ran = _run(code, case, min(timeout_s, left))
-        spent += ran.seconds if ran is not None else 0.0
-        if ran is None or (ran.late and left < timeout_s):  # the time total_s is over
-            if spent < total_s / 2:
-                raise SandboxFailure(
-                    f"{len(cases)} cases did not get done in {total_s:g} s, and the code is not to blame: it took "
-                    f"{spent:.2f} s of them; raise reward.timeout_s and reward.args.total_s, or give fewer cases"
-                )
-            break
-        if _is_correct(ran, case, tolerance):
-            passed += 1
-        elif stop:
-            break
-    return passed
 
 
 def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
@@ -277,13 +254,13 @@ def _plain(value: Any) -> Any:
         raise ValueError(f"it is packed in another way: {error}") from None
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(value)
+
+
 class _TextUnpickler(pickle.Unpickler):
     """An unpickler that rejects all classes and functions, so that a pickle can contain plain data only and cannot run
     code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"packed cases are texts, not {module_name}.{global_name}")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(value)

@@ -186,7 +186,9 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
             # the pidfd is readable when the kernel has killed all processes of the sandbox
             if not _readable(first, START_TIMEOUT_S):
                 raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
-        status, told = process.wait(), _end_of(errors).splitlines()
+        status = process.wait()
+        errors.seek(max(0, _size(errors) - KEPT_ERROR_BYTES))
+        told = errors.read().decode("utf-8", "replace").strip().splitlines()
         if begun is None:
             raise SandboxFailure(told[-1] if told else "it was lost before its code began")
         limits = ((output, settings.output_bytes), (errors, ERROR_BYTES))
@@ -248,12 +250,6 @@ def _pidfd(process: int, stack: contextlib.ExitStack) -> int:
 
 def _size(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
-
-
-def _end_of(file: IO[bytes]) -> str:
-    """Returns the last KEPT_ERROR_BYTES bytes of a file, as text without surrounding whitespace."""
-    file.seek(max(0, _size(file) - KEPT_ERROR_BYTES))
-    return file.read().decode("utf-8", "replace").strip()
 
 
 def _file_of(data: bytes, stack: contextlib.ExitStack) -> IO[bytes]:

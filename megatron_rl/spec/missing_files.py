@@ -22,7 +22,6 @@ PACKAGE = "megatron_rl."
 # Import paths of the graders and tools that run model-generated code in a sandbox.
 RUNS_CODE = (
     "rewards.code_cases:grade",
-    "rewards.code_cases:grade_share",
     "rewards.code_answer:grade_input",
     "environments.python_tool:PythonTool",
 )

@@ -218,7 +218,7 @@ class Mistaken(Echo):
             [replace(HELLO, messages=[{"content": "hello"}])],
             "message 0 to agent 'one' has no role: give it as",
         ),
-        ("begin", [replace(HELLO, messages={"role": "user", "content": "a"})], "give a list, such as [{"),
+        ("begin", [replace(HELLO, messages={"role": "user", "content": "a"})], "give a list of messages, such as [{"),
         ("begin", [replace(HELLO, messages=[])], "agent 'one' was told nothing: its first NextRequest needs a message"),
         (
             "begin",

@@ -491,7 +491,7 @@ def test_a_dialogue_that_the_tokenizer_cannot_have_stops_the_run_with_its_key():
     ("args", "says"),
     [
         ({"compared": "episode"}, "recipe.args.compared = 'episode' compares the agents of one role, and no role that"),
-        ({"step_timeout_s": 0.0}, "args.step_timeout_s = 0.0: Input should be greater than 0"),
+        ({"step_timeout_s": 0.0}, "step_timeout_s = 0.0: give a value greater than 0"),
         ({"episode_timeout_s": float("nan")}, "args.episode_timeout_s = nan: give a finite number"),
         ({"rewards": {"won": float("nan")}}, "args.rewards.won = nan: give a finite number"),
         ({"target": TASK, "env": {**CALCULATOR, "calls": "template"}, "dialogue": "chat"}, "reads no calls of tools"),

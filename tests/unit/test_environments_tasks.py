@@ -294,7 +294,7 @@ def test_the_packaged_prompt_of_the_calculator_names_its_tags():
 @pytest.mark.parametrize(
     "args, says",
     [
-        ({"max_calls": 0}, "args.max_calls = 0"),
+        ({"max_calls": 0}, "max_calls = 0"),
         ({"template": "no_such_prompt"}, "args.template: no prompt template 'no_such_prompt'"),
         ({"template": "gymnasium"}, "needs {question}"),
         ({"result": "<result></result>"}, "needs {result}"),

@@ -271,7 +271,7 @@ def test_agents_say_of_their_episodes_what_the_environment_and_the_settings_know
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"tool_s": -1.0}, "args.tool_s = -1.0: Input should be greater than or equal to 0"),
+        ({"tool_s": -1.0}, "tool_s = -1.0: give a value greater than or equal to 0"),
         (
             {"told": 9, "agents": {"first": 1, "second": 1}, "environment": POKER},
             "recipe.args.told = 9 is between two answers of an agent, and the environment",

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import sandbox
-from megatron_rl.rewards.code_cases import IMPORTS, grade, grade_share, last_code, read_cases, same_output, same_value
+from megatron_rl.rewards.code_cases import IMPORTS, grade, last_code, read_cases, same_output, same_value
 from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.rewards.sandbox import SandboxFailure
 from megatron_rl.types import Outcome
@@ -115,14 +115,14 @@ def test_another_problems_answer_fails_in_every_format(isolated, payload, right)
 )
 def test_the_share_of_cases_that_pass(isolated, response, share):
     limits = {"timeout_s": 2.0, "total_s": 30.0} if "while" in response else {"timeout_s": 20.0, "total_s": 60.0}
-    assert grade_share(response, {"input_output": SUMS}, **limits) == pytest.approx(share)
+    assert grade(response, {"input_output": SUMS}, share=True, **limits) == pytest.approx(share)
     assert grade(response, {"input_output": SUMS}, **limits) == 0.0
 
 
 def test_a_code_that_takes_all_the_time_has_failed_the_cases_that_are_left(isolated):
     cases = {"inputs": ["1"] * 20, "outputs": ["1"] * 20}
     response = "```python\nimport time\ntime.sleep(0.5)\nprint(1)\n```"
-    assert grade_share(response, {"input_output": cases}, timeout_s=5, total_s=1.2) < 0.5
+    assert grade(response, {"input_output": cases}, share=True, timeout_s=5, total_s=1.2) < 0.5
     assert grade("```python\nwhile True: pass\n```", {"input_output": cases}, timeout_s=5, total_s=0.5) == 0.0
 
 
