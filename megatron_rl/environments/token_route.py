@@ -76,11 +76,17 @@ class TokenRoute:
         self.token = secrets.token_hex(32)
         self._plays: dict[str, RoutedPlay] = {}
         self._names = map(str, itertools.count())
-        self._server = _Listener(self)
-        self.url = f"http://127.0.0.1:{self._server.port}"
+        # Connections without a valid token so far, oldest first. Any user of this machine can open connections, and a
+        # legitimate client sends its token at once.
+        self._strangers: dict[web.RequestHandler, None] = {}
+        self._thread = LoopThread("token route")
+        self.url = f"http://127.0.0.1:{self._thread.run(self._open())}"
 
     def close(self) -> None:
-        self._server.close()
+        if not self._thread.loop.is_closed():
+            self._listening.close()
+            self._thread.run(self._server.shutdown(CLOSE_S))
+            self._thread.close()
 
     @contextlib.contextmanager
     def serving(
@@ -124,6 +130,49 @@ class TokenRoute:
             place, given = ".".join(map(str, wrong["loc"])) or "the body", repr(wrong["input"])[:80]
             raise RouteRefusal(400, f"{place} = {given}: {wrong['msg']}") from None
         return await play.generate(int(place), agent, asked)
+
+    async def _open(self) -> int:
+        """Starts the server. Returns its port."""
+        self._server = web.Server(self._answer, access_log=None)
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._admitted, "127.0.0.1", 0, backlog=1024)
+        return self._listening.sockets[0].getsockname()[1]
+
+    def _admitted(self) -> web.RequestHandler:
+        """Returns the protocol object of a new connection. If there are more than MOST_STRANGERS connections without a
+        valid token, the oldest of them is closed."""
+        if len(self._strangers) >= MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            # Scheduled instead of called at once, because the connection may not be open yet
+            asyncio.get_running_loop().call_soon(oldest.force_close)
+        connection = self._server()
+        self._strangers[connection] = None
+        return connection
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Returns the response to a request. A RouteRefusal is returned in the client's error format."""
+        try:
+            given, own = request.headers.get("Authorization", ""), f"Bearer {self.token}"
+            if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):
+                raise RouteRefusal(401, "the token is not this run's")
+            self._strangers.pop(request.protocol, None)
+            return web.json_response(await self._said(request))
+        except RouteRefusal as refusal:
+            error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
+            return web.json_response({"error": error}, status=refusal.status)
+
+    async def _said(self, request: web.BaseRequest) -> dict[str, Any]:
+        asked, length = f"{request.method} {request.path}", request.content_length
+        if asked == f"GET {MODELS}":
+            return self.models()
+        if asked != f"POST {GENERATE}":
+            raise RouteRefusal(404, f"{asked}: there is GET {MODELS} and POST {GENERATE}")
+        if length is None:
+            raise RouteRefusal(411, "give a Content-Length")
+        if length > MOST_BYTES:
+            raise RouteRefusal(413, f"a body of {length} bytes: at most {MOST_BYTES} are read")
+        return await self.generate(request.headers.get(SESSION, ""), await request.content.read())
 
 
 class RoutedPlay(EngineAnswers):
@@ -224,67 +273,3 @@ def _choice(completion: Completion) -> dict[str, Any]:
         "finish_reason": REASONS[completion.stop],
         "logprobs": {"content": content},
     }
-
-
-class _Listener:
-    """The HTTP server of a token route, in a separate thread.
-
-    If more than MOST_STRANGERS connections have not sent the token yet, the oldest of them is closed: any user of this
-    machine can open connections, and a legitimate client sends its token at once.
-    """
-
-    def __init__(self, route: TokenRoute) -> None:
-        self._route = route
-        self._strangers: dict[web.RequestHandler, None] = {}  # connections without a valid token so far, oldest first
-        self._thread = LoopThread("token route")
-        self.port: int = self._thread.run(self._open())
-
-    def close(self) -> None:
-        if not self._thread.loop.is_closed():
-            self._thread.run(self._close())
-            self._thread.close()
-
-    async def _open(self) -> int:
-        self._server = web.Server(self._answer, access_log=None)
-        loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(self._admitted, "127.0.0.1", 0, backlog=1024)
-        return self._listening.sockets[0].getsockname()[1]
-
-    async def _close(self) -> None:
-        self._listening.close()
-        await self._server.shutdown(CLOSE_S)
-
-    def _admitted(self) -> web.RequestHandler:
-        """Returns the protocol object of a new connection, and registers it as not authenticated."""
-        if len(self._strangers) >= MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            # Scheduled instead of called at once, because the connection may not be open yet
-            asyncio.get_running_loop().call_soon(oldest.force_close)
-        connection = self._server()
-        self._strangers[connection] = None
-        return connection
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Returns the response to a request. A RouteRefusal is returned in the client's error format."""
-        try:
-            given, own = request.headers.get("Authorization", ""), f"Bearer {self._route.token}"
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):
-                raise RouteRefusal(401, "the token is not this run's")
-            self._strangers.pop(request.protocol, None)
-            return web.json_response(await self._said(request))
-        except RouteRefusal as refusal:
-            error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
-            return web.json_response({"error": error}, status=refusal.status)
-
-    async def _said(self, request: web.BaseRequest) -> dict[str, Any]:
-        asked, length = f"{request.method} {request.path}", request.content_length
-        if asked == f"GET {MODELS}":
-            return self._route.models()
-        if asked != f"POST {GENERATE}":
-            raise RouteRefusal(404, f"{asked}: there is GET {MODELS} and POST {GENERATE}")
-        if length is None:
-            raise RouteRefusal(411, "give a Content-Length")
-        if length > MOST_BYTES:
-            raise RouteRefusal(413, f"a body of {length} bytes: at most {MOST_BYTES} are read")
-        return await self._route.generate(request.headers.get(SESSION, ""), await request.content.read())

@@ -63,24 +63,14 @@ def main(reaper: int | None) -> None:
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _write(answers, found if isinstance(found, list) else TOGETHER if found.together else None)
-    while not isinstance(found, list) and (batch := _read(requests)):
-        for serial, answer in _grade(found, batch, memory_mib):
+    while not isinstance(found, list) and requests.peek(1):
+        for answer in _grade(found, pickle.load(requests), memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # this is a child process: the reward function forked and also returned in the child
-            exhausted = (
-                answer is not None and answer[3]
-            )  # the pool kills a worker that is out of memory, together with the worker's children
+            exhausted = answer != APART and answer[4]  # the pool kills such a worker together with its children
             if reaper is not None and not exhausted:
                 processes.end_strays(reaper, own)
-            _write(answers, APART if answer is None else [serial, *answer])
-
-
-def _read(stream: BinaryIO) -> list[Any]:
-    """Returns the next batch of items; an empty list at the end of the stream."""
-    try:
-        return pickle.load(stream)
-    except EOFError:
-        return []
+            _write(answers, answer)
 
 
 def _write(stream: BinaryIO, value: Any) -> None:
@@ -110,14 +100,12 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
         return [told(error), traceback_of(error)]
 
 
-def _grade(
-    grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: int
-) -> Iterator[tuple[int, list[Any] | None]]:  # fmt: skip
-    """Grades items (serial, response, payload). Yields (serial, answer) for each item.
+def _grade(grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: int) -> Iterator[Any]:
+    """Grades items (serial, response, payload). Yields an answer for each item.
 
-    An answer is [score or None, detail, seconds, exhausted, metrics, traceback]. `exhausted` means that the process ran
-    out of memory; no further answer is yielded after it. If a function raised an error on a batch of several items,
-    yields (serial, None) once and stops; the caller must then grade each item alone.
+    An answer is [serial, score or None, detail, seconds, exhausted, metrics, traceback]. `exhausted` means that the
+    process ran out of memory; no further answer is yielded after it. If a function raised an error on a batch of
+    several items, yields APART once and stops; the caller must then grade each item alone.
     """
     from megatron_rl.rewards.reward_functions import BatchFailed
 
@@ -127,14 +115,14 @@ def _grade(
         try:
             result = next(found)
         except BatchFailed:
-            yield serial, None
+            yield APART
             return
         except MemoryError as error:
             if grader.together and len(items) > 1:
                 # the pool then grades each item of the batch alone, to find the item that uses too much memory
                 sys.exit(1)
             detail = f"MemoryError: more than reward.memory_mib = {memory_mib} {str(error)[:200]}".rstrip()
-            yield serial, [None, detail, time.perf_counter() - start, True, {}, ""]
+            yield [serial, None, detail, time.perf_counter() - start, True, {}, ""]
             return
         seconds = time.perf_counter() - start
-        yield serial, [result.score, result.why, seconds, False, dict(result.metrics), result.trace]
+        yield [serial, result.score, result.why, seconds, False, dict(result.metrics), result.trace]
