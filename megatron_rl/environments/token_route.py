@@ -84,8 +84,7 @@ class TokenRoute:
 
     def close(self) -> None:
         if not self._thread.loop.is_closed():
-            self._listening.close()
-            self._thread.run(self._server.shutdown(CLOSE_S))
+            self._thread.run(self._close())
             self._thread.close()
 
     @contextlib.contextmanager
@@ -137,6 +136,10 @@ class TokenRoute:
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self._admitted, "127.0.0.1", 0, backlog=1024)
         return self._listening.sockets[0].getsockname()[1]
+
+    async def _close(self) -> None:
+        self._listening.close()
+        await self._server.shutdown(CLOSE_S)
 
     def _admitted(self) -> web.RequestHandler:
         """Returns the protocol object of a new connection. If there are more than MOST_STRANGERS connections without a
