@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from emulated_device import LEDGER, allocated_bytes, watched_peak
-from kit_cases import kit_benchmark, kit_tests  # noqa: F401 (cases, found by name)
+from kit_cases import kit_benchmark, kit_quick, kit_smoke, kit_tests  # noqa: F401 (cases, found by name)
 from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
 from layouts_worker import reference as by_transformers
 from prefixes_worker import make_groups
@@ -44,7 +44,7 @@ from megatron_rl.weights.rank_layouts import EngineLayout
 ROOT = Path(__file__).parents[2]
 VOCAB = 97
 # Cases that make no group, or one of their own.
-ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_tests")
+ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_quick", "kit_smoke", "kit_tests")
 
 
 class Recorder:

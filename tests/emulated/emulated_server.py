@@ -34,6 +34,7 @@ FOLDERS = (
         ROOT / "examples/miniatures/last_letter",
     ),
     ROOT / "benchmarks",
+    ROOT / "tools/gpu_kit",
 )
 
 

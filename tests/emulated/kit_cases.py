@@ -55,6 +55,24 @@ def kit_tests(own: Path, last_letter: str) -> dict[str, list[str]]:
     return seen
 
 
+def kit_smoke(own: Path) -> dict[str, Any]:
+    """Runs `python tools/gpu_kit/smoke.py FILE --tiny`. Returns what the file holds."""
+    import smoke
+
+    _prepare()
+    smoke.main([str(own / "smoke.json"), "--tiny", "--budget", "600"])
+    return json.loads((own / "smoke.json").read_text())
+
+
+def kit_quick(own: Path) -> dict[str, Any]:
+    """Runs `python tools/gpu_kit/quick.py FILE --tiny`. Returns what the file holds."""
+    import quick
+
+    _prepare()
+    quick.main([str(own / "quick.json"), "--tiny", "--minutes", "10"])
+    return json.loads((own / "quick.json").read_text())
+
+
 def _prepare() -> None:
     """Lets the engine's process be a fork: one that is started anew would not have the pretended device."""
     from gpu_kit import two_processes

@@ -64,3 +64,23 @@ def test_an_error_in_one_measurement_lost_all_later_ones(emulated):
     (told,) = emulated.run("kit_benchmark", part="engine", sleep_fails=True).answers
     assert told["not_measured"] == {"sleep": "RuntimeError: Triton Error [CUDA]: out of resource: shared memory"}
     assert told["complete"] and told["metrics"]["refit/gb_per_s"] > 0
+
+
+NEED_TRITON = {"facts", "kernels", "head"}
+
+
+def test_every_check_of_the_smoke_test_runs(emulated):
+    (found,) = emulated.run("kit_smoke").answers
+    assert {name for name, one in found.items() if not one["ok"]} == NEED_TRITON, found
+    assert {*found} - NEED_TRITON == {"sum_in_product", "varlen_attention", "nccl_one_rank", "graphs", "adam", "rates"}
+    assert found["sum_in_product"]["error"] < 1e-6 and found["rates"]["up_gb_per_s"] > 0
+
+
+def test_the_short_measurements_run_to_their_end(emulated):
+    (told,) = emulated.run("kit_quick").answers
+    metrics, lacking = told["metrics"], told["not_measured"]
+    assert {name for name in lacking if not name.endswith("/mfu")} == {"profile/kernels", "head/triton"}
+    assert metrics["1.5B/64/equal/update_s"] > 0 and metrics["decode2/tokens_per_s"] > 0 and metrics["sleep/wake_s"] > 0
+    assert [name for name in metrics if name.endswith("/seconds")] == [
+        *("decode2/seconds", "refit/seconds", "decode4/seconds", "refit_verified/seconds")
+    ]
