@@ -4,7 +4,7 @@
                 rank has the whole model and takes its part. Most frameworks do this
     bucketed    the same, with many parameters in one collective of up to 64 MiB
     direct      each engine rank receives its own slices from ranks that hold them (this project): over TCP (used
-                between hosts without fast links), gloo and shared memory
+                between hosts without fast links) and shared memory
     delta       direct over TCP, sending only what changed in a step of 1e-6 in float32
     full        the same step, sending everything
     p2p         messages of the plan's sizes between the plan's pairs, as raw_messages buffers over gloo
@@ -57,7 +57,7 @@ BARS = {
         f"{model}/direct_tcp_of_p2p": 0.6,
     }.items()
 }
-TRANSPORTS = ("tcp", "gloo", "shared_memory")
+TRANSPORTS = ("tcp", "shared_memory")
 Shards = dict[str, tuple[Tensor, list[Rect]]]
 
 

@@ -136,7 +136,7 @@ class RefitConfig:
     (docs/refit.md)."""
 
     # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support.
-    transport: Literal["auto", "tcp", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
+    transport: Literal["auto", "tcp", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
     # Maximum size of a message, in MiB. Between processes on the same GPU, messages are up to 8 times as large.
     bucket_mib: PositiveFloat = 64.0
     # Compare checksums of the sent and received bytes. sample: checksums of one slice in 16, with other slices at every

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
+from megatron_rl.engines.protocol import Completion, Sampling, Tokens
+from megatron_rl.engines.session_base import SessionBase
 
 # Seconds to wait for further requests. If no request arrives in this time, all pending requests are sampled.
 SETTLE_S = 0.01
@@ -33,7 +32,7 @@ Run = Callable[[Sequence[Row]], list[Completion]]  # [R] rows -> [R] completions
 Check = Callable[[np.ndarray, Sampling, int], None]
 
 
-class BatchedSession:
+class BatchedSession(SessionBase):
     """Implements engines.protocol.Session in rounds. Each round samples the completions of all pending requests in one
     call of `run`.
 
@@ -43,12 +42,9 @@ class BatchedSession:
     """
 
     def __init__(self, run: Run, check: Check, full: FullPrompts) -> None:
+        super().__init__()
         self._run, self._check, self._full = run, check, full
-        self._change = threading.Condition()
-        self._keys: set[int] = set()  # keys of all requests so far
         self._pending: list[tuple[int, np.ndarray, Sampling]] = []
-        self._askers = 0  # number of open `asking` blocks
-        self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
         """Adds a request to the next round, which samples all pending requests together. The argument `after` has no
@@ -60,27 +56,9 @@ class BatchedSession:
         prompt = np.asarray(tokens, np.int32)
         self._check(prompt, sampling, key)
         with self._change:
-            if self._closed:
-                raise EngineError("the session was closed: ask in a new one")
-            if key in self._keys:
-                raise ValueError(f"key {key} was asked before in this session: give every ask a key of its own")
-            self._keys.add(key)
+            self._use_key(key)
             self._pending.append((key, prompt, sampling))
-            self._change.notify_all()
-
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Returns a context manager for a thread that will send more requests. While the context is open, `answers`
-        does not end.
-        """
-        with self._change:
-            self._askers += 1
-        try:
-            yield
-        finally:
-            with self._change:
-                self._askers -= 1
-                self._change.notify_all()
+            self._wake()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """Yields (key, completions) of every request. Requests are sampled in rounds: a request that arrives while the
@@ -127,4 +105,4 @@ class BatchedSession:
     def _call_off(self) -> None:
         with self._change:
             self._pending = []
-            self._change.notify_all()
+            self._wake()

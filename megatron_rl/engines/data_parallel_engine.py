@@ -4,39 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from megatron_rl.engines.batched_session import BatchedSession, Row
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, Sampling, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, Tokens, TopScores
 from megatron_rl.world import World
 
 
-class RowEngine(Protocol):
-    """The engine of one rank. A completion depends on its row (prompt, settings, key and sample index), but not on the
-    other rows of a call.
-    """
-
-    version: int
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
-
-    def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None: ...
-
-    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]: ...
-
-    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]: ...
-
-    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]: ...
-
-
-E = TypeVar("E", bound=RowEngine)
-
-
-class DataParallelEngine(Generic[E]):
+class DataParallelEngine:
     """A set of engines, one per rank, that works as one engine. Every rank constructs it with the same `name` and the
     rank's local `engine`.
 
@@ -45,7 +25,7 @@ class DataParallelEngine(Generic[E]):
     Raises FollowerError when a rank fails.
     """
 
-    def __init__(self, world: World, name: str, engine: E) -> None:
+    def __init__(self, world: World, name: str, engine: EmbeddedEngine) -> None:
         self._world, self._engine, self._full = world, engine, FullPrompts(name)
         self._generate, self._score, self._score_top = (f"{verb}/{name}" for verb in ("generate", "score", "score_top"))
         world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
@@ -57,7 +37,7 @@ class DataParallelEngine(Generic[E]):
         return self._engine.version
 
     @property
-    def local(self) -> E:
+    def local(self) -> EmbeddedEngine:
         """Returns the engine of this rank."""
         return self._engine
 

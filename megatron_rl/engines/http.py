@@ -145,7 +145,9 @@ class Http:
         if 400 <= status < 500 and status not in BUSY:
             raise RequestRefused(said)
         if not 200 <= status < 300:
-            raise ServerLost(said, retry_after_s=_retry_after_s(status, headers))
+            told = headers.get("Retry-After", "")
+            asked_s = float(told) if told.isdecimal() and len(told) < 7 else TOO_MANY_S * (status == 429)
+            raise ServerLost(said, retry_after_s=asked_s)
         return data
 
     async def _answer(
@@ -173,13 +175,8 @@ class Http:
                             f"{self.url}{path} answered more than {max_bytes} bytes: that is no answer to this"
                         )
                 return response.status, response.headers, bytes(data)
-        except aiohttp.ConnectionTimeoutError as error:
-            raise ServerLost(f"{self.url}: no connection within {limits.connect:g} s") from error
-        except TimeoutError as error:
-            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded
-            said = " ".join(str(error).split())[:SHOWN] or type(error).__name__
-            raise ServerLost(f"{self.url}{path}: {said}") from error
+            raise ServerLost(f"{self.url}{path}: {_why(error, timeout_s)}") from error
         except asyncio.CancelledError:
             if task in self._under_way:
                 raise
@@ -232,12 +229,12 @@ def _check(url: str, headers: Mapping[str, str]) -> None:
     """Raises ConfigError if the URL names no HTTP server, or if a header has characters that HTTP does not allow."""
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-        URL(url)
+        host, _, _ = parts.hostname or "", parts.port, URL(url)
+        problem = "" if parts.scheme in ("http", "https") and host.isprintable() and " " not in host else "of a server"
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL ({error}): give http://HOST:PORT") from error
-    if parts.scheme not in ("http", "https") or not host or not host.isprintable() or " " in host:
-        raise ConfigError(f"{url!r} is no URL of a server: give http://HOST:PORT or https://HOST")
+        host, problem = "", f"({error})"
+    if problem or not host:
+        raise ConfigError(f"{url!r} is no URL {problem or 'of a server'}: give http://HOST:PORT or https://HOST")
     if not all(value.isprintable() and value == value.strip() for value in headers.values()):
         raise ConfigError(  # The message does not show the header's value, because it may be a key.
             f"{host}: the API key or a header of requests has a line break, or another character or space that HTTP "
@@ -245,14 +242,13 @@ def _check(url: str, headers: Mapping[str, str]) -> None:
         )
 
 
-def _retry_after_s(status: int, headers: Mapping[str, str]) -> float:
-    """Returns how many seconds a server asks to wait: the value of the Retry-After header if it is a number of seconds;
-    otherwise TOO_MANY_S for status 429, and 0 for other statuses.
-    """
-    told = headers.get("Retry-After", "")
-    if told.isdecimal() and len(told) < 7:
-        return float(told)
-    return TOO_MANY_S if status == 429 else 0.0
+def _why(error: Exception, timeout_s: float) -> str:
+    """Returns the reason why there is no complete answer."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"no connection within {min(CONNECT_S, timeout_s):g} s"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {timeout_s:g} s"
+    return " ".join(str(error).split())[:SHOWN] or type(error).__name__
 
 
 def _shown(data: bytes) -> str:

@@ -8,6 +8,8 @@ refitted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,9 +84,8 @@ class OpenAiServer(Server):
             refused="refuses the API key: see key_file or key_variable",
         )  # fmt: skip
         self._endpoint, self._tokenizer = endpoint, tokenizer
-        # Concurrent callers that need the context length wait for this one request.
-        self._asking: asyncio.Future[None] | None = None
-        self._asked_context, self._context = False, None
+        self._asking: asyncio.Future[None] | None = None  # the request for the context length
+        self._context: float | None = None  # the model's context length; inf if the endpoint does not report it
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
@@ -93,16 +94,15 @@ class OpenAiServer(Server):
         endpoint reports its context length.
         """
         self._check(prompt, sampling)
-        context = await self._room(timeout_s)
-        room = sampling.max_tokens if context is None else context - len(prompt)
+        room = min(sampling.max_tokens, await self._context_length(timeout_s) - len(prompt))
         if room <= 0:
             return [empty(sampling)] * sampling.n
         n = 1 if sampling.greedy else sampling.n
-        body = self._request(prompt, sampling, n, seed, min(sampling.max_tokens, room))
+        body = self._request(prompt, sampling, n, seed, int(room))
         size = response_parsing.FREE_BYTES + n * body["max_tokens"] * response_parsing.JSON_TOKEN_BYTES
         choices = await self._ask(body, n, timeout_s, size)
         with self._understood():
-            return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
+            return [self._drawn(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """Implements `Server.score`. Raises EngineError if the endpoint does not return the log-probs of prompts, or
@@ -181,7 +181,7 @@ class OpenAiServer(Server):
         answer = await self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        self._check_count(choices, count)
+            self._check_count(choices, count)
         return choices
 
     async def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
@@ -193,43 +193,29 @@ class OpenAiServer(Server):
         except ServerLost as error:
             raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
 
-    def _completion(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
-        """Parses one choice of an answer as a completion of at most `room` tokens. Errors in a malformed choice are
-        converted to ServerLost by `_understood`.
+    def _drawn(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
+        """Parses one choice of an answer as a completion of at most `room` tokens. Raises AnswerError and other errors
+        for a malformed choice.
         """
-        stop = self._stop(choice, sampling)
-        tokens = choice.get("token_ids")
-        told = _logprobs(choice) if tokens is not None and sampling.logprobs else None
-        if tokens is not None:
-            tokens = response_parsing.read_tokens(tokens, self._vocab, room)
-        if tokens is None:
-            tokens = self._tokenizer.encode(choice["text"], add_special_tokens=False)[: sampling.max_tokens]
-            own = self._tokenizer.eos_token_id
-            tokens += [own] if stop is Stop.EOS and own is not None and tokens[-1:] != [own] else []
-        if told is not None:
-            told = response_parsing.read_logprobs(told, (len(tokens),))
-        return Completion(
-            tokens=tokens,
-            logprobs=response_parsing.drawn(told if sampling.plain else None, sampling, len(tokens)),
-            stop=stop,
-            model_logprobs=told if sampling.plain or sampling.greedy else None,
+        # Only vLLM reports which string ended a completion; other endpoints do not tell it from the end of the text.
+        about = {"stop_reason": "a stop string"} if sampling.stop_strings else {}
+        about |= {name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice}
+        told = None
+        if choice.get("token_ids") is not None:
+            tokens = response_parsing.read_tokens(choice["token_ids"], self._vocab, room)
+            told = _logprobs(choice) if sampling.logprobs else None
+        else:
+            ids = self._tokenizer.encode(choice["text"], add_special_tokens=False)[: sampling.max_tokens]
+            end = self._tokenizer.eos_token_id
+            ended = self._stop(about["finish_reason"], about.get("stop_reason"), sampling) is Stop.EOS
+            tokens = np.array(ids + [end] * (ended and end is not None and ids[-1:] != [end]), np.int32)
+        return self._completion(
+            about,
+            tokens,
+            sampling,
+            drawn=told if sampling.plain else None,
+            model=told if sampling.plain or sampling.greedy else None,
         )
-
-    def _stop(self, choice: Mapping[str, Any], sampling: Sampling) -> Stop:
-        """Returns the reason why a completion ended. vLLM reports which stop token or string ended it; other endpoints
-        do not distinguish a stop string from the end of the text.
-        """
-        match choice["finish_reason"], choice.get("stop_reason"):
-            case "stop", int(token):
-                return Stop.EOS if token in self._ends else Stop.STOP
-            case "stop", None:
-                return Stop.STOP if sampling.stop_strings and "stop_reason" not in choice else Stop.EOS
-            case "stop", _:
-                return Stop.STOP
-            case "length", _:
-                return Stop.LENGTH
-            case other:
-                raise ServerLost(f"{self.url} ended a completion for an unknown reason: {other}", retry_after_s=PAUSE_S)
 
     def _text_scores(self, choice: Mapping[str, Any] | None, tokens: np.ndarray, k: int) -> TopScores:
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), k), np.int32)
@@ -264,33 +250,32 @@ class OpenAiServer(Server):
             )
         return told[1 : len(tokens)]
 
-    async def _room(self, timeout_s: float) -> int | None:
-        """Returns the model's context length in tokens, or None if the endpoint does not report it.
+    async def _context_length(self, timeout_s: float) -> float:
+        """Returns the model's context length in tokens, or inf if the endpoint does not report it.
 
         All concurrent callers wait for the same request, and all get its error if it fails. With one request per
         caller, an endpoint that is slow to refuse would delay the callers one after the other.
         """
-        if not self._asked_context:
+        if self._context is None:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.ensure_future(self._ask_context(timeout_s))
-                self._asking.add_done_callback(_seen)
             # if this caller is cancelled, the request continues for the other callers
             await asyncio.shield(self._asking)
+        assert self._context is not None
         return self._context
 
     async def _ask_context(self, timeout_s: float) -> None:
-        try:
+        listed = None
+        with contextlib.suppress(RequestRefused):  # the endpoint has no such route
             listed = await self._call("GET", MODELS, None, timeout_s)
-        except RequestRefused:  # the endpoint has no such route
-            listed = None
-        self._context = _context_of(listed, self._endpoint.model)
-        self._asked_context = True
-
-
-def _seen(asked: asyncio.Future[None]) -> None:
-    """Retrieves the exception of a request that no caller waits for, so that asyncio does not warn about it."""
-    if not asked.cancelled():
-        asked.exception()
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        told = [
+            entry.get(name)
+            for entry in (entries if isinstance(entries, list) else [])
+            if isinstance(entry, dict) and entry.get("id") == self._endpoint.model
+            for name in CONTEXT_NAMES
+        ]
+        self._context = next((length for length in told if isinstance(length, int)), math.inf)
 
 
 def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:
@@ -299,12 +284,3 @@ def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:
     """
     told = (choice.get("logprobs") or {}).get("token_logprobs")
     return None if told is None else np.array(told, object).astype(np.float32)  # null becomes nan
-
-
-def _context_of(listed: Any, model: str) -> int | None:
-    """Returns the context length that /v1/models reports for a model, under any of CONTEXT_NAMES, or None."""
-    entries = listed.get("data") if isinstance(listed, dict) else None
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict) and entry.get("id") == model:
-            return next((entry[name] for name in CONTEXT_NAMES if isinstance(entry.get(name), int)), None)
-    return None

@@ -5,24 +5,29 @@ server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_rl.engines import user_families
-from megatron_rl.refit.engine_side import Endpoint, EngineSide
+from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.transport import Tensors
 from megatron_rl.weights.rank_layouts import differences, engine_parameters
 
 
-class Landing(Endpoint, Protocol):
-    """The parameters of an inference engine, as the destination of a weight sync (refit)."""
+class Landing:
+    """The parameters of an inference engine, by their names in the engine, as the destination of a weight sync (refit).
+    Implements refit.engine_side.Endpoint.
+    """
 
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Returns the engine's parameters by their names in the engine."""
-        ...
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters, self.targets = parameters, Tensors(parameters)
+
+    def begin_refit(self) -> None: ...
+
+    def commit_refit(self, version: int) -> None:
+        """Completes a refit after all weights have arrived. A no-op if the weights were received in place."""
 
 
 def join(

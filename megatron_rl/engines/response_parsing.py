@@ -6,7 +6,6 @@ server.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,12 +40,10 @@ def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[
         raise ServerLost(said, retry_after_s=retry_after_s) from error
 
 
-def read_json(data: bytes) -> Any:
-    """Parses the bytes of an answer as JSON. Raises AnswerError if they are not valid JSON."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise AnswerError(f"no JSON ({type(error).__name__} {error})") from error
+def require(valid: bool, problem: str) -> None:
+    """Raises AnswerError with the text `problem` unless a part of an answer is `valid`."""
+    if not valid:
+        raise AnswerError(problem)
 
 
 def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
@@ -58,18 +55,17 @@ def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
     array = np.asarray(told)
     if array.shape == (0,):
         return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise AnswerError(f"tokens are {array.dtype} {array.shape}")
-    if len(array) > longest:
-        raise AnswerError(f"{len(array)} tokens where at most {longest} were asked for")
+    require(array.ndim == 1 and array.dtype.kind in "iu", f"tokens are {array.dtype} {array.shape}")
+    require(len(array) <= longest, f"{len(array)} tokens where at most {longest} were asked for")
     check_ids(array, vocab)
     return array.astype(np.int32, copy=False)
 
 
 def check_ids(ids: np.ndarray, vocab: int) -> None:
     """Raises AnswerError if a token id is outside the vocabulary. `vocab`: size of the vocabulary; 0 if unknown."""
-    if ids.size and (ids.min() < 0 or ids.max() >= (vocab or 2**31)):
-        raise AnswerError(f"tokens from {ids.min()} to {ids.max()}: the vocabulary has 0 to {(vocab or 2**31) - 1}")
+    first, last = (ids.min(), ids.max()) if ids.size else (0, 0)
+    most = (vocab or 2**31) - 1
+    require(first >= 0 and last <= most, f"tokens from {first} to {last}: the vocabulary has 0 to {most}")
 
 
 def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -79,15 +75,12 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
     rounding error.
     """
     array = np.asarray(told)
-    if array.shape != shape and not (array.size == 0 and 0 in shape):
-        raise AnswerError(f"log-probs are {array.shape} for {shape}")
-    if array.dtype.kind not in "fiu" and array.size:
-        raise AnswerError(f"log-probs are {array.dtype}")
+    require(array.shape == shape or array.size == 0 == np.prod(shape), f"log-probs are {array.shape} for {shape}")
+    require(array.dtype.kind in "fiu" or not array.size, f"log-probs are {array.dtype}")
     numbers = array.astype(np.float32, copy=False).reshape(shape)
-    if not np.isfinite(numbers).all():
-        raise AnswerError("log-probs that are not numbers: are the weights?")
-    if numbers.size and numbers.max() > SLACK:
-        raise AnswerError(f"a log-prob of {numbers.max():.6g}: no probability is above 1")
+    require(bool(np.isfinite(numbers).all()), "log-probs that are not numbers: are the weights?")
+    highest = numbers.max(initial=-np.inf)
+    require(highest <= SLACK, f"a log-prob of {highest:.6g}: no probability is above 1")
     return numbers
 
 
@@ -108,16 +101,16 @@ def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[i
     found = [(start, version) for start, version in spans]
     numbers = [number for span in found for number in span]
     versions = [version for _, version in found]
-    if any(type(number) is not int or number < -1 for number in numbers) or versions != sorted(versions):
-        raise AnswerError(f"weight versions {found[:4]}")
+    whole = all(type(number) is int and number >= -1 for number in numbers)
+    require(whole and versions == sorted(versions), f"weight versions {found[:4]}")
     starts = [start for start, _ in found]
-    if found and (starts[0] != 0 or starts != sorted(starts) or starts[-1] > length):
-        raise AnswerError(f"weight versions that begin at the tokens {starts[:8]} of {length}")
+    ordered = not starts or (starts[0] == 0 and starts == sorted(starts) and starts[-1] <= length)
+    require(ordered, f"weight versions that begin at the tokens {starts[:8]} of {length}")
     return found
 
 
 def read_whole(told: Any, lowest: int) -> int:
     """Returns the value `told` of an answer if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
-    if type(told) is not int or told < lowest:
-        raise AnswerError(f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
+    valid = type(told) is int and told >= lowest
+    require(valid, f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
     return told

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_rl.engines import response_parsing
-from megatron_rl.engines.http import CONTROL_S, REFUSED, Http, RequestRefused, ServerLost
+from megatron_rl.engines.http import CONTROL_S, REFUSED, Http, ServerLost
 from megatron_rl.engines.protocol import Completion, Sampling, TopScores
+from megatron_rl.types import Stop
 
+STOPS = {"length": Stop.LENGTH, "abort": Stop.ABORTED}
 MARGIN_S = 30.0  # seconds by which the timeout of a request of a weight sync exceeds the maximum duration of a refit
 
 
@@ -33,8 +35,8 @@ class Server:
     time, and RequestRefused if it refuses the request.
 
     Requests for rollouts and scores, many of which run concurrently, are coroutines on the caller's event loop. The
-    other methods block the calling thread. A server whose weights never change refuses the methods for weight syncs
-    (refits) and sleep.
+    other methods block the calling thread. The methods for weight syncs (refits) and sleep are no-ops for a server
+    whose weights never change.
     """
 
     health: ClassVar[str]  # route that answers successfully while the server is ready
@@ -78,24 +80,20 @@ class Server:
         """Connects the server to the trainer's refit store, which coordinates weight syncs. `secret`: the key that
         signs messages to the store.
         """
-        raise self._has_own_weights()
 
     def pause(self) -> None:
         """Prepares the server for a weight sync (refit). From now on, no tokens are generated; requests in progress are
         handled as `engine.pause` specifies. A sleeping server allocates the memory of its weights again, but not yet
         the memory of its KV cache.
         """
-        raise self._has_own_weights()
 
     def update(self, version: int, wait_s: float) -> None:
         """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. Returns when the server
         has the weights of this version, and all cache entries of older weights are dropped.
         """
-        raise self._has_own_weights()
 
     def resume(self) -> None:
         """Continues requests after a weight sync (refit). A sleeping server stays asleep."""
-        raise self._has_own_weights()
 
     def sleep(self, *, discard: bool) -> None:
         """Puts the server to sleep: releases its GPU memory until `wake`. Requests in progress end as if aborted.
@@ -103,13 +101,11 @@ class Server:
         `discard`: if True, the weights are dropped, because a weight sync (refit) sends all weights before the next
         request; otherwise the weights are kept in host memory.
         """
-        raise self._has_own_weights()
 
     def wake(self) -> None:
         """Wakes the server: allocates all memory that `sleep` released, and accepts requests again. A no-op for a
         server that is awake.
         """
-        raise self._has_own_weights()
 
     def version(self) -> int:
         """Returns the version of the server's weights; -1 before the first weight sync (refit)."""
@@ -123,9 +119,6 @@ class Server:
         """Aborts the requests in progress and makes later requests raise ServerLost."""
         self._http.close()
 
-    def _has_own_weights(self) -> RequestRefused:
-        return RequestRefused(f"{self.url}: the server's weights are its own; a role that is trained needs an engine")
-
     def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager for code that parses an answer: if the answer is malformed, raises ServerLost."""
         return response_parsing.understood(self.url, self.speaker, retry_after_s=self.retry_after_s)
@@ -134,9 +127,50 @@ class Server:
         return self._http.call("POST", path, body, timeout_s=timeout_s)
 
     def _check_count(self, found: Sequence[Any], count: int) -> None:
-        """Raises ServerLost unless there are exactly `count` completions."""
-        if len(found) != count:
-            raise ServerLost(f"{self.url} sent {len(found)} completions, not {count}", retry_after_s=self.retry_after_s)
+        """Raises AnswerError unless there are exactly `count` completions."""
+        response_parsing.require(len(found) == count, f"{len(found)} completions, not {count}")
+
+    def _completion(
+        self,
+        about: Mapping[str, Any],
+        tokens: np.ndarray,
+        sampling: Sampling,
+        *,
+        drawn: Any,
+        model: Any,
+        experts: np.ndarray | None = None,
+    ) -> Completion:
+        """Checks and returns one completion of T `tokens`. Raises AnswerError for invalid values.
+
+        `about`: why the completion ended (`finish_reason`, and in `stop_reason` the token or string that ended it) and
+        optionally its weight versions (`weight_versions`, pairs of the first token and the name of the version).
+        `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none.
+        `model`: [T] log-probs under the model at temperature 1, or None if the server returned none.
+        """
+        told, own = (
+            None if each is None else response_parsing.read_logprobs(each, tokens.shape) for each in (drawn, model)
+        )
+        spans = [(start, version_of(name)) for start, name in about.get("weight_versions") or ()]
+        return Completion(
+            tokens=tokens,
+            logprobs=response_parsing.drawn(told, sampling, len(tokens)),
+            stop=self._stop(about["finish_reason"], about.get("stop_reason"), sampling),
+            model_logprobs=own,
+            experts=experts,
+            versions=response_parsing.read_versions(spans, len(tokens)),
+        )
+
+    def _stop(self, reason: str, by: Any, sampling: Sampling) -> Stop:
+        """Returns why a completion ended. `by`: the token or string that ended it, or None for the end of the text."""
+        match reason, by:
+            case "stop", None:
+                return Stop.EOS
+            case "stop", int(token) if token in self._ends or token not in sampling.stop_tokens:
+                return Stop.EOS
+            case "stop", _:
+                return Stop.STOP
+        response_parsing.require(reason in STOPS, f"a completion that ended for an unknown reason: {reason}")
+        return STOPS[reason]
 
     def _check_version(self, version: int) -> None:
         """Raises ServerLost if the server does not have this weight version after a weight sync (refit)."""
@@ -158,3 +192,10 @@ class Server:
         logprobs = response_parsing.read_logprobs(logprobs, (len(ids), 1 + ids.shape[1]))
         response_parsing.check_ids(ids, self._vocab)
         return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
+
+
+def version_of(name: str) -> int:
+    """Converts the name that a server gives to a weight version to an integer. The initial weights, named "default",
+    have version -1. Raises ValueError for any other name that is not an integer.
+    """
+    return -1 if name == "default" else int(name)

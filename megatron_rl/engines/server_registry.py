@@ -105,6 +105,7 @@ class Announcement:
     ) -> None:
         self._roster, self._listing, self._alive, self._beat_s = registry, listing, alive, beat_s
         self._done, self._last = threading.Event(), time.monotonic()
+        self.failures = 0  # number of times that `alive` has returned False since it last returned True
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Announcement:
@@ -124,10 +125,12 @@ class Announcement:
     def _beat(self) -> None:
         beat = 0
         while not self._done.wait(self._beat_s):
-            if self._alive():
-                beat, self._last = beat + 1, time.monotonic()
-                try:
-                    self._roster.write(replace(self._listing, beat=beat))
-                # For example, the disk is full or the file server is unavailable: the next attempt may succeed.
-                except OSError as error:
-                    _log.warning("%s cannot renew its listing: %s", self._listing.name, error)
+            if not self._alive():
+                self.failures += 1
+                continue
+            beat, self.failures, self._last = beat + 1, 0, time.monotonic()
+            try:
+                self._roster.write(replace(self._listing, beat=beat))
+            # For example, the disk is full or the file server is unavailable: the next attempt may succeed.
+            except OSError as error:
+                _log.warning("%s cannot renew its listing: %s", self._listing.name, error)

@@ -54,18 +54,8 @@ class Addresses:
                 while not self._closed.is_set() and not server.ready():
                     self._closed.wait(self._look_s)
                 if not self._closed.is_set():
-                    self._while_it_answers(listing, server)
+                    with Announcement(self._roster, listing, server.ready, beat_s=self._look_s) as announced:
+                        while announced.failures < FAILURES and not self._closed.wait(self._look_s):
+                            pass
             finally:
                 server.close()
-
-    def _while_it_answers(self, listing: Listing, server: Server) -> None:
-        failures = 0
-
-        def alive() -> bool:
-            nonlocal failures
-            failures = 0 if server.ready() else failures + 1
-            return failures == 0
-
-        with Announcement(self._roster, listing, alive, beat_s=self._look_s):
-            while failures < FAILURES and not self._closed.wait(self._look_s):
-                pass

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from megatron_rl.refit.messages import (
 from megatron_rl.refit.transport import (
     WORD_BYTES,
     Deadline,
+    Handle,
     Mismatch,
     Parameters,
-    Reachable,
     Readable,
     Tensors,
     Transport,
@@ -37,7 +37,7 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-# On a streaming transport, slices of a long run with at least this average size in bytes are not packed.
+# Slices of a long run with at least this average size in bytes are sent as separate pieces, and not packed.
 ALONE_PART_BYTES = 1 << 16
 PROBE_BYTES = 256 << 20  # total size in bytes, over all ranks, of the messages that measure the bandwidth of the links
 # (trainer rank, engine rank) -> (transport between the two ranks, index of the other side in the transport)
@@ -84,6 +84,14 @@ class ExchangeOutcome:
     mismatch: str | None = None  # error message for the first parameter that differs from the trainer's values
 
 
+class _Run(NamedTuple):
+    """The order of one refit, its deadline, and the outcome that is recorded."""
+
+    order: RefitOrder
+    deadline: Deadline
+    out: ExchangeOutcome
+
+
 class Exchange:
     """Sends and receives the messages of one rank under a refit plan (which lists the messages of a refit). One
     instance serves every refit under the plan.
@@ -106,10 +114,6 @@ class Exchange:
         waiting.
         """
         self._side, self._route, self._dtype, self._pulse = side, route, dtype, pulse
-        # Parameters that a transport may access directly, without a copy; None if a copy is needed.
-        self._readable, self._writable = (
-            parameters if isinstance(parameters, Reachable) else None for parameters in (side.sources, side.targets)
-        )
         width, sent = dtype.itemsize, [*enumerate(plan.buckets)]
         local = [(n, b) for n, b in enumerate(plan.local, len(plan.buckets))]
         inside = [(n, b) for n, b in local if b.source == side.source and b.destination == side.destination]
@@ -128,16 +132,16 @@ class Exchange:
         start = time.perf_counter()
         if not order.keeps_sent:
             self._last.clear()
-        waiting: list[Callable[[], None]] = []
+        run, waiting = _Run(order, deadline, out), list[Callable[[], None]]()
         inside, each = iter(self._inside), -(-len(self._inside) // max(1, len(self._rounds)))
         for sending, receiving in self._rounds:
-            begun = self._start_round(sending, receiving, order, deadline, out)
+            begun = self._start_round(sending, receiving, run)
             for message in itertools.islice(inside, each):  # while messages are in flight
-                self._copy_locally(message, order, out)
+                self._copy_locally(message, run)
             _finish(waiting)
             waiting = begun
         for message in inside:  # messages within this process that were not copied between rounds
-            self._copy_locally(message, order, out)
+            self._copy_locally(message, run)
         _finish(waiting)
         _synchronize(self._side.device)
         out.seconds = time.perf_counter() - start
@@ -170,24 +174,38 @@ class Exchange:
         """
         bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
         transport, peer = self._route(bucket.source, bucket.destination)
-        other = bucket.destination if out else bucket.source
         label = f"a first message, rank {bucket.source} to engine rank {bucket.destination},"
         if out:
             handle = transport.send(peer, label, transport.buffer(size, self._side.device), size_known=True)
-        else:
-            handle = transport.receive(peer, label, size, self._side.device)
+            return self._sent(handle, bucket, lost, deadline)
+        handle = transport.receive(peer, label, size, self._side.device)
 
         def finish() -> None:
             try:
-                if other not in lost:
-                    handle.wait(replace(deadline, pulse=lambda: self._pulse(bucket.destination)) if out else deadline)
+                if bucket.source not in lost:
+                    handle.wait(deadline)
                     handle.release()
             except TransportError as error:
-                lost[other] = str(error)
+                lost[bucket.source] = str(error)
 
         return finish
 
-    def _copy_locally(self, message: BucketMessage, order: RefitOrder, out: ExchangeOutcome) -> None:
+    def _sent(
+        self, handle: Handle, bucket: RefitBucket, lost: dict[int, str], deadline: Deadline
+    ) -> Callable[[], None]:
+        """Returns a function that waits until a message has been sent, and records a failure in `lost`."""
+
+        def finish() -> None:
+            try:
+                if bucket.destination not in lost:
+                    handle.wait(replace(deadline, pulse=lambda: self._pulse(bucket.destination)))
+                    handle.release()
+            except TransportError as error:
+                lost[bucket.destination] = str(error)
+
+        return finish
+
+    def _copy_locally(self, message: BucketMessage, run: _Run) -> None:
         """Copies and verifies the slices of a message whose source and destination are both in this process."""
         sources, targets = self._side.sources, self._side.targets
         assert sources is not None and targets is not None
@@ -198,52 +216,41 @@ class Exchange:
             if target is not None and source is not None:
                 target[...] = source
             else:
-                targets.write(
-                    move.destination_name, move.destination, sources.read(move.source_name, move.source).to(self._dtype)
-                )
-        out.local += message.bucket.elements * self._dtype.itemsize
-        checked = message.checked(order.verify, order.version)
-        out.checked += len(checked)
-        if not checked:
-            return
-        sums = checksums(
-            (sources.read(m.source_name, m.source) for m in checked), self._dtype, order.sums_on, self._side.device
-        )
+                values = sources.read(move.source_name, move.source).to(self._dtype)
+                targets.write(move.destination_name, move.destination, values)
+        run.out.local += message.bucket.elements * self._dtype.itemsize
+        checked = message.checked(run.order.verify, run.order.version)
+        run.out.checked += len(checked)
         try:
-            self._compare(checked, sums.view(torch.uint8), message.bucket, order.sums_on)
+            if checked:
+                self._compare(checked, self._checksums(checked, run.order.sums_on), message.bucket, run.order.sums_on)
         except Mismatch as error:
-            out.mismatch = out.mismatch or str(error)
+            run.out.mismatch = run.out.mismatch or str(error)
 
     def _start_round(
-        self,
-        sending: BucketMessage | None,
-        receiving: BucketMessage | None,
-        order: RefitOrder,
-        deadline: Deadline,
-        out: ExchangeOutcome,
+        self, sending: BucketMessage | None, receiving: BucketMessage | None, run: _Run
     ) -> list[Callable[[], None]]:
         """Starts the messages that this rank sends and receives in one round of the plan: at most one of each.
 
         Returns one function per message. The function waits for the message and completes it.
         """
         starts: list[tuple[int, Callable[[], Callable[[], None]]]] = []
-        if sending is not None and sending.bucket.destination not in out.lost_destinations:
-            starts.append((sending.bucket.source, lambda: self._send(sending, order, deadline, out)))
-        if receiving is not None and receiving.bucket.source not in out.lost_sources:
-            starts.append((receiving.bucket.source, lambda: self._receive(receiving, order, deadline, out)))
+        if sending is not None and sending.bucket.destination not in run.out.lost_destinations:
+            starts.append((sending.bucket.source, lambda: self._send(sending, run)))
+        if receiving is not None and receiving.bucket.source not in run.out.lost_sources:
+            starts.append((receiving.bucket.source, lambda: self._receive(receiving, run)))
         # NCCL requires that both sides of a pair start their messages in the same order.
         begun = {start: start() for _, start in sorted(starts, key=lambda item: item[0])}
         # Receives are completed first, because the sender on the other side waits until its message is received.
         return [begun[start] for _, start in reversed(starts)]
 
-    def _send(
-        self, message: BucketMessage, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome
-    ) -> Callable[[], None]:
+    def _send(self, message: BucketMessage, run: _Run) -> Callable[[], None]:
         """Copies the values of a message into a buffer, and starts to send the message.
 
         Returns a function that waits until the message has been sent.
         """
-        bucket, width, checked = message.bucket, self._dtype.itemsize, message.checked(order.verify, order.version)
+        order, out, bucket, width = run.order, run.out, message.bucket, self._dtype.itemsize
+        checked = message.checked(order.verify, order.version)
         base, sums = order.base.get(bucket.destination), CHECKSUM_BYTES * len(checked)
         head, size = delta.HEADER if base is not None else 0, bucket.elements * width
         try:
@@ -253,18 +260,19 @@ class Exchange:
             end = head + elements_of(joined) * width
             values = self._pack(joined, whole[head:end])
             begun = time.perf_counter()
-            if head:
-                end = self._encode(message.number, values, base, whole)
+            if head:  # a difference if the values of version `base`, which the receiver holds, are still here
+                version, old = self._last.get(message.number, (None, None))
+                end = delta.encode(values, old if version == base else None, whole)
             if order.keeps_sent:
-                kept = (
-                    self._pack(message.runs, torch.empty(size, dtype=torch.uint8, device=values.device))
-                    if alone
-                    else values.clone()
+                kept = torch.empty(size, dtype=torch.uint8, device=values.device) if alone else None
+                self._last[message.number] = (
+                    order.version,
+                    values.clone() if kept is None else self._pack(message.runs, kept),
                 )
-                self._last[message.number] = (order.version, kept)
                 out.delta_seconds += time.perf_counter() - begun
-            self._put_checksums(checked, whole[end : end + sums], order.sums_on)
-            pieces = self._pieces(alone, whole[end + sums :], transport.streams)
+            if checked:
+                whole[end : end + sums].copy_(self._checksums(checked, order.sums_on))
+            pieces = self._pieces(alone, whole[end + sums :])
             handle = transport.send(
                 peer, message.label(order.version), whole[: end + sums], size_known=not head, pieces=pieces
             )
@@ -273,35 +281,23 @@ class Exchange:
             return lambda: None
         out.full += size
         out.sent += end if head else size
+        return self._sent(handle, bucket, out.lost_destinations, run.deadline)
 
-        def finish() -> None:
-            if bucket.destination in out.lost_destinations:
-                return
-            try:
-                handle.wait(replace(deadline, pulse=lambda: self._pulse(bucket.destination)))
-            except TransportError as error:
-                out.lost_destinations.setdefault(bucket.destination, str(error))
-            else:
-                handle.release()
-
-        return finish
-
-    def _receive(
-        self, message: BucketMessage, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome
-    ) -> Callable[[], None]:
+    def _receive(self, message: BucketMessage, run: _Run) -> Callable[[], None]:
         """Starts to receive a message.
 
         Returns a function that waits for the message and writes its values to the parameters.
         """
-        bucket, checked = message.bucket, message.checked(order.verify, order.version)
+        order, out, bucket = run.order, run.out, message.bucket
+        checked = message.checked(order.verify, order.version)
         size_known = order.base.get(bucket.destination) is None
         transport, peer = self._route(bucket.source, bucket.destination)
         joined, alone = message.split(transport.takes_pieces and size_known, self._dtype.itemsize)
-        pieces, loose = [], list[SliceRun]()
-        for run in alone:
-            memory = self._writable.memory(run.name, run.part, self._dtype) if self._writable else None
-            pieces.append(run.part.elements * self._dtype.itemsize if memory is None else memory)
-            loose += [run] if memory is None else []
+        pieces, loose, targets = [], list[SliceRun](), self._side.targets
+        for each in alone:
+            memory = targets.memory(each.name, each.part, self._dtype) if isinstance(targets, Tensors) else None
+            pieces.append(each.part.elements * self._dtype.itemsize if memory is None else memory)
+            loose += [each] if memory is None else []
         size = elements_of(joined + loose) * self._dtype.itemsize + CHECKSUM_BYTES * len(checked)
         handle = transport.receive(
             peer, message.label(order.version), size if size_known else None, self._side.device, pieces=pieces
@@ -311,8 +307,8 @@ class Exchange:
             if bucket.source in out.lost_sources:
                 return
             try:
-                whole = handle.wait(deadline).to(self._side.device)
-                self._land(message, joined, loose, whole, size_known, checked, order.sums_on, out)
+                whole = handle.wait(run.deadline).to(self._side.device)
+                self._land(message, joined, loose, whole, run)
             except TransportError as error:
                 out.lost_sources.setdefault(bucket.source, str(error))
             except ValueError as error:
@@ -326,38 +322,33 @@ class Exchange:
         return finish
 
     def _land(
-        self,
-        message: BucketMessage,
-        joined: Sequence[SliceRun],
-        loose: Sequence[SliceRun],
-        whole: Tensor,
-        size_known: bool,
-        checked: Sequence[SliceMove],
-        sums_on: Place,
-        out: ExchangeOutcome,
+        self, message: BucketMessage, joined: Sequence[SliceRun], loose: Sequence[SliceRun], whole: Tensor, run: _Run
     ) -> None:
         """Writes a received message to the parameters and verifies its checksums.
 
-        `whole` holds the values of `joined`, then the checksums of `checked`, then the values of `loose`. `loose`: runs
-        of slices that were sent as separate pieces, but into whose parameters the transport cannot write directly.
-        Raises Mismatch if a checksum is wrong and ValueError if an encoded difference is invalid.
+        `whole` holds the values of `joined`, then the checksums of the checked slices, then the values of `loose`.
+        `loose`: runs of slices that were sent as separate pieces, but into whose parameters the transport cannot write
+        directly. Raises Mismatch if a checksum is wrong and ValueError if an encoded difference is invalid.
         """
         assert self._side.targets is not None
-        sums, width = CHECKSUM_BYTES * len(checked), self._dtype.itemsize
-        end = elements_of(joined) * width if size_known else len(whole) - sums
-        if size_known:
+        checked, width = message.checked(run.order.verify, run.order.version), self._dtype.itemsize
+        sums = CHECKSUM_BYTES * len(checked)
+        if run.order.base.get(message.bucket.destination) is None:
+            end, size = elements_of(joined) * width, message.bucket.elements * width
             values = whole[:end].view(self._dtype)
         else:
+            end = size = len(whole) - sums
             begun = time.perf_counter()
             present = torch.empty(message.bucket.elements, dtype=self._dtype, device=self._side.device)
-            _gather(self._side.targets, [(run.name, run.part) for run in joined], present)
+            _gather(self._side.targets, [(each.name, each.part) for each in joined], present)
             values = delta.decode(whole[:end], present.view(INTEGERS[width])).view(self._dtype)
-            out.delta_seconds += time.perf_counter() - begun
+            run.out.delta_seconds += time.perf_counter() - begun
         self._write(joined, values)
         self._write(loose, whole[end + sums :].view(self._dtype) if loose else values)
-        out.received += message.bucket.elements * width if size_known else end
-        out.checked += len(checked)
-        self._compare(checked, whole[end : end + sums], message.bucket, sums_on)
+        run.out.received += size
+        run.out.checked += len(checked)
+        if checked:
+            self._compare(checked, whole[end : end + sums], message.bucket, run.order.sums_on)
 
     def _write(self, runs: Sequence[SliceRun], values: Tensor) -> None:
         """Writes concatenated values to the destination parameters of the runs of slices, in order."""
@@ -368,18 +359,16 @@ class Exchange:
             self._side.targets.write(run.name, run.part, part.view(run.part.rows, run.part.columns))
             place += run.part.elements
 
-    def _pieces(self, runs: Sequence[SliceRun], buffer: Tensor, streams: bool) -> Iterator[Tensor]:
+    def _pieces(self, runs: Sequence[SliceRun], buffer: Tensor) -> Iterator[Tensor]:
         """Yields the bytes of the runs of slices in order. Each run is copied only when the caller requests it.
 
         Yields views of the parameters' memory if the transport can read it directly. Otherwise, copies the run into
         `buffer` and yields the copied bytes.
         """
         for run in runs:
-            size, found = run.part.elements * self._dtype.itemsize, list[Tensor | None]()
-            if self._readable is not None and (
-                len(run.moves) == 1 or (streams and size >= ALONE_PART_BYTES * len(run.moves))
-            ):
-                found = [self._readable.memory(*place, self._dtype) for place in run.sources]
+            size, found, sources = run.part.elements * self._dtype.itemsize, list[Tensor | None](), self._side.sources
+            if isinstance(sources, Tensors) and (len(run.moves) == 1 or size >= ALONE_PART_BYTES * len(run.moves)):
+                found = [sources.memory(*place, self._dtype) for place in run.sources]
             lying = [piece for piece in found if piece is not None]
             if len(lying) < len(run.moves):
                 lying, buffer = [buffer[:size]], buffer[size:]
@@ -401,32 +390,18 @@ class Exchange:
         _gather(self._side.sources, [place for run in runs for place in run.sources], values)
         return values.view(INTEGERS[self._dtype.itemsize])
 
-    def _encode(self, number: int, values: Tensor, base: int | None, whole: Tensor) -> int:
-        """Encodes `values` into `whole`, as a difference if the sender still has the values of version `base`, which
-        the receiver holds.
-
-        Returns the encoded size in bytes.
-        """
-        version, old = self._last.get(number, (None, None))
-        return delta.encode(values, old if version == base else None, whole)
-
-    def _put_checksums(self, checked: Sequence[SliceMove], place: Tensor, sums_on: Place) -> None:
-        """Writes the checksums of the `checked` slices to `place`, uint8 [8 * slices]."""
-        if checked:
-            sources = self._side.sources
-            assert sources is not None
-            own = checksums(
-                (sources.read(m.source_name, m.source) for m in checked), self._dtype, sums_on, self._side.device
-            )
-            place.copy_(own.view(torch.uint8))
+    def _checksums(self, checked: Sequence[SliceMove], sums_on: Place) -> Tensor:
+        """Returns the checksums of the source values of the `checked` slices, uint8 [8 * slices]."""
+        sources = self._side.sources
+        assert sources is not None
+        values = (sources.read(move.source_name, move.source) for move in checked)
+        return checksums(values, self._dtype, sums_on, self._side.device).view(torch.uint8)
 
     def _compare(self, checked: Sequence[SliceMove], wanted: Tensor, bucket: RefitBucket, sums_on: Place) -> None:
         """Raises Mismatch unless the `checked` slices of this rank's parameters have the checksums `wanted`.
 
         `wanted`: uint8 [8 * slices].
         """
-        if not checked:
-            return
         targets = self._side.targets
         assert targets is not None
         own = checksums(

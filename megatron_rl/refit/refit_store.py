@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from megatron_rl.key_value_store.rank_store import RankStore
-from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError, KeyValueStranger, KeyValueTimeout
+from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError, KeyValueTimeout
 from megatron_rl.key_value_store.store_server import KeyValueServer
 from megatron_rl.refit.transport import TransportError
 
@@ -64,10 +64,9 @@ class RefitStore:
         host, port, secret = address
         try:
             return cls(KeyValueClient(host, port, bytes.fromhex(secret), timeout_s), bytes.fromhex(secret))
-        except KeyValueStranger as error:
-            raise TransportError(f"no refit store of this run at {host}:{port}: {error}") from error
         except KeyValueError as error:
-            raise TransportError(f"no refit store at {host}:{port}: does the trainer run there? ({error})") from error
+            said = f"no refit store of this run at {host}:{port}: does the trainer run there? ({error})"
+            raise TransportError(said) from error
 
     def way(self) -> tuple[str, int]:
         """Returns (IP address of this host on the interface that routes to the store, address family such as
@@ -110,12 +109,10 @@ class RefitStore:
 
         Raises TransportError when there is no value after `timeout_s`, or when the store no longer answers.
         """
-        name = self._prefix + key
-        try:
-            with _gone():
-                return json.loads(self._client.get([name], timeout_s)[0])
-        except KeyValueTimeout as error:
-            raise TransportError(f"no {name!r} on the refit store within {timeout_s:.1f} s") from error
+        found = self.peek(key, timeout_s)
+        if found is None:
+            raise TransportError(f"no {self._prefix + key!r} on the refit store within {timeout_s:.1f} s")
+        return found
 
     def has(self, key: str, timeout_s: float) -> bool:
         """Waits up to `timeout_s` until `key` exists. Returns whether it exists.
@@ -129,14 +126,14 @@ class RefitStore:
             return False
         return True
 
-    def peek(self, key: str) -> Any:
-        """Returns the current value under `key` without waiting, or None if the key does not exist.
+    def peek(self, key: str, timeout_s: float = 0.0) -> Any:
+        """Returns the value under `key`, or None if the key does not exist within `timeout_s`. Values are never None.
 
         Raises TransportError when the store no longer answers.
         """
         try:
             with _gone():
-                return json.loads(self._client.get([self._prefix + key], 0.0)[0])
+                return json.loads(self._client.get([self._prefix + key], timeout_s)[0])
         except KeyValueTimeout:
             return None
 

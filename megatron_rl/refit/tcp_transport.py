@@ -1,12 +1,13 @@
 """A transport over TCP between hosts without fast links, which sends long slices without a copy.
 
-gloo sends one block of memory at a time, so the slices of a message must first be copied into one block. A socket can
-send a list of blocks, so long slices are sent directly from, and received directly into, the memory of the weights.
+A socket can send a list of blocks, so long slices are sent directly from, and received directly into, the memory of the
+weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import itertools
 import queue
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from typing import Any, cast
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.task_thread import TaskThread
 from megatron_rl.refit.transport import RECHECK_S, Deadline, TransportError
 
 # A sender's first bytes (hello): a signature of the receiver's challenge and the sender's rank, followed by the rank.
@@ -49,7 +52,7 @@ class Tcp:
     that routes to the store, and publishes its address and a random challenge on the store.
     """
 
-    takes_pieces = streams = True
+    takes_pieces = True
 
     def __init__(self, store: RefitStore, rank: int, settings: RefitConfig) -> None:
         """Starts to listen on a free port and stores the address under `rank` on the store.
@@ -80,23 +83,44 @@ class Tcp:
     def send(
         self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
     ) -> _TcpHandle:
-        lane, done, size = self._lane("to", peer), _TaskResult(message), 0
+        lane, size = self._lane("to", peer), 0
         blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
         for piece in pieces:
             blocks.append(_memory(piece))
             size += len(blocks[-1])
             if size >= START_BYTES:
-                lane.start(_Sending(blocks))
+                lane.submit(functools.partial(_send, blocks))
                 blocks, size = [], 0
-        lane.start(_Sending(blocks), done)
-        return _TcpHandle(lane, done, f"{label} to {peer}", self._buffers)
+
+        def send(to: socket.socket) -> Tensor:
+            _send(blocks, to)
+            return message
+
+        return _TcpHandle(lane, lane.submit(send), f"{label} to {peer}", self._buffers)
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
     ) -> _TcpHandle:
-        lane, done = self._lane("from", peer), _TaskResult(None if size is None else self.buffer(size, device))
-        lane.start(_Receiving(done, pieces, self._buffers), done)
+        lane = self._lane("from", peer)
+        done = lane.submit(
+            functools.partial(self._receive, None if size is None else self.buffer(size, device), pieces)
+        )
         return _TcpHandle(lane, done, f"{label} from {peer}", self._buffers)
+
+    def _receive(self, message: Tensor | None, pieces: Sequence[Tensor | int], of: socket.socket) -> Tensor:
+        """Receives one message and its pieces. Returns the message. `message`: its memory, or None if its size is not
+        known yet.
+        """
+        head = bytearray(LENGTH.size)
+        _fill(of, memoryview(head))
+        (length,) = LENGTH.unpack(head)
+        message = self._buffers.take(length, torch.device("cpu")) if message is None else message
+        first, *others = parts(message, pieces)
+        if len(first) != length:
+            raise TransportError(f"{length} bytes came where {len(first)} were expected")
+        for part in (first, *others):
+            _fill(of, _memory(part))
+        return message
 
     def close(self) -> None:
         with self._change:
@@ -224,11 +248,10 @@ class _Lane:
 
     def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
         self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()
-        self._tasks = queue.SimpleQueue[tuple[_Sending | _Receiving, _TaskResult | None] | None]()
         self._socket: socket.socket | None = None
+        self._failure: str | None = None
         self.ended = False
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        self._thread = TaskThread()
 
     def give(self, made: socket.socket) -> None:
         """Passes a connection that the other side has opened to the thread of this lane."""
@@ -245,24 +268,44 @@ class _Lane:
             raise TransportError("closed")
         return made
 
-    def start(self, task: _Sending | _Receiving, done: _TaskResult | None = None) -> None:
-        """Queues a task (sending or receiving a message). `done`, if given, is called with the result of the task."""
-        if not self.ended:
-            self._tasks.put((task, done))
-        elif done is not None:
-            done.settle("it was given up before")
+    def submit(self, use: Callable[[socket.socket], Any]) -> futures.Future[Any]:
+        """Queues the transfer of a message: a call of `use` with the connection. Returns the Future of its result,
+        which raises TransportError if the transfer or an earlier transfer of this lane failed.
+        """
+        if self.ended:
+            done: futures.Future[Any] = futures.Future()
+            done.set_exception(TransportError("it was given up before"))
+            return done
+        return self._thread.submit(functools.partial(self._run, use))
 
     def stop(self) -> None:
         """Asks the thread to end."""
         self.ended = True  # a thread that has no connection yet checks the flag before it accesses a message
         self._shut()
         self._given.put(None)
-        self._tasks.put(None)
 
     def end(self) -> None:
         """Ends the lane. After the call, its thread does not read or write the memory of any message."""
         self.stop()
-        self._thread.join(JOIN_S if self._socket is None else None)
+        self._thread.submit(self._close)
+        self._thread.end(JOIN_S if self._socket is None else None)
+
+    def _run(self, use: Callable[[socket.socket], Any]) -> Any:
+        if self._failure is None:
+            try:
+                self._socket = self._socket or self._open(self)
+                if self.ended:
+                    raise TransportError("given up")
+                return use(self._socket)
+            except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError when memory is exhausted
+                self._failure = str(error) or type(error).__name__
+                self._shut()  # so that the other side notices
+        raise TransportError(self._failure)
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._refuse()
 
     def _refuse(self) -> None:
         """Closes the connections that were passed to this lane and that the thread does not use."""
@@ -278,94 +321,27 @@ class _Lane:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _work(self) -> None:
-        failure = None
-        while (item := self._tasks.get()) is not None:
-            task, done = item
-            try:
-                if failure is None:
-                    self._socket = self._socket or self._open(self)
-                    if self.ended:
-                        raise TransportError("given up")
-                    task.run(self._socket)
-            except Exception as error:  # torch raises exceptions of other types, for example when memory is exhausted
-                failure = str(error) or type(error).__name__
-                self._shut()  # so that the other side notices
-            if done is not None:
-                done.settle(failure)
-        if self._socket is not None:
-            self._shut()
-            self._socket.close()
-        self._refuse()
-
-
-class _TaskResult:
-    """The result of a task: a received message, or the reason of a failure. `event` is set when the task has ended."""
-
-    def __init__(self, message: Tensor | None) -> None:
-        self.message, self.failure, self.event = message, None, threading.Event()
-
-    def settle(self, failure: str | None) -> None:
-        self.failure = failure
-        self.event.set()
-
-
-class _Sending:
-    """A task that sends blocks of memory over a connection."""
-
-    def __init__(self, blocks: Sequence[memoryview]) -> None:
-        self._blocks = blocks
-
-    def run(self, to: socket.socket) -> None:
-        left = deque(self._blocks)
-        while left:
-            sent = to.sendmsg([*itertools.islice(left, BLOCKS_PER_CALL)])
-            while left and sent >= len(left[0]):
-                sent -= len(left.popleft())
-            if sent:
-                left[0] = left[0][sent:]
-
-
-class _Receiving:
-    """A task that receives one message and its pieces."""
-
-    def __init__(self, done: _TaskResult, pieces: Sequence[Tensor | int], buffers: Buffers) -> None:
-        self._done, self._pieces, self._buffers = done, pieces, buffers
-
-    def run(self, of: socket.socket) -> None:
-        head = bytearray(LENGTH.size)
-        _fill(of, memoryview(head))
-        (length,) = LENGTH.unpack(head)
-        if self._done.message is None:
-            self._done.message = self._buffers.take(length, torch.device("cpu"))
-        first, *others = parts(self._done.message, self._pieces)
-        if len(first) != length:
-            raise TransportError(f"{length} bytes came where {len(first)} were expected")
-        for part in (first, *others):
-            _fill(of, _memory(part))
-
 
 class _TcpHandle:
     """A message in flight over TCP. Implements transport.Handle."""
 
-    def __init__(self, lane: _Lane, done: _TaskResult, what: str, buffers: Buffers) -> None:
+    def __init__(self, lane: _Lane, done: futures.Future[Tensor], what: str, buffers: Buffers) -> None:
         self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
 
     def wait(self, deadline: Deadline) -> Tensor:
         failure = "given up"
         try:
-            failure = deadline.until(self._done.event.wait) or self._done.failure
+            failure = deadline.until(lambda seconds: not futures.wait([self._done], seconds).not_done)
+            failure = failure or (str(error) if (error := self._done.exception()) else None)
         finally:  # clean up also when a callback of the deadline raises an exception
             if failure is not None:
                 self._lane.end()
         if failure is not None:
             raise TransportError(f"{self._what}: {failure}")
-        assert self._done.message is not None
-        return self._done.message
+        return self._done.result()
 
     def release(self) -> None:
-        assert self._done.message is not None
-        self._buffers.give_back(self._done.message)
+        self._buffers.give_back(self._done.result())
 
 
 def _configure(made: socket.socket) -> None:
@@ -379,6 +355,17 @@ def _configure(made: socket.socket) -> None:
 
 def _memory(block: Tensor) -> memoryview:
     return memoryview(cast(Any, block.numpy()))  # numpy declares the buffer protocol from Python 3.12 on
+
+
+def _send(blocks: Sequence[memoryview], to: socket.socket) -> None:
+    """Sends blocks of memory over a connection."""
+    left = deque(blocks)
+    while left:
+        sent = to.sendmsg([*itertools.islice(left, BLOCKS_PER_CALL)])
+        while left and sent >= len(left[0]):
+            sent -= len(left.popleft())
+        if sent:
+            left[0] = left[0][sent:]
 
 
 def _fill(of: socket.socket, memory: memoryview) -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.allocator import return_free_pages
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit import free_memory
 from megatron_rl.refit.checksums import place_for
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
@@ -225,7 +225,7 @@ class TrainerSide:
             self._close_call(call, report)
         if fresh:
             self._probes = [p for _, p in report.sides]
-            free_memory.trim()
+            return_free_pages()  # the threads that sent requests to a lost engine have grown the arenas of malloc
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
             if self._rank in report.committed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -73,20 +73,8 @@ class Parameters(Readable, Protocol):
         ...
 
 
-@runtime_checkable
-class Reachable(Protocol):
-    """Parameters whose memory a transport may read directly, or write to directly instead of calling `write`."""
-
-    def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory of a part of the parameter `name` as uint8 [bytes].
-
-        Returns None if the part is not contiguous, is not on a CPU, or has another dtype than `dtype`.
-        """
-        ...
-
-
 class Tensors:
-    """The parameters of one rank, given as a mapping from names to tensors. Implements Parameters and Reachable."""
+    """The parameters of one rank, given as a mapping from names to tensors. Implements Parameters."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._given = tensors
@@ -117,6 +105,11 @@ class Tensors:
         })  # fmt: skip
 
     def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
+        """Returns the memory of a part of the parameter `name` as uint8 [bytes], which a transport may read or write
+        directly.
+
+        Returns None if the part is not contiguous, is not on a CPU, or has another dtype than `dtype`.
+        """
         key = name, part, dtype
         if key not in self._whole:
             found = self.read(name, part)
@@ -244,15 +237,11 @@ class Transport(Protocol):
 
     @property
     def takes_pieces(self) -> bool:
-        """Returns whether this transport can send directly from any memory.
+        """Returns whether this transport can send directly from any memory, and receive several consecutive pieces as
+        a single piece.
 
         If true, long slices are not copied into the message. Sender and receiver pass them as `pieces` instead.
         """
-        ...
-
-    @property
-    def streams(self) -> bool:
-        """Returns whether the receiver may receive several consecutive pieces as a single piece."""
         ...
 
     def buffer(self, size: int, device: torch.device) -> Tensor:

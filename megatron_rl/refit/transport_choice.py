@@ -98,7 +98,7 @@ class Wiring:
         self._transports: dict[str, Transport] = {}
         for kind in self.kinds:
             own, number = store.under(kind), self._numbers[here]
-            if kind in ("gloo", "nccl"):
+            if kind == "nccl":
                 made = PointToPoint(own, number, len(members), backend=kind, settings=settings)
             elif kind == "tcp":
                 made = Tcp(own, number, settings)

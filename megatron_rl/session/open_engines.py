@@ -242,7 +242,7 @@ def _pool(
         session.stack.callback(Addresses(ServerRegistry(directory), name, settings.urls[name], client).close)
     # if other ranks started some of the servers, this rank cannot know whether they may still start
     known = started if len(started) == settings.replicas else []
-    pool.hopeless = functools.partial(hopeless, known, session.leave)
+    pool.members.hopeless = functools.partial(hopeless, known, session.leave)
     pool.members.waits = session.driver.watch.beat
     session.stack.callback(pool.close)
     return pool

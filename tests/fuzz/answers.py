@@ -71,7 +71,6 @@ def one(rng: random.Random, kind: str, client: Any) -> str:
 
     client._http._answer = told
     client._known = client._context = None  # what it learned of a server, by kind
-    client._asked_context = False
     try:
         if rng.random() < 0.25:
             found = asyncio.run(client.score([PROMPT], 2 if rng.random() < 0.5 else 0, timeout_s=1.0))
@@ -175,10 +174,7 @@ def right(kind: str, path: str, sampling: Sampling) -> Any:
         }
         return [about] * n, named(n, {"tokens": tokens, "logprobs": logprobs})
     if kind == "sglang":
-        about = {
-            "finish_reason": {"type": "length"},
-            "weight_versions": [{"start": 0, "version": "3"}],
-        }
+        about = {"finish_reason": "length", "stop_reason": None, "weight_versions": [[0, "3"]]}
         top = {"top": np.full((2, 2), -0.5, np.float32), "top_ids": np.ones((2, 2), np.int32)}
         told = {"tokens": tokens, "scaled": logprobs, "drawn": logprobs, "prompt": np.full(3, -0.5, np.float32)}
         return [about] * n, named(n, told | top)

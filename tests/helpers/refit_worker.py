@@ -25,7 +25,6 @@ from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import exchange, messages
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.exchange import ExchangeOutcome, LocalSide
-from megatron_rl.refit.process_group_transport import PointToPoint
 from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.tcp_transport import Tcp
 from megatron_rl.refit.topology import Topology
@@ -271,11 +270,11 @@ def has(engine: Any, model: Model) -> bool:
     return all(torch.equal(engine.targets.read(name, (0, 0, *model[name].shape)), model[name]) for name in names)
 
 
-def late(out: Path, kind: str) -> Any:
+def late(out: Path) -> Any:
     """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything
     landed.
     """
-    rank, store, transport = pair(kind)
+    rank, store, transport = pair()
     target = torch.zeros(1 << 16, dtype=torch.uint8)
     if rank == 1:
         waiting = transport.receive(0, "a bucket", 8, torch.device("cpu"), pieces=[target])
@@ -306,7 +305,7 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Two ranks, trainer and engine: one exchange without what is around it."""
     messages.ALONE_BYTES = case["long"]
     exchange.ALONE_PART_BYTES = case["part"]
-    rank, _, transport = pair(case["kind"])
+    rank, _, transport = pair()
     topology = Topology.from_json(case["topology"])
     plan = topology.plan(
         RankLocations([RankLocation("here", "0", "cpu")], {0: RankLocation("here", "1", "cpu")}), bucket_mib=0.02
@@ -335,7 +334,7 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pair(kind: str) -> tuple[int, RefitStore, PointToPoint | Tcp]:
+def pair() -> tuple[int, RefitStore, Tcp]:
     """This rank of two, a store of both, and what is between them."""
     rank = int(os.environ["RANK"])
     told = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
@@ -346,9 +345,7 @@ def pair(kind: str) -> tuple[int, RefitStore, PointToPoint | Tcp]:
     else:
         store = RefitStore.join(Address(*json.loads(told.get("address"))))
         told.set("read", "")
-    if kind == "tcp":
-        return rank, store, Tcp(store.under("tcp"), rank, RefitConfig())
-    return rank, store, PointToPoint(store.under("gloo"), rank, 2, backend="gloo", settings=RefitConfig())
+    return rank, store, Tcp(store.under("tcp"), rank, RefitConfig())
 
 
 def wait_for(directory: Path, names: list[str] | None) -> None:

@@ -243,27 +243,23 @@ def test_refit_stores_are_closed_to_those_without_the_secret():
 
 
 LATE = """
-import sys, threading, torch
+import threading, torch
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.transport import Deadline, TransportError
 from megatron_rl.refit.refit_store import RefitStore
-from megatron_rl.refit.process_group_transport import PointToPoint
 from megatron_rl.refit.tcp_transport import Tcp
 
 hosted, address = RefitStore.host("127.0.0.1")
 ends = {}
 def open_(rank):
     store = RefitStore.join(address)
-    if sys.argv[1] == "gloo":
-        ends[rank] = PointToPoint(store, rank, 2, backend="gloo", settings=RefitConfig())
-    else:
-        ends[rank] = Tcp(store, rank, RefitConfig())
+    ends[rank] = Tcp(store, rank, RefitConfig())
 opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in opening]
 [thread.join() for thread in opening]
 waits = [ends[1].receive(0, "a bucket", 8, torch.device("cpu"))]
-if sys.argv[1] == "tcp":  # peer 5 never came, so that its lane asks the store
-    waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))
+# peer 5 never came, so that its lane asks the store
+waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))
 for wait in waits:
     try:
         wait.wait(Deadline.start(0.2, 0.2))
@@ -274,10 +270,9 @@ for end in ends.values():
 """
 
 
-@pytest.mark.parametrize("kind", ["tcp", "gloo"])
-def test_refit_messages_that_are_late_do_not_abort_the_process_at_its_end(kind):
+def test_refit_messages_that_are_late_do_not_abort_the_process_at_its_end():
     """torch aborts the process when Python exits under a thread that is inside its calls."""
     done = subprocess.run(
-        [sys.executable, "-c", LATE, kind], env=environment(), capture_output=True, text=True, timeout=PROCESS_S
+        [sys.executable, "-c", LATE], env=environment(), capture_output=True, text=True, timeout=PROCESS_S
     )
     assert done.returncode == 0 and "no answer within 0.2 s" in done.stdout, done.stdout + done.stderr

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,14 @@ from limits import PROCESS_S
 from ranks import ROOT
 
 from megatron_rl import main
-from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines import server_process
 from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.server_process import Command, ServerProcess, StartError, make_token
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.session import run_server as serve
-from megatron_rl.session.server_connection import check_gpus, connect, visible_gpus
+from megatron_rl.session.server_connection import connect
 from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
-from megatron_rl.spec.resolve import engine_of
 
 FAKE = [sys.executable, str(ROOT / "tests/helpers/fake_vllm.py"), "--host", "127.0.0.1", "--port", "0"]
 CONFIG = """
@@ -495,26 +491,3 @@ def test_a_servers_imports_name_the_plug_in_that_vllm_loads(tmp_path):
         for e in d.entry_points
     ]
     assert [(e.group, e.value) for e in found] == [("vllm.general_plugins", "megatron_rl.engines.vllm.tandem:register")]
-
-
-def test_gpus_are_counted_among_those_that_the_process_sees():
-    """GPU 0 of a job that has 4 and 5 was GPU 0 of the host, which is another job's."""
-    assert visible_gpus((0, 1), {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert visible_gpus((1,), {"CUDA_VISIBLE_DEVICES": "4,5"}) == {"CUDA_VISIBLE_DEVICES": "5"}
-    assert visible_gpus((0,), {"CUDA_VISIBLE_DEVICES": "GPU-8f2a"}) == {"CUDA_VISIBLE_DEVICES": "GPU-8f2a"}
-    assert visible_gpus((), {"CUDA_VISIBLE_DEVICES": "4,5"}) == {}
-    with pytest.raises(ConfigError, match="names GPU 2: CUDA_VISIBLE_DEVICES = 4,5 has 2"):
-        visible_gpus((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5"})
-
-
-def test_a_run_does_not_start_all_its_servers_on_the_gpu_of_its_first_rank(config, tmp_path, monkeypatch):
-    """Without engine.gpus every server of every role did."""
-    driver = tmp_path / "nvidia-smi"
-    driver.write_text("#!/bin/sh\n")
-    driver.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    run = config_files.load(TrainConfig, [config])
-    with pytest.raises(ConfigError, match="engine.gpus is empty: .* Name 3 GPUs"):
-        check_gpus(engine_of(run), {})
-    check_gpus(engine_of(run), {"CUDA_VISIBLE_DEVICES": ""})
-    check_gpus(engine_of(replace(run, engine=replace(run.engine, gpus=(2, 3, 4)))), {})

@@ -156,7 +156,7 @@ def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_la
     pool = run_engines.serving(replicas=1, attempts=3)
     fake.fail(GENERATE, "error", "garbage", "few")
     with pytest.raises(
-        EngineError, match=r"failed 3 times: .*500: Internal Server Error; .*not vLLM's.*; .*sent 1 completions, not 2;"
+        EngineError, match=r"failed 3 times: .*500: Internal Server Error; .*not vLLM's.*; .*: 1 completions, not 2;"
     ) as info:
         complete(pool, PROMPTS[:1], SAMPLING)
     assert "the last words of 0" in str(info.value) and fake.count(GENERATE) == 3
@@ -300,7 +300,7 @@ def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(run_engines: RunEngin
 
 def test_waiting_ends_at_once_when_no_server_will_come(run_engines: RunEngines):
     pool = run_engines.open(replicas=1)
-    pool.hopeless = lambda: "all have ended"
+    pool.members.hopeless = lambda: "all have ended"
     for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: run_engines.refit(1)):
         with pytest.raises(EngineError, match="all have ended"):
             ask()

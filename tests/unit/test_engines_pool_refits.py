@@ -356,7 +356,7 @@ def test_a_refit_is_no_wait_for_a_server(run_engines: RunEngines):
     """
     fake = run_engines.start()
     asked = under_way(run_engines, fake, wait_s=0.5)
-    run_engines.pool.hopeless = lambda: "asked to leave"
+    run_engines.pool.members.hopeless = lambda: "asked to leave"
     fake.fail(UPDATE, "hang")
     run_engines.pool.begin_refit(2, ADDRESS, wait_s=60.0)
     until("an update that takes long", lambda: fake.count(UPDATE) == 2)

@@ -21,13 +21,13 @@ def clock(monkeypatch):
 def members(wait_s):
     return SimpleNamespace(
         check_open=lambda: None, limits=SimpleNamespace(wait_s=wait_s), role="solver", known=lambda: "none is known",
-        waits=lambda: None,
+        waits=lambda: None, hopeless=lambda: None,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("wait_s, first", [(1000.0, FIRST_SAY_S), (8.0, 2.0)])
 def test_a_wait_is_told_soon_then_now_and_then_and_ends_with_its_limit(clock, caplog, wait_s, first):
-    waiting, said = Waiting(members(wait_s), lambda: None), []
+    waiting, said = Waiting(members(wait_s)), []
     with pytest.raises(EngineError, match=f"no solver engine for {wait_s:g} s .engine.wait_s.: none is known"):
         for tick in range(2 * int(wait_s) + 10):
             clock.s = 100.0 + tick / 2
@@ -41,7 +41,7 @@ def test_a_wait_is_told_soon_then_now_and_then_and_ends_with_its_limit(clock, ca
 
 def test_a_wait_begins_anew_after_a_server_served(clock, caplog):
     caplog.set_level(logging.WARNING)
-    waiting = Waiting(members(10.0), lambda: None)
+    waiting = Waiting(members(10.0))
     waiting.on()
     clock.s += 9
     waiting.over()
@@ -52,8 +52,10 @@ def test_a_wait_begins_anew_after_a_server_served(clock, caplog):
 
 
 def test_a_wait_that_is_hopeless_ends_at_once(clock):
+    left = members(10.0)
+    left.hopeless = lambda: "all have left"
     with pytest.raises(EngineError, match="all have left"):
-        Waiting(members(10.0), lambda: "all have left").on()
+        Waiting(left).on()
 
 
 def test_closed_members_are_asked_nothing():

@@ -14,7 +14,9 @@ from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, T
 from megatron_rl.jobs import submit
 from megatron_rl.main import main
 from megatron_rl.session.launch_ranks import Place, ranks_on_host
+from megatron_rl.session.server_connection import check_gpus, visible_gpus
 from megatron_rl.spec import server_gpus
+from megatron_rl.spec.resolve import engine_of
 from megatron_rl.spec.run_spec import Host
 
 TRAIN = """
@@ -180,3 +182,29 @@ def test_ranks_on_the_first_host_are_told_by_the_launcher():
     assert ranks_on_host(place, 1, {"LOCAL_WORLD_SIZE": "8"}) == 8
     assert ranks_on_host(place, 1, {"SLURM_STEP_TASKS_PER_NODE": "4(x3),2(x2)"}) == 4
     assert ranks_on_host(replace(place, rank=9, local_rank=1), 1, {"SLURM_STEP_TASKS_PER_NODE": "8,4(x2)"}) == 2
+
+
+def test_gpus_are_counted_among_those_that_the_process_sees():
+    """GPU 0 of a job that has 4 and 5 was GPU 0 of the host, which is another job's."""
+    assert visible_gpus((0, 1), {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible_gpus((1,), {"CUDA_VISIBLE_DEVICES": "4,5"}) == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert visible_gpus((0,), {"CUDA_VISIBLE_DEVICES": "GPU-8f2a"}) == {"CUDA_VISIBLE_DEVICES": "GPU-8f2a"}
+    assert visible_gpus((), {"CUDA_VISIBLE_DEVICES": "4,5"}) == {}
+    with pytest.raises(ConfigError, match="names GPU 2: CUDA_VISIBLE_DEVICES = 4,5 has 2"):
+        visible_gpus((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_a_run_does_not_start_all_its_servers_on_the_gpu_of_its_first_rank(tmp_path, monkeypatch):
+    """Without engine.gpus every server of every role did."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "run.yaml").write_text(
+        TRAIN.replace(", verifier: {model: {path: org/m}}", "").replace("vllm}", "vllm, replicas: 3}")
+    )
+    run = files.load(TrainConfig, [tmp_path / "run.yaml"])
+    with pytest.raises(ConfigError, match="engine.gpus is empty: .* Name 3 GPUs"):
+        check_gpus(engine_of(run), {})
+    check_gpus(engine_of(run), {"CUDA_VISIBLE_DEVICES": ""})
+    check_gpus(engine_of(replace(run, engine=replace(run.engine, gpus=(2, 3, 4)))), {})

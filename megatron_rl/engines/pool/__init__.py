@@ -1,3 +1,3 @@
-"""Several servers used as one engine: membership tracks the servers, dispatch assigns requests, server_refits sends new
-weights, and server_pool combines them.
+"""Several servers used as one engine: membership tracks the servers, dispatch assigns requests, and server_pool
+combines them and sends them new weights.
 """

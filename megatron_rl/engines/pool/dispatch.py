@@ -80,18 +80,13 @@ class Dispatcher:
     """Sends requests to the servers of a pool (its members). All requests run on one event loop, in a separate thread.
 
     `tend`: called repeatedly in the thread of a caller that waits; updates the servers.
-    `refitting`: returns whether servers are receiving new weights (a refit) and will serve soon.
-    `hopeless`: returns the reason why no server will ever be available, or None.
     `shared`: the GPUs that the members share with servers of other roles.
     """
 
-    def __init__(
-        self, members: Members, look_s: float, *, tend: Callable[[], None], refitting: Callable[[], bool],
-        hopeless: Callable[[], str | None], shared: SharedGpus,
-    ) -> None:  # fmt: skip
+    def __init__(self, members: Members, look_s: float, *, tend: Callable[[], None], shared: SharedGpus) -> None:
         self.members, self.failures = members, 0  # failures: number of times that a request failed and was sent again
         self.full = FullPrompts(members.role)
-        self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
+        self._look_s, self._tend = look_s, tend
         descriptors()  # raises the limit of open file descriptors, because each request in progress has a connection
         self._queue = RequestQueue(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
@@ -125,10 +120,6 @@ class Dispatcher:
         with contextlib.suppress(RuntimeError):  # error if the event loop is closed; then no request waits
             self._loop.call_soon_threadsafe(self._queue.look)
 
-    def waiting(self) -> Waiting:
-        """Returns a new `Waiting`, which limits how long one caller waits for a server."""
-        return Waiting(self.members, self._hopeless)
-
     def wait(self, work: Outstanding, waiting: Waiting | None) -> Any:
         """Updates the servers (`tend`) and waits briefly for a task of `work`. Returns the result of a finished task,
         or None if no task has finished.
@@ -138,7 +129,7 @@ class Dispatcher:
         """
         self._tend()
         if waiting is not None:
-            if self.members.serving() or self._refitting():  # servers that receive weights are alive
+            if self.members.serving() or self.members.refitting:  # servers that receive weights are alive
                 waiting.over()
             else:
                 waiting.on()

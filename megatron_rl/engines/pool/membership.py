@@ -75,6 +75,8 @@ class Members:
     `changed`: called, from any thread, when a server becomes available or unavailable.
     `waits`: called repeatedly while a caller waits because no server is available, so that the run's watchdog knows
     that the run is not hung.
+    `hopeless`: returns the reason why no server will ever be available, or None. If it returns a reason, requests stop
+    waiting and raise EngineError.
     `fixed`: the servers keep their initial weights, which are version 0.
     """
 
@@ -84,6 +86,8 @@ class Members:
         # Callback set by the dispatcher: makes the requests in the queue look for a free server.
         self.changed: Callable[[], None] = lambda: None
         self.waits: Callable[[], None] = lambda: None
+        self.hopeless: Callable[[], str | None] = lambda: None
+        self.refitting = False  # True while servers receive new weights (a refit) and will serve soon
         self.closing = threading.Event()
         self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
@@ -242,21 +246,19 @@ class ListedMembers(Members):
 class Waiting:
     """Limits how long one caller waits for a server. Logs periodically that the run waits, and raises EngineError after
     `wait_s` seconds.
-
-    `hopeless`: returns the reason why no server will ever be available, or None.
     """
 
-    def __init__(self, members: Members, hopeless: Callable[[], str | None]) -> None:
-        self._members, self._hopeless = members, hopeless
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._since: float | None = None
         self._next = 0.0  # when the next log line is due
 
     def on(self) -> None:
         """Records that no server is available now. Raises EngineError if this has been so for `limits.wait_s` seconds
-        without a call of `over`, if `hopeless` returns a reason, or if the pool is closed.
+        without a call of `over`, if `members.hopeless` returns a reason, or if the pool is closed.
         """
         self._members.check_open()
-        if why := self._hopeless():
+        if why := self._members.hopeless():
             raise EngineError(why)
         limit_s, role, now = self._members.limits.wait_s, self._members.role, time.monotonic()
         if self._since is None:

@@ -4,8 +4,6 @@ answered in the order in which they finish.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,8 +13,9 @@ from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.pool.continuation import dated, joined, nothing_of, seed_after
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
-from megatron_rl.engines.pool.membership import Member
-from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens
+from megatron_rl.engines.pool.membership import Member, Waiting
+from megatron_rl.engines.protocol import Completion, Sampling, Tokens
+from megatron_rl.engines.session_base import SessionBase
 from megatron_rl.types import Stop
 
 Finished = tuple[int, dict[int, Completion]]  # key of a request, and its newly finished completions by sample index
@@ -39,19 +38,16 @@ class _Asked:
         return sampling_seeds.request_seed(self.sampling.seed, self.key)
 
 
-class PoolSession:
+class PoolSession(SessionBase):
     """Implements engines.protocol.Session with a pool of servers. `dispatcher`: sends the requests to the servers."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
+        super().__init__()
         self._dispatcher = dispatcher
-        self._lock = threading.Lock()  # guards the fields below
-        self._used: set[int] = set()  # keys of all requests so far
         self._asked: dict[int, _Asked] = {}  # unanswered requests, by key
         # by key of a request: the server that answered it, which has the request's prefix in its cache
         self._homes: dict[int, Member] = {}
-        self._askers = 0  # number of threads inside `asking`
         self._work = Outstanding()
-        self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
         """Implements `engines.protocol.Session.ask`. Also raises ValueError for an invalid sampling setting, and
@@ -59,28 +55,12 @@ class PoolSession:
         """
         sampling_seeds.check(sampling)
         prompt = np.array(tokens, np.int32)
-        with self._lock:
-            if self._closed:
-                raise EngineError("the session was closed: ask in a new one")
-            if key in self._used:
-                raise ValueError(f"key {key} was asked before in this session: give every ask a key of its own")
+        with self._change:
+            self._use_key(key)
             prefer = None if after is None else self._homes.get(after)
             asked = _Asked(key, prompt, sampling, self._work, prefer)
-            self._used.add(key)
             self._asked[key] = asked
         self._dispatcher.submit(asked.work, self._write, asked)
-
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Implements `engines.protocol.Session.asking`."""
-        with self._lock:
-            self._askers += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._askers -= 1
-                self._work.wake()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """Implements `engines.protocol.Session.answers`.
@@ -89,11 +69,11 @@ class PoolSession:
         within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if a request
         is invalid for every server; ConfigError if servers belong to another run. An error cancels all requests.
         """
-        waiting = self._dispatcher.waiting()
+        waiting = Waiting(self._dispatcher.members)
         ended = False
         try:
             while True:
-                with self._lock:
+                with self._change:
                     work, pending = self._work, bool(self._asked)
                     if not pending and not self._askers:
                         ended = True
@@ -110,11 +90,14 @@ class PoolSession:
         self._closed = True
         self._call_off()
 
+    def _wake(self) -> None:
+        self._work.wake()
+
     def _take_in(self, key: int, completions: dict[int, Completion]) -> list[Completion] | None:
         """Stores finished completions of a request. Returns all n completions of the request if they are finished;
         otherwise returns None.
         """
-        with self._lock:
+        with self._change:
             asked = self._asked.get(key)
             if asked is None:  # the request was cancelled meanwhile
                 return None
@@ -128,7 +111,7 @@ class PoolSession:
 
     def _call_off(self) -> None:
         """Cancels all requests. Completions that still arrive are discarded."""
-        with self._lock:
+        with self._change:
             over, self._work = self._work, Outstanding()
             self._asked.clear()
         over.over = True
@@ -174,7 +157,7 @@ class PoolSession:
 
         what = f"a prompt of {len(prompt)} tokens"
         answers, member = await self._dispatcher.send(asked.work, Request(ask, what, sampling.n, asked.prefer))
-        with self._lock:
+        with self._change:
             self._homes[asked.key] = member
         return answers
 

@@ -4,6 +4,8 @@ another server. Servers without the current weights get no requests.
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -11,11 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from megatron_rl.config.schema import Servers
-from megatron_rl.engines.http import ServerLost
+from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
-from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
+from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members, Waiting
 from megatron_rl.engines.pool.pool_session import PoolSession
-from megatron_rl.engines.pool.server_refits import PoolRefits
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import Tokens, TopScores
 from megatron_rl.engines.server import Server
@@ -23,23 +24,20 @@ from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
 SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum number of sequences and of tokens in one scoring request
 LISTED_S = 10.0  # maximum seconds to wait until a server that has answered is registered in the pool
+# seconds after a failed weight sync (refit) of a server before the weights are sent to this server again
+AGAIN_S = 30.0
+_log = logging.getLogger(__name__)
 
 
 class ServerEngine:
     """Implements engines.protocol.Engine with a set of servers whose weights never change. `members`: the servers.
 
-    Requests may come from any thread, and wait until a server is available. `hopeless`, if set, returns the reason why
-    no server will ever be available, or None. If it returns a reason, requests stop waiting and raise EngineError.
+    Requests may come from any thread, and wait until a server is available.
     """
 
     def __init__(self, members: Members, *, look_s: float = LOOK_S, shared: SharedGpus | None = None) -> None:
-        self.members = members
-        self.hopeless: Callable[[], str | None] | None = None
-        self._look_s = look_s
-        self._dispatcher = Dispatcher(
-            members, look_s, tend=self.tend, refitting=self._refitting, hopeless=self._hopeless,
-            shared=shared or SharedGpus(),
-        )  # fmt: skip
+        self.members, self._look_s = members, look_s
+        self._dispatcher = Dispatcher(members, look_s, tend=self.tend, shared=shared or SharedGpus())
 
     @property
     def version(self) -> int:
@@ -66,7 +64,7 @@ class ServerEngine:
         server cannot return the k most likely tokens.
         """
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
-        work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, TopScores]()
+        work, waiting, found = Outstanding(), Waiting(self.members), dict[int, TopScores]()
         try:
             for places in _shares([len(tokens) for tokens in arrays], self.members.limits.servers):
                 self._dispatcher.submit(work, self._score, work, places, [arrays[place] for place in places], k)
@@ -84,12 +82,6 @@ class ServerEngine:
         """Aborts the requests in progress. Their callers get EngineError."""
         self.members.close()
         self._dispatcher.close()
-
-    def _refitting(self) -> bool:
-        return False
-
-    def _hopeless(self) -> str | None:
-        return None if self.hopeless is None else self.hopeless()
 
     async def _score(
         self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
@@ -131,10 +123,11 @@ class Pool(ServerEngine):
         # Callback that puts all servers to sleep, sends the current weights to servers without them, and wakes all
         # servers. Set only if the servers use the trainer's GPUs.
         self.sleep_all: Callable[[], None] | None = None
-        self._colocated = settings.colocate
+        self._colocated, self._away = settings.colocate, False  # _away: True between `sleep` and `wake`
         self._owner = threading.get_ident()
         members = ListedMembers(role, settings, registry, connect, fixed=fixed, look_s=look_s, listed=listed)
-        self._refits = PoolRefits(members)
+        self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{role}")
+        self._updates: dict[Member, concurrent.futures.Future[None]] = {}
         super().__init__(members, look_s=look_s, shared=shared)
 
     def begin_refit(
@@ -148,26 +141,57 @@ class Pool(ServerEngine):
         is available within `engine.wait_s`. Does not wait for servers on the trainer's GPUs, because they cannot be
         started now.
         """
-        waiting = None if self._colocated else self._dispatcher.waiting()
-        return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
+        waiting = None if self._colocated else Waiting(self.members)
+        if waiting is None and only is None:
+            with self.members.change:
+                # Servers that join later need this weight version, even if no server is alive now.
+                self.members.version = version
+        while True:
+            members = [m for m in self.members.living() if only is None or m.listing.replica in only]
+            new = [m for m in members if m.joined != address]
+            for member in self._each(
+                new, "cannot join the trainer", lambda m: m.server.join(*address, m.listing.replica)
+            ):
+                member.joined = address
+            joined = [m for m in members if m.joined == address]
+            if joined:
+                with self.members.change:
+                    self.members.refitting, self.members.version = True, version
+                    for member in self.members.by_replica.values() if only is None else joined:
+                        member.version = None
+            paused = self._each(joined, "could not be paused for a refit", lambda m: m.server.pause(), hang_up=True)
+            if paused or only is not None or waiting is None:
+                break
+            self.members.refitting = False
+            waiting.on()
+            self.members.closing.wait(self._look_s)
+        self.members.refitting = bool(paused)
+        self._updates = {m: self._threads.submit(self._update, m, version, wait_s) for m in paused}
+        return sorted(m.listing.replica for m in paused)
 
     def end_refit(self) -> int:
         """Waits until the servers have finished the weight sync (refit) that the trainer has finished. Servers with the
         new weights get requests again. Other servers get no requests until they receive the weights. Returns the number
         of servers that get requests.
         """
-        return self._refits.end()
+        for future in self._updates.values():
+            future.result()
+        updated, self._updates, self.members.refitting = self._updates, {}, False
+        return sum(m in updated for m in self.members.serving())
 
     def tend(self) -> None:
         """Sends the current weights to servers that do not have them. A no-op in threads other than the owner thread,
         and during a weight sync (refit).
         """
-        if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
+        if self.refresh is None or self.version < 0 or self.members.refitting or threading.get_ident() != self._owner:
             return
-        if not (stale := self._refits.stale()):
+        # A server whose last weight sync failed recently is left alone for a while.
+        latest = time.monotonic() - min(AGAIN_S, self.members.limits.wait_s / 4)
+        stale = [m.listing.replica for m in self.members.living() if m.version is None and m.troubled < latest]
+        if not stale:
             return
         # The GPUs have no memory for the trainer's weights while the servers' KV caches are allocated.
-        if self._colocated and not self._refits.away:
+        if self._colocated and not self._away:
             if self.sleep_all is not None and not self.members.serving():
                 self.sleep_all()
             return
@@ -183,20 +207,76 @@ class Pool(ServerEngine):
         end = time.monotonic() + LISTED_S
         while not {*expected} <= {m.listing.incarnation for m in self.members.living()} and time.monotonic() < end:
             self.members.closing.wait(self._look_s)
-        return self._refits.sleep(discard=discard)
+        self._away = True
+        with self.members.change:
+            self.members.sleep_count += 1
+        living = self.members.living()
+        asleep = self._each(living, "could not be put to sleep", lambda m: m.server.sleep(discard=discard))
+        if discard:
+            with self.members.change:
+                for member in self.members.by_replica.values():
+                    member.version = None
+                self.members.changed()
+        return [member.listing.incarnation for member in asleep]
 
     def wake(self) -> None:
         """Wakes the servers that were put to sleep. A server that fails to wake gets no requests until it has received
         the weights again.
         """
-        self._refits.wake()
+        self._each(self.members.living(), "could not be woken", lambda m: m.server.wake())
+        self._away = False
+        with self.members.change:
+            self.members.changed()
 
     def close(self) -> None:
+        """Aborts the requests in progress, also those of weight syncs. Their callers get EngineError."""
         super().close()
-        self._refits.close()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _refitting(self) -> bool:
-        return self._refits.under_way
+    def _each(
+        self, members: Sequence[Member], failing: str, verb: Callable[[Member], None], *, hang_up: bool = False
+    ) -> list[Member]:
+        """Runs `_step` on several servers at once. Returns the servers for which it succeeded."""
+        done = self._threads.map(lambda member: self._step(member, failing, verb, hang_up=hang_up), members)
+        return [member for member, well in zip(members, done, strict=True) if well]
+
+    def _update(self, member: Member, version: int, wait_s: float) -> None:
+        def update(_: Member) -> None:
+            member.server.update(version, wait_s)
+            member.server.resume()
+
+        if self._step(member, f"is out until it takes version {version}", update, hang_up=True):
+            with self.members.change:
+                member.version, member.trouble = version, None
+                self.members.changed()
+
+    def _step(self, member: Member, failing: str, verb: Callable[[Member], None], *, hang_up: bool) -> bool:
+        """Runs one request of a weight sync, sleep or wake-up on a server. Returns whether the request succeeded. A
+        server that fails it gets no requests until it has received the weights again.
+
+        `failing`: what the server failed to do, for the log. `hang_up`: whether to abort the requests that the server
+        has, so that they are sent to other servers, if it fails.
+        """
+        with self.members.change:
+            member.requests += 1
+        try:
+            verb(member)
+        except (ServerLost, RequestRefused) as error:
+            trouble = f"it {failing}: {error}"
+            # Does not log the same failure again: a wait may retry twice a second.
+            if trouble != member.trouble and not self.members.closing.is_set():
+                _log.warning("%s %s: %s", member.listing.name, failing, error)
+            with self.members.change:
+                member.version, member.joined, member.trouble, member.troubled = None, None, trouble, time.monotonic()
+                self.members.changed()
+            self.members.look_after(member, str(error))
+            if hang_up:
+                member.server.hang_up()
+            return False
+        finally:
+            with self.members.change:
+                member.requests -= 1
+        return True
 
 
 def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:

@@ -19,11 +19,10 @@ from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import JSON, RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopScores, empty
-from megatron_rl.engines.server import MARGIN_S, Server
+from megatron_rl.engines.server import MARGIN_S, Server, version_of
 from megatron_rl.engines.sglang.routes import PATH as GENERATE
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.frames import Arrays, unpack_parts
-from megatron_rl.types import Stop
 
 FACTS = "/server_info"
 FLUSH_S = 30.0  # maximum seconds to wait until the last batch has finished, so that the KV cache can be emptied
@@ -79,7 +78,7 @@ class SglangServer(Server):
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
         found = await self._ask(body, n, timeout_s, longest)
         with self._understood():
-            return [self._completion(about, own, sampling, room) for about, own in found] * (sampling.n // n)
+            return [self._drawn(about, own, sampling, room) for about, own in found] * (sampling.n // n)
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """Implements `Server.score`. Raises RequestRefused for a sequence longer than SGLang's longest prompt, which is
@@ -156,7 +155,7 @@ class SglangServer(Server):
     def version(self) -> int:
         answer = self._http.call("GET", "/model_info")
         with self._understood():
-            return _version(answer["weight_version"])
+            return version_of(answer["weight_version"])
 
     def _request(self, prompt: list[int], sampling: Sampling, n: int, seed: int, facts: _Facts) -> dict[str, Any]:
         parameters = {
@@ -196,7 +195,7 @@ class SglangServer(Server):
             answer = await self._http.exchange(GENERATE, asked, JSON, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             found = unpack_parts(answer)
-        self._check_count(found, count)
+            self._check_count(found, count)
         return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
@@ -208,26 +207,20 @@ class SglangServer(Server):
                 f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {tokens[:10].tolist()} ..."
             )
 
-    def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
-        """Parses one completion of at most `room` tokens. Errors in a malformed answer are converted to ServerLost by
-        `_understood`.
+    def _drawn(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
+        """Parses one completion of at most `room` tokens. Raises AnswerError, or another error that `_understood`
+        converts, for a malformed answer.
         """
         tokens = response_parsing.read_tokens(own["tokens"], self._vocab, room)
-        scaled = response_parsing.read_logprobs(own["scaled"], (len(tokens),))
-        drawn = response_parsing.read_logprobs(own.get("drawn", ()), (len(tokens),)) if sampling.truncated else scaled
-        spans = [(span["start"], _version(span["version"])) for span in about["weight_versions"] or []]
-        return Completion(
-            tokens=tokens,
-            logprobs=response_parsing.drawn(drawn, sampling, len(tokens)),
-            stop=self._stop(about["finish_reason"], sampling),
-            model_logprobs=scaled if sampling.greedy or sampling.temperature == 1 else None,
-            versions=response_parsing.read_versions(spans, len(tokens)),
-        )
+        scaled = response_parsing.read_logprobs(own["scaled"], tokens.shape)
+        drawn = own.get("drawn", ()) if sampling.truncated else scaled
+        model = scaled if sampling.greedy or sampling.temperature == 1 else None
+        return self._completion(about, tokens, sampling, drawn=drawn, model=model)
 
     def _text_scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
         told = own["prompt"][1:]  # the first token has no log-prob
-        if about["finish_reason"]["type"] == "abort" or len(told) != len(tokens) - 1:
-            raise ServerLost(f"{self.url} scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
+        valid = about["finish_reason"] != "abort" and len(told) == len(tokens) - 1
+        response_parsing.require(valid, f"scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), k), np.int32)
         logprobs[1:, 0] = told
         if k and len(told):
@@ -237,19 +230,6 @@ class SglangServer(Server):
                 )
             logprobs[1:, 1:], ids[1:] = own["top"], own["top_ids"]
         return self._scores(logprobs, ids)
-
-    def _stop(self, reason: Mapping[str, Any], sampling: Sampling) -> Stop:
-        match reason["type"], reason.get("matched"):
-            case "stop", int(token) if token in self._ends or token not in sampling.stop_tokens:
-                return Stop.EOS
-            case "stop", _:
-                return Stop.STOP
-            case "length", _:
-                return Stop.LENGTH
-            case "abort", _:
-                return Stop.ABORTED
-            case other:
-                raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
         """Sends an order (see worker.Refits) to every rank of the server. Before it, SGLang's weights are restored to
@@ -307,10 +287,3 @@ class SglangServer(Server):
                     heeds_seeds=bool(told["enable_deterministic_inference"]),
                 )
         return self._known
-
-
-def _version(text: str) -> int:
-    """Converts the name that SGLang gives to a weight version to an integer. The initial weights, named "default", have
-    version -1.
-    """
-    return int(text) if text.lstrip("-").isdigit() else -1

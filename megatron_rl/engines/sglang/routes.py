@@ -27,16 +27,16 @@ LOGPROBS = {
 }
 # Name in `meta_info` of the most likely tokens at each position of the prompt (null at the first position).
 TOP = "input_top_logprobs"
-ABOUT = ("finish_reason", "weight_versions")  # other fields of SGLang's `meta_info` that are forwarded to the client
 
 
 class Framed:
     """An ASGI application that wraps SGLang's application. A request to PATH is forwarded to `/generate`, and SGLang's
     answer is returned as a frame (frames.py).
 
-    Each completion is a part of the frame, with `finish_reason`, `weight_versions` and the array `tokens` int32. If
-    requested, the part also has the float32 arrays of `LOGPROBS`, and the most likely tokens at each position of the
-    prompt except the first: their log-probs `top` float32 [T - 1, k], and their ids `top_ids` int32 [T - 1, k].
+    Each completion is a part of the frame, with `finish_reason`, `stop_reason` and `weight_versions` as in vLLM's route
+    (engines/vllm/routes.py), and the array `tokens` int32. If requested, the part also has the float32 arrays of
+    `LOGPROBS`, and the most likely tokens at each position of the prompt except the first: their log-probs `top`
+    float32 [T - 1, k], and their ids `top_ids` int32 [T - 1, k].
     """
 
     def __init__(self, app: Application) -> None:
@@ -75,7 +75,10 @@ def framed(answer: bytes) -> bytes:
         if places := (about.get(TOP) or [])[1:]:
             own["top"] = np.array([[entry[0] for entry in place] for place in places], np.float32)
             own["top_ids"] = np.array([[entry[1] for entry in place] for place in places], np.int32)
-        parts.append(({name: about.get(name) for name in ABOUT}, own))
+        reason, spans = about.get("finish_reason") or {}, about.get("weight_versions") or ()
+        versions = [[span["start"], span["version"]] for span in spans]
+        told = {"finish_reason": reason.get("type"), "stop_reason": reason.get("matched"), "weight_versions": versions}
+        parts.append((told, own))
     return bytes(pack_parts(parts))
 
 

@@ -27,7 +27,6 @@ from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.sglang.routes import Framed
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address
-from megatron_rl.refit.transport import Tensors
 from megatron_rl.world import all_gather
 
 # Names of the two functions of SGLang that this module replaces by plugin hooks (sglang.srt.plugins).
@@ -78,8 +77,8 @@ def run_rank(*arguments: Any, **options: Any) -> None:
     run_scheduler_process(*arguments, **options)
 
 
-class SglangLanding:
-    """Implements refit.engine_side.Endpoint for an SGLang model. It is used between /begin_weight_update, which
+class SglangLanding(refit_worker.Landing):
+    """The parameters of an SGLang model, as the destination of a refit. It is used between /begin_weight_update, which
     restores the loaded form of the weights, and /end_weight_update, which processes the weights again.
 
     Plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`. SGLang may
@@ -91,7 +90,7 @@ class SglangLanding:
     def __init__(self, model: nn.Module) -> None:
         """Raises ValueError if SGLang cannot load the model's weights again."""
         self._staged: list[tuple[nn.Parameter, Tensor]] = []
-        self.parameters: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
         for prefix, layer in model.named_modules():
             if getattr(layer, "use_intel_amx_backend", False):
                 raise ValueError(
@@ -100,13 +99,10 @@ class SglangLanding:
             plain = _plain(layer)
             for name, parameter in layer.named_parameters(recurse=False):
                 own = parameter.data if plain else torch.empty_like(parameter.data)
-                self.parameters[f"{prefix}.{name}" if prefix else name] = own
+                parameters[f"{prefix}.{name}" if prefix else name] = own
                 self._staged += [] if plain else [(parameter, own)]
-        for name in self.parameters.keys() - dict(model.named_parameters()).keys():
-            del self.parameters[name]  # drops a head that shares the embedding's weight
-        self.targets = Tensors(self.parameters)
-
-    def begin_refit(self) -> None: ...
+        # leaves out a head that shares the embedding's weight
+        super().__init__({name: parameters[name] for name, _ in model.named_parameters()})
 
     def commit_refit(self, version: int) -> None:
         for parameter, own in self._staged:

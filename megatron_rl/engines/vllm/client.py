@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,12 +17,11 @@ from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.protocol import Completion, Sampling, TandemSampling, TopScores, empty
-from megatron_rl.engines.server import MARGIN_S, Server
+from megatron_rl.engines.server import MARGIN_S, Server, version_of
 from megatron_rl.engines.vllm.names import ADAPTER, TANDEM
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.types import Stop
 
 
 class VllmServer(Server):
@@ -70,10 +69,10 @@ class VllmServer(Server):
         ends = np.cumsum(lengths)[:-1]
         with self._understood():
             _, found = frames.unpack(answer)
-            if found["ids"].shape != (sum(lengths), k):
-                raise response_parsing.AnswerError(
-                    f"ids {found['ids'].shape} of the {k} likeliest of {sum(lengths)} tokens"
-                )
+            shape = found["ids"].shape
+            response_parsing.require(
+                shape == (sum(lengths), k), f"ids {shape} of the {k} likeliest of {sum(lengths)} tokens"
+            )
             logprobs = response_parsing.read_logprobs(found["logprobs"], (sum(lengths), 1 + k))
             parts = zip(np.split(logprobs, ends), np.split(found["ids"].copy(), ends), strict=True)
             return [self._scores(own, ids) for own, ids in parts]
@@ -124,7 +123,7 @@ class VllmServer(Server):
     def version(self) -> int:
         answer = self._http.call("GET", "/weight_info")
         with self._understood():
-            return _version(answer["weight_version"])
+            return version_of(answer["weight_version"])
 
     def _adapter(self) -> dict[str, Any]:
         """Returns the request fields that select a LoRA adapter; an empty dict if the server has merged weights."""
@@ -138,11 +137,9 @@ class VllmServer(Server):
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
         answer = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
         with self._understood():
-            completions = [
-                self._completion(choice, part, sampling, len(prompt), room)
-                for choice, part in frames.unpack_parts(answer)
-            ]
-        self._check_count(completions, n)
+            parts = frames.unpack_parts(answer)
+            self._check_count(parts, n)
+            completions = [self._drawn(choice, part, sampling, len(prompt), room) for choice, part in parts]
         if sampling.tandem is not None:
             return [self._with_authors(c, sampling.tandem, prompt, seed + j) for j, c in enumerate(completions)]
         return completions
@@ -214,27 +211,22 @@ class VllmServer(Server):
                 self._context = response_parsing.read_whole(answer["data"][0]["max_model_len"], 1)
         return self._context
 
-    def _completion(
+    def _drawn(
         self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
     ) -> Completion:
-        """Parses one completion of at most `room` tokens. Errors in a malformed answer are converted to ServerLost by
-        `_understood`.
+        """Parses one completion of at most `room` tokens of a prompt of `prompt` tokens. Raises AnswerError and other
+        errors for a malformed answer.
         """
         tokens = response_parsing.read_tokens(part["tokens"], self._vocab, room)
-        told = response_parsing.read_logprobs(part["logprobs"], (len(tokens),)) if sampling.logprobs else None
+        told = part["logprobs"] if sampling.logprobs else None
         experts = part.get("experts")
-        if experts is not None and (experts.ndim != 3 or (experts.size and experts.min() < 0)):
-            raise response_parsing.AnswerError(f"experts {experts.shape}, or some below 0")
-        spans = [(start, _version(version)) for start, version in choice["weight_versions"]]
-        return Completion(
-            tokens=tokens,
-            logprobs=response_parsing.drawn(told, sampling, len(tokens)),
-            stop=_stop(choice, self._ends),
-            model_logprobs=told if sampling.plain or sampling.greedy else None,
-            # None if the server does not report the experts of all tokens, for example after an aborted request.
-            experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
-            versions=response_parsing.read_versions(spans, len(tokens)),
-        )
+        if experts is not None:
+            valid = experts.ndim == 3 and experts.min(initial=0) >= 0
+            response_parsing.require(valid, f"experts {experts.shape}, or some below 0")
+            # The server does not report the experts of all tokens, for example, after an aborted request.
+            experts = experts if 0 < len(experts) == prompt + len(tokens) - 1 else None
+        model = told if sampling.plain or sampling.greedy else None
+        return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts)
 
 
 class AdapterServer(VllmServer):
@@ -293,24 +285,3 @@ def open_client(url: str, token: str, settings: Vllm, refit_timeout_s: float, fa
     """Creates the client of a vLLM server: an AdapterServer if `facts.adapters` is set, otherwise a VllmServer."""
     kind = VllmServer if facts.adapters is None else AdapterServer
     return kind(url, token, settings, refit_timeout_s, facts)
-
-
-def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
-    match choice["finish_reason"], choice["stop_reason"]:
-        case "stop", None:
-            return Stop.EOS
-        case "stop", by:
-            return Stop.EOS if by in ends else Stop.STOP
-        case "length", _:
-            return Stop.LENGTH
-        case "abort", _:
-            return Stop.ABORTED
-        case other:
-            raise ServerLost(f"vLLM ended a completion for an unknown reason: {other}")
-
-
-def _version(text: str) -> int:
-    """Converts the name that vLLM gives to a weight version to an integer. The initial weights, named "default", have
-    version -1.
-    """
-    return -1 if text == "default" else int(text)

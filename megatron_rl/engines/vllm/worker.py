@@ -24,7 +24,6 @@ from megatron_rl.engines import refit_worker
 from megatron_rl.engines.vllm.tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address
-from megatron_rl.refit.transport import Tensors
 
 BACKEND = "megatron_rl"
 # vLLM nests a layer's experts one module deeper than their names in the parallel layout; this part is removed
@@ -54,8 +53,8 @@ class TakePart(WeightTransferUpdateInfo):
     wait_s: float = field(default=60.0)
 
 
-class VllmLanding:
-    """Implements refit.engine_side.Endpoint for a vLLM model.
+class VllmLanding(refit_worker.Landing):
+    """The parameters of a vLLM model, as the destination of a refit.
 
     On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`.
     Parameters that vLLM repacks after loading (every linear layer on a CPU, fused experts) are received in host memory
@@ -68,7 +67,7 @@ class VllmLanding:
         # The layers are collected now, because shared parameters become separate objects during a reload.
         self._layers = [*_layers(model)]
         self._staged: dict[str, Tensor] = {}
-        self.parameters: dict[str, Tensor] = {}
+        in_place: dict[str, Tensor] = {}
         # Parameters that two layers share: name in the second layer -> name in the first layer.
         self._same: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -85,15 +84,12 @@ class VllmLanding:
                 shape = loadable.get(name, live.get(name))
                 assert shape is not None
                 if device.type != "cpu" and _plain(layer):
-                    self.parameters[prefix + name] = live[name].data
+                    in_place[prefix + name] = live[name].data
                 else:
                     # In host memory: vLLM has reserved no GPU memory for a second copy.
                     own = torch.empty(shape.shape, dtype=shape.dtype, device="cpu", pin_memory=device.type != "cpu")
                     self._staged[prefix + name] = own
-        self.parameters |= self._staged
-        self.targets = Tensors(self.parameters)
-
-    def begin_refit(self) -> None: ...
+        super().__init__(in_place | self._staged)
 
     def commit_refit(self, version: int) -> None:
         """Reloads the parameters that were received in host memory. If vLLM raises an exception, the model is in an

@@ -1,0 +1,43 @@
+"""A thread that runs functions one after another."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class TaskThread:
+    """A daemon thread that runs functions in the order in which they are submitted. Unlike a thread pool, it does not
+    keep the process alive if a function never returns.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Queues a call of `function`. Returns the Future of its result. The function may raise RuntimeError (such as
+        TransportError) and no other error.
+        """
+        future: Future[Any] = Future()
+        self._tasks.put((future, function))
+        return future
+
+    def end(self, join_s: float | None = 0.0) -> None:
+        """Makes the thread end after the submitted functions, and waits for its end for up to `join_s` seconds, or
+        without a limit if `join_s` is None.
+        """
+        self._tasks.put(None)
+        self._thread.join(join_s)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, function = task
+            try:
+                future.set_result(function())
+            except RuntimeError as error:
+                future.set_exception(error)
