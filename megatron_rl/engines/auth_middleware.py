@@ -39,7 +39,9 @@ class Guard:
             raise ValueError(f"{os.environ[TOKEN_FILE]} is empty: it must hold the job's token")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
+        given = [value for name, value in scope.get("headers", ()) if name == HEADER.encode()]
+        knows = len(given) == 1 and hmac.compare_digest(given[0], self._token)
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN or knows:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]
@@ -47,7 +49,3 @@ class Guard:
             await send({"type": "http.response.body", "body": b'{"error": "wrong or missing token"}'})
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _knows(self, scope: Message) -> bool:
-        given = [value for name, value in scope.get("headers", ()) if name == HEADER.encode()]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._token)

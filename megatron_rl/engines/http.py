@@ -111,24 +111,24 @@ class Http:
 
     def hang_up(self) -> None:
         """Aborts the requests in progress: they raise ServerLost. Thread-safe."""
+
+        def break_off(task: asyncio.Task[Any]) -> None:  # runs in the event loop of the request
+            with self._lock:
+                found = self._under_way.pop(task, None)
+            if found is not None:  # otherwise the request has ended meanwhile
+                task.cancel()
+
         with self._lock:
             under_way = [*self._under_way.items()]
         for task, loop in under_way:
             with contextlib.suppress(RuntimeError):  # the event loop has ended, and the request with it
-                loop.call_soon_threadsafe(self._break_off, task)
+                loop.call_soon_threadsafe(break_off, task)
 
     def close(self) -> None:
         """Aborts the requests in progress and makes later requests raise ServerLost. Thread-safe."""
         with self._lock:
             self._closed = True
         self.hang_up()
-
-    def _break_off(self, task: asyncio.Task[Any]) -> None:
-        """Cancels a request, in its event loop, unless the request has ended meanwhile."""
-        with self._lock:
-            found = self._under_way.pop(task, None)
-        if found is not None:
-            task.cancel()
 
     async def _good(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int

@@ -135,17 +135,17 @@ class OpenAiServer(Server):
         setting that the endpoint cannot handle.
         """
         sampling_seeds.check(sampling)
-        if not len(prompt) or prompt.min() < 0:
-            raise RequestRefused(f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ...")
-        if sampling.tandem is not None:
-            raise RequestRefused(
-                "sampling.tandem: an endpoint has one model; a tandem needs engine.kind=vllm or embedded"
-            )
         beyond = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop_tokens": sampling.stop_tokens}
-        if not self._endpoint.extensions and (asked := [name for name, value in beyond.items() if value]):
-            raise RequestRefused(
-                f"sampling.{asked[0]}: OpenAI's own parameters have no such word; set extensions: true"
-            )
+        asked = [name for name, value in beyond.items() if value and not self._endpoint.extensions]
+        problem = None
+        if not len(prompt) or prompt.min() < 0:
+            problem = f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ..."
+        elif sampling.tandem is not None:
+            problem = "sampling.tandem: an endpoint has one model; a tandem needs engine.kind=vllm or embedded"
+        elif asked:
+            problem = f"sampling.{asked[0]}: OpenAI's own parameters have no such word; set extensions: true"
+        if problem is not None:
+            raise RequestRefused(problem)
 
     def _request(self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, max_tokens: int) -> dict[str, Any]:
         greedy, endpoint = sampling.greedy, self._endpoint

@@ -50,7 +50,14 @@ class Segments:
         object.
         """
         found = {one for pid in pids for one in mapped(pid)} - self._known
-        new = {one for one in found if self._is_own(*one)}
+        new = {
+            (name, inode)
+            for name, inode in found
+            if KINDS.fullmatch(name)
+            and (about := _own(self._directory / name, inode)) is not None
+            and stat.S_ISREG(about.st_mode)
+            and about.st_ctime > self._begun - SPARE_S
+        }
         if new:
             self._known |= new
             self._write()
@@ -63,13 +70,6 @@ class Segments:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
-
-    def _is_own(self, name: str, inode: int) -> bool:
-        with contextlib.suppress(OSError):
-            about = (self._directory / name).lstat()
-            same = stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and about.st_ino == inode
-            return same and KINDS.fullmatch(name) is not None and about.st_ctime > self._begun - SPARE_S
-        return False
 
     def _write(self) -> None:
         if self._file is None:
@@ -110,7 +110,7 @@ def clear(directory: Path = SHARED_MEMORY) -> list[str]:
                     continue
                 listed = _read(file, about.st_size)
                 out += _unlink_unused(directory, listed)
-                if not any(_there(directory / name, inode) for name, inode in listed):
+                if all(_own(directory / name, inode) is None for name, inode in listed):
                     path.unlink(missing_ok=True)
             finally:
                 os.close(file)
@@ -126,7 +126,7 @@ def _read(file: int, size: int) -> set[tuple[str, int]]:
 
 
 def _unlink_unused(directory: Path, listed: Iterable[tuple[str, int]]) -> list[str]:
-    left = {(name, inode) for name, inode in listed if _there(directory / name, inode)}
+    left = {(name, inode) for name, inode in listed if _own(directory / name, inode) is not None}
     if not left:
         return []
     for pid in processes.everybody():
@@ -137,9 +137,10 @@ def _unlink_unused(directory: Path, listed: Iterable[tuple[str, int]]) -> list[s
     return [name for name, _ in left]
 
 
-def _there(path: Path, inode: int) -> bool:
-    try:
+def _own(path: Path, inode: int) -> os.stat_result | None:
+    """Returns the attributes of a file if it belongs to this user and has this inode, otherwise None."""
+    with contextlib.suppress(OSError):
         about = path.lstat()
-    except OSError:
-        return False
-    return about.st_ino == inode and about.st_uid == os.getuid()
+        if about.st_ino == inode and about.st_uid == os.getuid():
+            return about
+    return None

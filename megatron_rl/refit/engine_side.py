@@ -105,23 +105,22 @@ class EngineSide:
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Receives the weights.
 
-        Returns this rank's vote on the refit: the error message (None if the weights arrived), the outcome of the
-        transfer, and the result of the bandwidth measurement.
+        Returns this rank's vote on the refit: the outcome of the transfer as JSON values.
         """
-        outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
+        outcome = ExchangeOutcome()
         try:
             if go["epoch"] != self._epoch:
                 self._connect(go)
                 assert self._exchange is not None
-                probe = self._exchange.probe(deadline, outcome)
+                self._exchange.probe(deadline, outcome)
             assert self._exchange is not None
             self._endpoint.begin_refit()
             self.version = None
             self._exchange.run(order_from_json(go["order"]), deadline, outcome)
-            error = next(iter(outcome.lost_sources.values()), None)
+            outcome.error = next(iter(outcome.lost_sources.values()), None)
         except (RefitError, OSError) as failure:
-            error = str(failure)
-        return {"error": error, "outcome": asdict(outcome), "probe": probe}
+            outcome.error = str(failure)
+        return asdict(outcome)
 
     def _connect(self, go: dict[str, Any]) -> None:
         """Creates the refit plan and the transports between the trainer ranks and the engine ranks that take part in

@@ -82,6 +82,9 @@ class ExchangeOutcome:
     lost_destinations: dict[int, str] = field(default_factory=dict)
     lost_sources: dict[int, str] = field(default_factory=dict)  # trainer rank -> error, if a message from it is missing
     mismatch: str | None = None  # error message for the first parameter that differs from the trainer's values
+    error: str | None = None  # error message if the rank's part failed
+    # bytes and seconds of the dummy messages that measured the bandwidth of the links; 0 if they were not measured
+    probe: tuple[int, float] = (0, 0.0)
 
 
 class _Run(NamedTuple):
@@ -146,12 +149,12 @@ class Exchange:
         _synchronize(self._side.device)
         out.seconds = time.perf_counter() - start
 
-    def probe(self, deadline: Deadline, out: ExchangeOutcome) -> tuple[int, float]:
+    def probe(self, deadline: Deadline, out: ExchangeOutcome) -> None:
         """Measures the bandwidth of the links with dummy messages, of the size of the messages that the plan sends
         first.
 
-        Returns (bytes sent and received by this rank, seconds). Records ranks that do not answer in `out.lost_sources`
-        and `out.lost_destinations`.
+        Records the result in `out.probe`, and ranks that do not answer in `out.lost_sources` and
+        `out.lost_destinations`.
         """
         total, waiting, start = 0, list[Callable[[], None]](), time.perf_counter()
         for sending, receiving in self._probed:
@@ -163,7 +166,7 @@ class Exchange:
             _finish(waiting)
             waiting = begun
         _finish(waiting)
-        return total, time.perf_counter() - start
+        out.probe = total, time.perf_counter() - start
 
     def _start_probe(
         self, message: BucketMessage, out: bool, lost: dict[int, str], deadline: Deadline

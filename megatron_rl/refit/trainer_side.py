@@ -54,7 +54,7 @@ class _RefitReport:
     committed: list[int]  # engine ranks that hold the new version
     failed: dict[int, str]  # replica index -> reason
     mismatch: str | None  # error message for the first parameter with a wrong checksum
-    sides: list[tuple[ExchangeOutcome, tuple[int, float]]]  # each process's outcome and link probe (bytes, seconds)
+    outcomes: list[ExchangeOutcome]  # outcome of each process
 
 
 TRAVELLERS = (RankLocation, Address, ExchangeOutcome, _RollCall, _RefitReport)  # types sent between trainer ranks
@@ -203,28 +203,25 @@ class TrainerSide:
                 "order": asdict(order),
             }
             self._store.put(f"{call.number}/go", go)
-        outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
+        outcome = ExchangeOutcome()
         if call.locations:
             try:
                 if fresh:
                     self._connect(call)
                 assert self._exchange is not None
-                probe = self._exchange.probe(deadline, outcome) if fresh else probe
+                if fresh:
+                    self._exchange.probe(deadline, outcome)
                 if self._endpoint is not None:
                     self._endpoint.begin_refit()
                 self._exchange.run(order, deadline, outcome)
             except TransportError as failure:
-                error = str(failure)
-        sides = self._gather((outcome, probe, error))
-        report = (
-            self._judge(call, sides, deadline)
-            if self._endpoint is not None
-            else self._on_first_rank(lambda: self._judge(call, sides, deadline))
-        )
+                outcome.error = str(failure)
+        outcomes = self._gather(outcome)
+        report = self._on_first_rank(lambda: self._judge(call, outcomes, deadline))
         if self._rank == 0 and self._endpoint is None:
             self._close_call(call, report)
         if fresh:
-            self._probes = [p for _, p in report.sides]
+            self._probes = [each.probe for each in report.outcomes]
             return_free_pages()  # the threads that sent requests to a lost engine have grown the arenas of malloc
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
@@ -272,23 +269,18 @@ class TrainerSide:
         """Returns a counter that engine rank `rank` increments while it waits for messages."""
         return self._store.peek(f"pulse/{rank}")
 
-    def _judge(
-        self, call: _RollCall, sides: list[tuple[ExchangeOutcome, tuple[int, float], str | None]], deadline: Deadline
-    ) -> _RefitReport:
+    def _judge(self, call: _RollCall, trainer: list[ExchangeOutcome], deadline: Deadline) -> _RefitReport:
         """Decides which engine replicas hold the new weight version, from the outcomes of all trainer ranks and the
-        engines' votes.
-
-        Called on rank 0. If the engines are inside the trainer, every rank calls it and gets the same result.
+        engines' votes. Called on rank 0.
         """
         wrong = dict(call.lost)
-        mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
-        for rank, (outcome, _, error) in enumerate(sides):
+        for rank, outcome in enumerate(trainer):
             wrong |= {r: why for r, why in outcome.lost_destinations.items() if r not in wrong}
-            if error is not None:
-                wrong |= {r: f"trainer rank {rank}: {error}" for r in call.locations if r not in wrong}
+            if outcome.error is not None:
+                wrong |= {r: f"trainer rank {rank}: {outcome.error}" for r in call.locations if r not in wrong}
             if self._endpoint is not None and outcome.lost_sources:
                 wrong.setdefault(rank, next(iter(outcome.lost_sources.values())))
-        done = [(outcome, probe) for outcome, probe, _ in sides]
+        outcomes = [*trainer]
         for rank in call.locations if self._endpoint is None else ():
             patient = replace(deadline, pulse=functools.partial(self._pulse, rank))
             if rank not in wrong and (
@@ -298,18 +290,17 @@ class TrainerSide:
             vote = self._store.peek(f"{call.number}/vote/{rank}")
             if vote is None:
                 continue
-            outcome = ExchangeOutcome(**vote["outcome"])
-            mismatch = mismatch or outcome.mismatch
-            done.append((outcome, tuple(vote["probe"])))
-            if vote["error"]:
-                wrong.setdefault(rank, vote["error"])
+            outcomes.append(ExchangeOutcome(**vote))
+            if outcomes[-1].error:
+                wrong.setdefault(rank, outcomes[-1].error)
         tp = self.topology.engines.tp
         failed = {r // tp: wrong[r] for r in sorted(wrong, reverse=True)}
+        mismatch = next((outcome.mismatch for outcome in outcomes if outcome.mismatch), None)
         committed = [] if mismatch else [r for r in call.locations if r // tp not in failed]
         for rank in call.locations if self._endpoint is None else ():
             if rank // tp in failed:
                 self._store.remove(f"hello/{rank}")
-        return _RefitReport(committed, failed, mismatch, done)
+        return _RefitReport(committed, failed, mismatch, outcomes)
 
     def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
         """Stores the verdict (which engines hold the new version) on the key-value store, and removes the keys of
@@ -321,14 +312,10 @@ class TrainerSide:
         # The verdict and the next refit's index are stored atomically, so that no engine repeats this refit.
         verdict = {"committed": report.committed}
         self._store.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
-        for rank in range(self.topology.engines.world):
-            for kind in ("ready", "vote"):
-                self._store.remove(f"{call.number - 1}/{kind}/{rank}")
-        for key in ("ticket", "go"):
-            self._store.remove(f"{call.number - 1}/{key}")
+        last = (f"{call.number - 1}/{kind}" for kind in ("ready", "vote", "ticket", "go"))
         refits = (f"{number}/" for number in range(call.number - 2 * VERDICTS, call.number - VERDICTS + 1))
         location_prefixes = (f"epoch{epoch}/" for epoch in range(self._epoch - 2 * VERDICTS, self._epoch))
-        self._store.clear([*refits, *location_prefixes])
+        self._store.clear([*last, *refits, *location_prefixes])
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
         """Returns the metrics of a refit (weight sync).
@@ -336,10 +323,10 @@ class TrainerSide:
         The metric `floor_seconds` is the shortest time that the measured bandwidths allow.
         """
         floors = [0.0]
-        for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
+        outcomes = report.outcomes
+        for outcome, (size, probed) in zip(outcomes, self._probes, strict=False):
             wire = (outcome.sent + outcome.received) * probed / size if size else 0.0
             floors.append(wire + outcome.local / self._copy_rate)
-        outcomes = [outcome for outcome, _ in report.sides]
         sent, full = (sum(getattr(o, name) for o in outcomes) for name in ("sent", "full"))
         metrics = {
             "seconds": seconds,
@@ -359,7 +346,7 @@ class TrainerSide:
         """Turns delta encoding off if encoding and applying deltas took longer than the sending time that they saved,
         as on a fast link.
         """
-        for (outcome, _), (size, seconds) in zip(report.sides, self._probes, strict=False):
+        for outcome, (size, seconds) in zip(report.outcomes, self._probes, strict=False):
             saved = (outcome.full - outcome.sent) * seconds / size if size else 0.0
             if self._delta_pays and outcome.full > outcome.sent and outcome.delta_seconds > saved:
                 self._delta_pays = False

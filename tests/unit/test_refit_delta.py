@@ -42,5 +42,5 @@ def test_bytes_are_copied_only_where_they_do_not_lie_at_a_multiple_of_their_widt
 def test_deltas_are_off_once_finding_them_takes_longer_than_they_save(probe, seconds, pays):
     side = SimpleNamespace(_probes=[probe], _delta_pays=True, _rank=1)
     outcome = SimpleNamespace(full=10, sent=5, delta_seconds=seconds)
-    TrainerSide._weigh_delta(side, SimpleNamespace(sides=[(outcome, None)]))
+    TrainerSide._weigh_delta(side, SimpleNamespace(outcomes=[outcome]))
     assert side._delta_pays is pays

@@ -276,7 +276,7 @@ def test_a_refit_stands_in_a_session_and_empties_the_cache(stub):
         for body in (join, update)
         for rank in (0, 1)
     ]
-    assert orders[0] == orders[1] == {"verb": "join", "host": "10.0.0.1", "port": 77, "secret": "s3", "replica": 1}
+    assert orders[0] == orders[1] == {"verb": "join", "replica": 1, "address": ["10.0.0.1", 77, "s3"]}
     assert orders[2] == orders[3] == {"verb": "take part", "version": 4, "wait_s": 2.0}
     assert "weight_version" not in join and update["weight_version"] == "4" and not update["flush_cache"]
 

@@ -106,7 +106,7 @@ class SglangServer(Server):
             return [self._text_scores(*answer, tokens, k) for answer, tokens in zip(found, sequences, strict=True)]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
+        order = {"verb": "join", "replica": replica, "address": [host, port, secret]}
         self._in_session(order, None, self._refit_timeout_s)
 
     def pause(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.auth_middleware import TOKEN_FILE
 from megatron_rl.engines.kind import Command, EngineKind, ServerStart
@@ -44,11 +42,13 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     if start.on_gpu:
         words += ["--mem-fraction-static", str(settings.memory_share)]
     else:
+        sizes = hf_model.read_architecture(start.model)
+        token_bytes = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[start.dtype]
         words += [
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--disable-overlap-schedule",
             "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
-            "--max-total-tokens", str(_cache_tokens(settings, start.model, start.dtype)),
+            "--max-total-tokens", str(int(settings.kv_cache_gib * 2**30) // token_bytes),
         ]  # fmt: skip
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
         if settings.tp > 1:  # without this setting, SGLang requires one NUMA node per rank
@@ -56,13 +56,6 @@ def command(settings: Sglang, start: ServerStart) -> Command:
             cores = "|".join(f"{first}-{first + settings.threads - 1}" for first in firsts)
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
     return Command([*words, *settings.args], environment)
-
-
-def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
-    """Returns the number of tokens whose keys and values fit into engine.kv_cache_gib."""
-    sizes = hf_model.read_architecture(model)
-    bytes_of_one = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[dtype]
-    return int(settings.kv_cache_gib * 2**30) // bytes_of_one
 
 
 ENGINE = EngineKind(name="sglang", make_target="engines-sglang", command=command, client=SglangServer)

@@ -125,7 +125,13 @@ class Refits:
 
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._carry_out(updater, named_tensors)
+                match named_tensors:
+                    case {"verb": "join", "replica": int(replica), "address": [str(host), int(port), str(secret)]}:
+                        self._join(updater, Address(host, port, secret), replica)
+                    case {"verb": "take part", "version": int(version), "wait_s": float(wait_s)}:
+                        refit_worker.take_part(self._side, version, wait_s)
+                    case _:
+                        raise ValueError("this server takes its weights in refits of megatron_rl alone")
             failure = None
         except (RuntimeError, ValueError, OSError) as error:
             failure = f"rank {updater.tp_rank}: {error}"
@@ -136,15 +142,6 @@ class Refits:
         if updater.tp_rank == 0:
             _log.warning("an order was not carried out: %s", "; ".join(failures))
         return False, "; ".join(failures)
-
-    def _carry_out(self, updater: Any, order: Any) -> None:
-        match order:
-            case {"verb": "join", "host": str(host), "port": int(port), "secret": str(secret), "replica": int(replica)}:
-                self._join(updater, Address(host, port, secret), replica)
-            case {"verb": "take part", "version": int(version), "wait_s": float(wait_s)}:
-                refit_worker.take_part(self._side, version, wait_s)
-            case _:
-                raise ValueError("this server takes its weights in refits of megatron_rl alone")
 
     def _join(self, updater: Any, address: Address, replica: int) -> None:
         if self._side is not None:

@@ -114,7 +114,10 @@ class VllmLanding(refit_worker.Landing):
                 layerwise.make_online_process_loader(layer, name)(parameter, staged)
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
         for layer, _ in self._layers:
-            _pack_experts(layer)
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            # vLLM 0.32 packs experts for its CPU kernels only when it loads a model.
+            if kernel is not None and next(layer.parameters(recurse=False)).device.type == "cpu":
+                kernel.fused_experts.process_weights_after_loading(layer)
         for parameter, loader in originals:
             parameter.weight_loader = loader
 
@@ -172,15 +175,6 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield layer, embedding.removesuffix("weight")
         else:
             yield layer, f"{name.replace(ROUTED, '')}." if name else ""
-
-
-def _pack_experts(layer: nn.Module) -> None:
-    """Packs the experts of a layer for vLLM's CPU kernels, after a reload on a CPU. vLLM 0.32 packs them only when it
-    loads a model.
-    """
-    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-    if kernel is not None and next(layer.parameters(recurse=False)).device.type == "cpu":
-        kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _plain(layer: nn.Module) -> bool:
