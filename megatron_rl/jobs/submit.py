@@ -173,7 +173,7 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
     spec = resolve(config, ranks, to_come=to_come)
     site.refuse(spec, profile)
     if not isinstance(spec, TrainingSpec):
-        server_gpus.refuse(spec.engine if profile.gpus_per_node else None, ranks)
+        refuse(*server_gpus.device_problems(spec.engine if profile.gpus_per_node else None, ranks))
         return config, spec
     check_start(config.run, config_files.dump(config))
     # With run.resume = never, a job that Slurm requeues would fail, because its directory contains the run that it

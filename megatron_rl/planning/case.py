@@ -127,7 +127,4 @@ def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
 
 def server_gpus(engine: EngineSpec) -> int:
     """Returns the number of GPUs on which only servers run."""
-    settings = engine.settings
-    if not isinstance(settings, Servers) or settings.colocate:
-        return 0
-    return len(engine.server_roles) * settings.replicas * settings.tp
+    return 0 if isinstance(engine.settings, Servers) and engine.settings.colocate else engine.num_server_gpus

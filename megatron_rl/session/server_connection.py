@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.cluster.host_address import free_port
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.engines import Servers
 from megatron_rl.engines import user_families
 from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
@@ -113,8 +113,7 @@ def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> 
 
     Raises ConfigError if two servers share a GPU, or if there are too few GPUs.
     """
-    if problems := server_gpus.number_problems(engines):
-        raise ConfigError("\n  ".join(problems))
+    refuse(*server_gpus.number_problems(engines))
     first = (engines.server_roles.index(role) * settings.replicas + replica) * settings.tp
     return settings.gpus[first : first + settings.tp]
 
@@ -123,7 +122,7 @@ def check_gpus(engines: EngineSpec, environment: Mapping[str, str]) -> None:
     """Raises ConfigError if the servers cannot use the GPUs of this host, or if engine.colocate is set and the host has
     no GPU."""
     if has_gpu(environment):
-        server_gpus.refuse(engines, 1)
+        refuse(*server_gpus.device_problems(engines, 1))
     elif isinstance(engines.settings, Servers) and engines.settings.colocate:
         raise ConfigError(
             f"engine.colocate without a GPU: the sleep mode of {engines.settings.kind}, which gives the trainer its "

@@ -16,7 +16,7 @@ from megatron_rl.config.base import ConfigError, Use, read_object
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
-from megatron_rl.config.model import Layout, RoleConfig
+from megatron_rl.config.model import RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
@@ -33,30 +33,32 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
 
     `to_come`: if True, allows model directories that do not exist yet because an earlier job will write them.
     """
-    found: list[str] = []
+    return [*_problems(spec, to_come)]
+
+
+def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
     for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
         place = f"roles.{name}" if isinstance(spec, RunSpec) else "layout of the model"
         if isinstance(spec, RunSpec):
-            found += [f"roles.{name}.{line}" for line in role_problems(role)]
+            yield from (f"roles.{name}.{line}" for line in role_problems(role))
         if role.has_policy and role.model.path:
-            found += _trained_problems(place, role, spec.cluster.ranks, to_come)
+            yield from _trained_problems(place, role, spec.cluster.ranks, to_come)
     if isinstance(spec, RunSpec):
-        found += _run_problems(spec)
+        yield from _run_problems(spec)
     if isinstance(spec, SftSpec):
-        found += _sft_problems(spec)
+        yield from _sft_problems(spec)
     if spec.engine is not None:
-        found += number_problems(spec.engine)
-        found += _engine_problems(spec, spec.engine, to_come)
+        yield from number_problems(spec.engine)
+        yield from _engine_problems(spec.engine, to_come)
     for name, source in spec.sets.items():
-        found += _set_problems(name, source)
-    found += _overlaps(spec)
+        yield from _set_problems(name, source)
+    yield from _overlaps(spec)
     if isinstance(spec, TrainingSpec):
-        found += _sink_problems(spec.sinks)
+        yield from _sink_problems(spec.sinks)
     if spec.reward is not None:
-        found += _said(plugins.look_at, Use(target=spec.reward.target, args=spec.reward.args))
+        yield from _said(plugins.look_at, Use(target=spec.reward.target, args=spec.reward.args))
     if isinstance(spec, RunSpec) and spec.recipe is not None:
-        found += recipe_problems(spec)
-    return found
+        yield from recipe_problems(spec)
 
 
 def _said(check: Callable[..., object], *args: object, place: str = "") -> list[str]:
@@ -69,101 +71,97 @@ def _said(check: Callable[..., object], *args: object, place: str = "") -> list[
     return []
 
 
-def _run_problems(spec: RunSpec) -> list[str]:
-    found, settings, ahead = [], spec.engine.settings, spec.loop.rollouts.max_staleness
+def _run_problems(spec: RunSpec) -> Iterator[str]:
+    settings, ahead = spec.engine.settings, spec.loop.rollouts.max_staleness
     if not spec.roles:
-        found.append("roles is empty: name at least one role")
-    if ahead and isinstance(settings, Embedded):
-        found.append(
-            f"rollouts.max_staleness = {ahead} with engine.kind = 'embedded': that engine runs in the trainer's "
-            "processes and cannot write rollouts while they train; set it to 0, or engine.kind to vllm or sglang"
-        )
-    if isinstance(settings, Servers) and settings.colocate:
-        found += _colocation_problems(spec, settings)
-    if isinstance(settings, Servers) and settings.urls:
+        yield "roles is empty: name at least one role"
+    if isinstance(settings, Embedded):
+        if ahead:
+            yield (
+                f"rollouts.max_staleness = {ahead} with engine.kind = 'embedded': that engine runs in the trainer's "
+                "processes and cannot write rollouts while they train; set it to 0, or engine.kind to vllm or sglang"
+            )
+        return
+    if settings.colocate:
+        yield from _colocation_problems(spec, settings)
+    if settings.urls:
         served = list(spec.engine.opened)
         counts = {name: len(urls) for name, urls in settings.urls.items()}
         if set(counts) != set(served) or set(counts.values()) != {settings.replicas}:
             wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(served)}"
-            found.append(f"engine.urls has {counts}: give {wanted}")
+            yield f"engine.urls has {counts}: give {wanted}"
         if settings.start:
-            found.append(
-                "engine.urls with engine.start = true: servers that run already are not started; set engine.start=false"
-            )
-    if isinstance(settings, Servers):
-        found += settings.role_problems(spec.roles)
-        found += _served_adapter_problems(spec, settings) if settings.serves_adapters else []
-    return found
+            yield "engine.urls with engine.start = true: servers that run are not started; set engine.start=false"
+    yield from settings.role_problems(spec.roles)
+    if settings.serves_adapters:
+        yield from _served_adapter_problems(spec, settings)
 
 
-def _served_adapter_problems(spec: RunSpec, settings: Servers) -> list[str]:
-    """Returns error messages about settings that are invalid if servers apply LoRA adapters at inference
+def _served_adapter_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
+    """Yields error messages about settings that are invalid if servers apply LoRA adapters at inference
     (engine.adapters = 'served')."""
-    found, ahead = [], spec.loop.rollouts.max_staleness
+    ahead = spec.loop.rollouts.max_staleness
     if all(role.lora is None for role in spec.roles.values()):
-        found.append("engine.adapters = 'served', and no role has lora: set it to merged")
+        yield ("engine.adapters = 'served', and no role has lora: set it to merged")
     if settings.urls:
-        found.append(
+        yield (
             "engine.adapters = 'served' with engine.urls: those servers share no directory with the run, where "
             "adapters are written; set it to merged, or leave urls out"
         )
     if settings.pause == "keep" and ahead > 1:
-        found.append(
+        yield (
             f"engine.pause = 'keep' with engine.adapters = 'served' and rollouts.max_staleness = {ahead}: answers "
             "under way would need adapters that are gone; set engine.pause to abort or wait"
         )
     sharing = [name for name, role in spec.engine.opened.items() if role.servers != name]
     if sharing and ahead > 1:
-        found.append(
+        yield (
             f"roles.{sharing[0]} and roles.{spec.roles[sharing[0]].servers} share servers (engine.adapters = "
             f"'served'), and rollouts.max_staleness = {ahead}: a refit does not cut answers of shared servers short, "
             "and they would need adapters that are gone; set it to 1, or engine.adapters to merged"
         )
-    return found
 
 
-def _colocation_problems(spec: RunSpec, settings: Servers) -> list[str]:
-    """Returns error messages about settings that are invalid if servers share the trainer's GPUs (engine.colocate =
+def _colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
+    """Yields error messages about settings that are invalid if servers share the trainer's GPUs (engine.colocate =
     true)."""
     ranks, sets, place = spec.cluster.ranks, len(spec.engine.server_roles), "engine.colocate = true with"
-    found = []
     if not settings.start or settings.urls:
-        found.append(
+        yield (
             f"{place} engine.start = false or engine.urls: each of the trainer's nodes starts the servers in its own "
             "GPUs; set engine.start to true and leave engine.urls out"
         )
     if settings.gpus:
-        found.append(
+        yield (
             f"{place} engine.gpus = {list(settings.gpus)}: the servers stand in the trainer's GPUs, replica 0 in the "
             "first engine.tp of them; leave engine.gpus out"
         )
     if settings.replicas * settings.tp > ranks:
-        found.append(
+        yield (
             f"{place} engine.replicas = {settings.replicas} x engine.tp = {settings.tp} on {ranks} ranks: a role has "
             "at most one server in a GPU; lower engine.replicas or engine.tp"
         )
     if (shares := settings.memory_share * sets) > 1:
-        found.append(
+        yield (
             f"{place} engine.memory_share = {settings.memory_share}: servers of {sets} roles stand in each GPU and "
             f"would take {shares:g} of it; lower it to {0.9 / sets:.2g}"
         )
     if spec.loop.rollouts.max_staleness:
-        found.append(
+        yield (
             f"{place} rollouts.max_staleness = {spec.loop.rollouts.max_staleness}: servers in the trainer's GPUs sleep "
             "while it trains, so that no iteration can be written beside training; set one of them to its default"
         )
     if spec.engine.refit.delta:
-        found.append(
+        yield (
             f"{place} refit.delta = true: servers that drop their weights have nothing that a difference could be "
             "added to; set refit.delta to false"
         )
-    found += [
+    yield from [
         f"{place} roles.{name}.lora: roles with adapters may share one model in the trainer, which does not leave the "
         "GPU; set engine.colocate to false"
         for name, role in spec.roles.items()
         if role.lora is not None
     ]
-    return found
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:
@@ -205,61 +203,57 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
         yield f"run.iterations = {spec.run.iterations}: SFT has its own `steps`; set that, and run.iterations to null"
 
 
-def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
-    """Returns error messages about a trained model: an invalid parallel layout, and settings that the model does not
-    support."""
-    found, read = _read_model(place, role.model.path, to_come)
-    if read is not None:
-        (sizes, features), path = read, role.model.path
-        lines = trainer_problems(sizes, Axes.of(role.layout), path)
-        lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
-        lines += adapter_problems(sizes, role, path)
-        found += [f"{place}: {line}" for line in lines]
-    return [*_rank_problems(place, role.layout, ranks), *found]
-
-
-def _rank_problems(place: str, layout: Layout, ranks: int) -> list[str]:
-    """Returns error messages about a parallel layout that is invalid on `ranks` ranks, whatever the model."""
+def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> Iterator[str]:
+    """Yields error messages about a trained model: a parallel layout that is invalid on `ranks` ranks or for the model,
+    and settings that the model does not support."""
+    layout, path = role.layout, role.model.path
     if ranks % layout.model_ranks:
-        return [
+        yield (
             f"{place}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} "
             "ranks: start a multiple of it (launch.nproc, or the launcher's), or change the layout"
-        ]
-    if ranks % layout.expert_ranks:
-        return [
+        )
+    elif ranks % layout.expert_ranks:
+        yield (
             f"{place}: etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not "
             f"divide {ranks} ranks: lower ep or etp (null is tp), or start a multiple of it"
-        ]
-    return []
+        )
+    problems, read = _read_model(place, path, to_come)
+    yield from problems
+    if read is not None:
+        sizes, features = read
+        lines = trainer_problems(sizes, Axes.of(layout), path)
+        lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
+        lines += adapter_problems(sizes, role, path)
+        yield from (f"{place}: {line}" for line in lines)
 
 
-def _engine_problems(spec: Spec, engine: EngineSpec, to_come: bool) -> list[str]:
-    """Returns error messages about the models that the engines generate with.
+def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
+    """Yields error messages about the models that the engines generate with.
 
     Checks the models of untrained roles, the frozen junior models of Tandem RL, and whether each model can be sharded
     over the GPUs of a server."""
-    found, settings = [], engine.settings
+    servers = engine.settings if isinstance(engine.settings, Servers) else None
     if not engine.trains:
-        if isinstance(settings, Servers) and settings.colocate:
-            found.append("engine.colocate = true where nothing trains: no trainer has GPUs; set it to false")
-        return found
+        if servers is not None and servers.colocate:
+            yield "engine.colocate = true where nothing trains: no trainer has GPUs; set it to false"
+        return
     for name, role in engine.opened.items():
-        if not role.model.path:
+        path, junior = role.model.path, None if role.tandem is None else role.tandem.junior
+        if not path:
             continue
-        own, read = _read_model(f"roles.{name}", role.model.path, to_come)
-        found += own if role.policy == "none" else []
-        served = role.lora is not None and isinstance(settings, Servers) and settings.serves_adapters
-        if served and read is not None and read[0].experts:
-            found.append(
-                f"engine.adapters = 'served', and {role.model.path} of {name} has experts: vLLM's adapters beside "
-                "experts are not tested; set it to merged"
-            )
-        if read is not None and isinstance(settings, Servers):
-            lines = engine_problems(read[0], settings.tp, role.model.path, expert_parallel=settings.expert_parallel)
-            found += [f"engine of {name}: {line}" for line in lines]
-        if role.tandem is not None and role.tandem.junior is not None:
-            found += _read_model(f"roles.{name}.tandem.junior", role.tandem.junior, to_come)[0]
-    return found
+        problems, read = _read_model(f"roles.{name}", path, to_come)
+        yield from problems if role.policy == "none" else ()
+        if read is not None and servers is not None:
+            sizes = read[0]
+            if role.lora is not None and servers.serves_adapters and sizes.experts:
+                yield (
+                    f"engine.adapters = 'served', and {path} of {name} has experts: vLLM's adapters beside experts are "
+                    "not tested; set it to merged"
+                )
+            lines = engine_problems(sizes, servers.tp, path, expert_parallel=servers.expert_parallel)
+            yield from (f"engine of {name}: {line}" for line in lines)
+        if junior is not None:
+            yield from _read_model(f"roles.{name}.tandem.junior", junior, to_come)[0]
 
 
 def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:
@@ -281,29 +275,25 @@ def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[
         return [f"{place}: {error}"], None
 
 
-def _set_problems(name: str, source: PromptSet) -> list[str]:
-    """Returns error messages about the settings of a prompt set. `name`: name of the setting that describes the set."""
-    found = _said(resolve, source, place=f"{name}: ")
+def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
+    """Yields error messages about the settings of a prompt set. `name`: name of the setting that describes the set."""
+    yield from _said(resolve, source, place=f"{name}: ")
     try:
         re.compile(source.answer_pattern or "")
     except re.error as error:
-        found.append(f"{name}.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}")
+        yield f"{name}.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}"
+    path = f"{name}.path = {source.path!r}"
     if generated_name(source.path) is None:
         if source.generated is not None:
-            found.append(
-                f"{name}.generated is set, but {name}.path = {source.path!r} is not generated: write reasoning_gym:NAME"
-            )
-        return found
-    found += [
-        f"{name}.{key} = {value!r} with {name}.path = {source.path!r}: generated problems have none; set it to null"
-        for key, value in {"settings": source.settings, "subset": source.subset, "file": source.file}.items()
-        if value is not None
-    ]
+            yield f"{name}.generated is set, but {path} is not generated: write reasoning_gym:NAME"
+        return
+    for key, value in {"settings": source.settings, "subset": source.subset, "file": source.file}.items():
+        if value is not None:
+            yield f"{name}.{key} = {value!r} with {path}: generated problems have none; set it to null"
     if source.split not in (TRAIN, TEST, ALL):
-        found.append(f"{name}.split = {source.split!r}: generated problems have {TRAIN}, {TEST} and {ALL}")
+        yield f"{name}.split = {source.split!r}: generated problems have {TRAIN}, {TEST} and {ALL}"
     if importlib.util.find_spec("reasoning_gym") is None:
-        found.append(f"{name}.path = {source.path!r}: reasoning-gym is not installed; run `pip install reasoning-gym`")
-    return found
+        yield f"{path}: reasoning-gym is not installed; run `pip install reasoning-gym`"
 
 
 def _overlaps(spec: Spec) -> list[str]:
@@ -360,36 +350,35 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found += _said(recipe.check, spec)
     for name, role in spec.roles.items():
         found += _said(PolicyLoss, role.loss, place=f"roles.{name}: ")
-    return found or _signal_problems(spec)
+    return found or [*_signal_problems(spec)]
 
 
-def _signal_problems(spec: RunSpec) -> list[str]:
-    """Returns error messages about settings with which rollouts have no learning signal.
+def _signal_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields error messages about settings with which rollouts have no learning signal.
 
     Checks for: sampling that makes all rollouts of a group identical, a batch of one rollout with an advantage
     estimator that compares the rollouts of a batch, and a reward range that the recipe does not support. The recipe
     itself rejects groups that are too small for its estimator.
     """
-    recipe, bounds, found = spec.recipe, spec.reward.range, []
+    recipe, bounds = spec.recipe, spec.reward.range
     estimator = str(vars(recipe).get("estimator"))
     if bounds != (0.0, 1.0) and ("w_reinforce" in estimator or recipe.needs_shares):
         why = "this recipe understands rewards from 0 to 1 alone"
         if "w_reinforce" in estimator:
             why = "recipe.args.estimator = 'w_reinforce' tells correct answers by scores above 0.5"
-        found.append(f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]")
+        yield (f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]")
     for name, part in {} if spec.run.train_without_signal else recipe.roles().items():
         role = spec.roles[name]
         if not part.trained or not PolicyLoss(role.loss).uses_advantages:
             continue
         alike = {"temperature = 0": role.sampling.temperature == 0, "top_k = 1": role.sampling.top_k == 1}
         if part.samples > 1 and part.episode.answers == 1 and (why := [text for text, holds in alike.items() if holds]):
-            found.append(
+            yield (
                 f"roles.{name}.sampling.{why[0]}: all {part.samples} samples of a problem are the same text, so that "
                 "no group has anything to learn from; draw them with temperature 1.0 and top_k 0"
             )
         if part.samples * spec.run.prompts_per_iteration == 1 and "reinforce_pp" in estimator:
-            found.append(
+            yield (
                 "run.prompts_per_iteration = 1 with one sample: the estimator compares the rollouts of a batch, and "
                 "there is one alone; raise run.prompts_per_iteration or recipe.args.group_size"
             )
-    return found

@@ -81,9 +81,11 @@ def absent_files(spec: Spec) -> list[Absent]:
     data = {name: source.path for name, source in spec.sets.items() if generated_name(source.path) is None}
     if isinstance(spec, SftSpec):
         data |= {"data.train": spec.data.train, "data.validation": spec.data.validation or ""}
-    found = [Absent(name, path, _is_model_name(path)) for name, path in models.items() if not Path(path).is_dir()]
+    found = [
+        Absent(name, path, _is_hub_name(path, "models")) for name, path in models.items() if not Path(path).is_dir()
+    ]
     found += [
-        Absent(name, path, _is_data_name(path), "datasets")
+        Absent(name, path, _is_hub_name(path, "datasets"), "datasets")
         for name, path in data.items()
         if path and not Path(path).exists()
     ]
@@ -143,19 +145,11 @@ def _targets(value: Any) -> Iterator[str]:
         yield from _targets(one)
 
 
-def _is_model_name(path: str) -> bool:
-    """Returns whether a path that does not exist locally is treated as a Hugging Face Hub model name, `owner/name`.
-
-    If a local folder `owner` exists, the path is a Hub name only if the Hub cache has the model."""
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        return False
-    return not Path(path).parent.is_dir() or hub_cache.is_cached(path, "models")
-
-
-def _is_data_name(path: str) -> bool:
-    """Returns whether a data path that does not exist locally is treated as a Hugging Face Hub dataset name.
-
-    Such a name is `name` or `owner/name`. If a local folder `owner` exists, the Hub cache must have the dataset."""
+def _is_hub_name(path: str, kind: hub_cache.Kind) -> bool:
+    """Returns whether a path that does not exist locally is treated as a name on the Hugging Face Hub: `owner/name`, or
+    `name` for a data set. If a local folder `owner` exists, the Hub's cache must have the repository."""
     if Path(path).suffix in _DATA_FILES or not _HUB_NAME.fullmatch(path):
         return False
-    return "/" not in path or not Path(path).parent.is_dir() or hub_cache.is_cached(path, "datasets")
+    if "/" not in path:
+        return kind == "datasets"
+    return not Path(path).parent.is_dir() or hub_cache.is_cached(path, kind)

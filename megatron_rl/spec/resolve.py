@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from megatron_rl.config import files, plugins
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
 from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig
@@ -49,8 +49,7 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
         problems = [text for one in missing_files.absent_files(spec) if (text := one.problem) is not None]
         problems += missing_files.server_problems(spec.engine) + missing_files.sandbox_problems(spec.settings)
         problems += server_gpus.device_problems(spec.engine, here.ranks) if here.gpus else []
-    if problems:
-        raise ConfigError("\n  ".join(problems))
+    refuse(*problems)
     return spec
 
 

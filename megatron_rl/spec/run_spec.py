@@ -59,6 +59,12 @@ class EngineSpec:
         """Returns the names of the roles that have separate servers, in the order of `roles`."""
         return [name for name, role in self.opened.items() if role.servers == name]
 
+    @property
+    def num_server_gpus(self) -> int:
+        """Returns the number of GPUs that all servers use together; 0 for the embedded engine."""
+        settings = self.settings
+        return len(self.server_roles) * settings.replicas * settings.tp if isinstance(settings, Servers) else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.base import ConfigError
 from megatron_rl.config.engines import Servers
 from megatron_rl.spec.run_spec import EngineSpec
 
@@ -13,14 +12,15 @@ def number_problems(engine: EngineSpec) -> list[str]:
     There is one message if GPU indices are repeated, and one if there are fewer indices than the servers need. An empty
     `engine.gpus` is accepted, because it is correct on a machine without GPUs.
     """
-    settings = engine.settings
+    settings, wanted = engine.settings, engine.num_server_gpus
     if not isinstance(settings, Servers):
         return []
-    problems, wanted = doubled_gpus(settings), _wanted(engine, settings)
-    if settings.gpus and _started_by_number(engine, settings) and len(settings.gpus) < wanted:
-        problems.append(
-            f"engine.gpus = {list(settings.gpus)}: {wanted} are needed ({_sets(engine)} x engine.replicas x engine.tp)"
-        )
+    gpus, problems = list(settings.gpus), list[str]()
+    if twice := sorted({number for number in gpus if gpus.count(number) > 1}):
+        problems.append(f"engine.gpus = {gpus}: {twice} stand there twice; two servers cannot share a GPU")
+    if gpus and _started_by_number(engine, settings) and len(gpus) < wanted:
+        needs = "roles" if engine.trains else "models"
+        problems.append(f"engine.gpus = {gpus}: {wanted} are needed ({needs} x engine.replicas x engine.tp)")
     return problems
 
 
@@ -32,13 +32,13 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
     settings = None if engine is None else engine.settings
     if engine is None or not isinstance(settings, Servers) or not _started_by_number(engine, settings):
         return []
-    wanted, gpus = _wanted(engine, settings), list(settings.gpus)
+    wanted, gpus = engine.num_server_gpus, list(settings.gpus)
     if not engine.trains:
         if gpus or wanted == settings.tp:
             return []
         return [
             f"engine.gpus is empty: all {wanted // settings.tp} servers would take the first GPU. Name {wanted} GPUs "
-            f"({_sets(engine)} x engine.replicas x engine.tp)"
+            "(models x engine.replicas x engine.tp)"
         ]
     if not gpus:
         said = (
@@ -58,27 +58,6 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
     return [said] if shared else []
 
 
-def refuse(engine: EngineSpec | None, ranks_here: int) -> None:
-    """Raises ConfigError if the GPU indices in `engine.gpus` are wrong on this machine; see `device_problems`."""
-    if problems := device_problems(engine, ranks_here):
-        raise ConfigError("\n  ".join(problems))
-
-
-def doubled_gpus(settings: Servers) -> list[str]:
-    """Returns a list of one error message if engine.gpus repeats GPU indices, otherwise an empty list."""
-    twice = sorted({number for number in settings.gpus if settings.gpus.count(number) > 1})
-    said = f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
-    return [said] if twice else []
-
-
 def _started_by_number(engine: EngineSpec, settings: Servers) -> bool:
     """Returns whether the command starts the servers itself, on the GPUs listed in engine.gpus."""
     return not (settings.urls or settings.colocate or (engine.trains and not settings.start))
-
-
-def _wanted(engine: EngineSpec, settings: Servers) -> int:
-    return len(engine.server_roles) * settings.replicas * settings.tp
-
-
-def _sets(engine: EngineSpec) -> str:
-    return "roles" if engine.trains else "models"
