@@ -24,6 +24,7 @@ from megatron_rl.weights.dist_names import counts, extra_states, spellings
 from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_tensors
 from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32, megatron
+from megatron_rl.weights.safetensors_headers import read_directory
 
 # JSON files of a checkpoint directory that are not copied with a model's config and tokenizer
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
@@ -97,10 +98,8 @@ def to_megatron(
     sizes = source.sizes
     hf_model.check(source.path, sizes, cast=dtype is not None)
     tensors, names = hf_model.DirectoryTensors(source.path), whole_names(sizes)
-    wanted = (
-        sum(math.prod(shape) for shape in hf_shapes(sizes).values())
-        * (dtype or next(iter(source.dtypes().values()))).itemsize
-    )
+    dtypes = (hf_model.DTYPES[stored.dtype] for stored in tensors.stored.values())
+    wanted = sum(math.prod(shape) for shape in hf_shapes(sizes).values()) * (dtype or next(dtypes)).itemsize
     with fresh(target, wanted_bytes=wanted) as folder, DistWriter(folder, file_bytes=file_bytes) as writer:
         copy_side_files(source.path, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
@@ -122,13 +121,15 @@ def to_megatron(
 
 def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
     """Returns name, shape and dtype of the tensors to write, in the order in which `source` yields them."""
-    stored, kept = source.dtypes(), kept_float32(sizes)
+    kept = kept_float32(sizes)
     if source.checkpoint is not None:
         one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
         of = {name: source.checkpoint.dtype(name) if name in kept else one for name in whole_names(sizes)}
         names = {rect.tensor: kind for name, kind in of.items() for rect in megatron(sizes, name, WHOLE)[1]}
     else:
-        names = {name: stored[name] if dtype is None or name in kept else dtype for name in hf_shapes(sizes)}
+        stored = read_directory(source.path)
+        own = {name: hf_model.DTYPES[stored[name].dtype] for name in hf_shapes(sizes)}
+        names = {name: kind if dtype is None or name in kept else dtype for name, kind in own.items()}
     return plan_tensors(sizes, names)
 
 
@@ -150,9 +151,8 @@ def _parameter(
 def _finite(source: WeightSource, name: str, tensor: Tensor) -> Tensor:
     """Returns the tensor. Raises ConfigError if it has values that are not finite."""
     if not tensor_copies.all_finite(tensor):
-        raise ConfigError(
-            f"{source.file_of(name)}: {name} holds numbers that are not finite: its run failed, or the file is damaged"
-        )
+        file = source.path if source.checkpoint is not None else hf_model.tensor_files(source.path)[name]
+        raise ConfigError(f"{file}: {name} holds numbers that are not finite: its run failed, or the file is damaged")
     return tensor
 
 
@@ -230,11 +230,8 @@ def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
     if why := parity.obstacle(sizes):
         return f"not compared with peft: {why}"
     assert source.adapter is not None
-    theirs, ours, most = (
-        parity.merged_by_peft(source.path, source.adapter, sizes),
-        hf_model.DirectoryTensors(folder),
-        0.0,
-    )
+    theirs, most = parity.merged_by_peft(source.path, source.adapter, sizes), 0.0
+    ours = hf_model.DirectoryTensors(folder)
     for name in ours.stored:
         own = ours.whole(name)
         gap, largest = float((own.float() - theirs[name]).abs().max()), float(theirs[name].abs().max())

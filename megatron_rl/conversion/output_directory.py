@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.run import directory_lock
 from megatron_rl.run.atomic_files import push, push_tree
 
@@ -36,56 +36,33 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
     if target.exists() and not replace:
         raise ConfigError(f"{target} exists: remove it, or give another place")
     partial = target.with_name(f".{target.name}.partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-    except OSError as error:
-        raise ConfigError(f"{target} could not be written: {error}") from error
-    held = _locked(target, partial, lock)
-    try:
-        for left in partial.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        free = shutil.disk_usage(partial).free
-        if free < SPARE * wanted_bytes:
-            wanted = f"{SPARE * wanted_bytes / 1e9:.1f} GB"
-            raise ConfigError(
-                f"{target.parent} has {free / 1e9:.1f} GB free, the result takes up to {wanted}: choose another disk"
-            )
-        yield partial
-        push_tree(partial)
-        if target.exists():
-            shutil.rmtree(target)
-        partial.rename(target)
-        push([target.parent])
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ConfigError(f"{target} could not be written: {error}; nothing was left there") from error
-        raise
-    finally:
-        os.close(lock)
-        held.close()
-
-
-def _locked(target: Path, partial: Path, descriptor: int) -> contextlib.ExitStack:
-    """Locks the directory `partial`, which `descriptor` has open, against other processes that write `target`.
-
-    Returns the stack that releases the lock. Closes `descriptor` and raises ConfigError if another process holds the
-    lock or the lock file cannot be written.
-    """
-    held = contextlib.ExitStack()
-    name = target.with_name(f"{partial.name}.held")
-    try:
-        held.enter_context(directory_lock.held(descriptor, name, directory_lock.own_name()))
-    except directory_lock.Taken as error:
-        os.close(descriptor)
-        cure = f"; {error.cure}" if error.cure else ""
-        who = str(error) or "another process"
-        raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
-    except OSError as error:
-        os.close(descriptor)
-        raise ConfigError(f"{target} could not be written: {error}") from error
-    return held
+    with contextlib.ExitStack() as held:
+        with refusing(lambda error: f"{target} could not be written: {error}", OSError):
+            partial.mkdir(parents=True, exist_ok=True)
+            lock = os.open(partial, os.O_RDONLY)
+            held.callback(os.close, lock)
+            name = target.with_name(f"{partial.name}.held")
+            try:
+                held.enter_context(directory_lock.held(lock, name, directory_lock.own_name()))
+            except directory_lock.Taken as error:
+                who, cure = str(error) or "another process", f"; {error.cure}" if error.cure else ""
+                raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
+        held.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing to remove
+        with refusing(lambda error: f"{target} could not be written: {error}; nothing was left there", OSError):
+            for left in partial.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            free, wanted = shutil.disk_usage(partial).free, SPARE * wanted_bytes
+            if free < wanted:
+                raise ConfigError(
+                    f"{target.parent} has {free / 1e9:.1f} GB free, the result takes up to {wanted / 1e9:.1f} GB: "
+                    "choose another disk"
+                )
+            yield partial
+            push_tree(partial)
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+            push([target.parent])
 
 
 @contextlib.contextmanager

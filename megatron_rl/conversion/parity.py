@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
@@ -31,17 +32,9 @@ def obstacle(sizes: Sizes) -> str | None:
     if dist.is_initialized():
         return "this process is a rank of something else"
     wanted = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
-    if wanted > (free := available_bytes()):
+    if wanted > (free := psutil.virtual_memory().available):
         return f"both models take {wanted / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB of memory are free"
     return None
-
-
-def available_bytes() -> int:
-    """Returns the number of bytes of host memory that are available without swapping. Returns 0 if the number is
-    unknown, as on systems other than Linux."""
-    info = Path("/proc/meminfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:

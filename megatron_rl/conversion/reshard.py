@@ -15,7 +15,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
@@ -95,8 +95,8 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
             f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
         )
     axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts or layout.etp > 1 else None)
-    if problems := trainer_problems(sizes, axes, str(source.model)):
-        raise ConfigError("\n  ".join(f"no run reads such a checkpoint: {line}" for line in problems))
+    problems = trainer_problems(sizes, axes, str(source.model))
+    refuse(*(f"no run reads such a checkpoint: {line}" for line in problems))
     cuts, left, constant = _cuts(sizes, layout), set(checkpoint.shapes), kept_float32(sizes)
     with DistWriter(folder) as writer:
         for name in track(cuts, description="parameters", transient=True):

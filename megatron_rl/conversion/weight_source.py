@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from megatron_rl.config.base import read_object
+from megatron_rl.config.base import ConfigError, read_object, refusing
 from megatron_rl.config.files import read_yaml
-from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import CONFIG
 from megatron_rl.models.sizes import Sizes
@@ -54,32 +52,14 @@ class WeightSource:
         settings = lora_adapters.read_settings(self.adapter)
         return lora_adapters.merged(found, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
 
-    def file_of(self, name: str) -> Path:
-        """Returns the file that contains the tensor with the Hugging Face name `name`. For a checkpoint, returns the
-        checkpoint's directory."""
-        return self.path if self.checkpoint is not None else hf_model.tensor_files(self.path)[name]
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the dtype of every stored tensor by Hugging Face name. For a checkpoint, the names are Megatron's,
-        and one name stands for the parameters of all layers, which are stacked."""
-        if self.checkpoint is not None:
-            return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
-        return {
-            name: hf_model.DTYPES[stored.dtype]
-            for name, stored in safetensors_headers.read_directory(self.path).items()
-        }
-
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns (shape, dtype) of every stored tensor by name. For a checkpoint, the names are Megatron's and include
         the optimizer state."""
         if self.checkpoint is not None:
-            return {
-                name: (shape, str(dtype).removeprefix("torch."))
-                for name, (shape, dtype) in self.checkpoint.shapes.items()
-            }
-        return {
-            name: (stored.shape, stored.dtype) for name, stored in safetensors_headers.read_directory(self.path).items()
-        }
+            found = self.checkpoint.shapes.items()
+            return {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in found}
+        stored = safetensors_headers.read_directory(self.path).items()
+        return {name: (own.shape, own.dtype) for name, own in stored}
 
 
 def read_sizes(model: Path) -> Sizes:
@@ -179,24 +159,17 @@ def _model_of(path: Path) -> Path:
     """
     if (path / "config.json").is_file():
         return path
-    for parent in path.resolve().parents:
-        config = parent / "config.yaml"
-        if not config.is_file():
-            continue
-        tree = read_yaml(config)
-        try:
-            started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ConfigError(f"{config} names no model of {path.name} ({error!r}): name it by --model") from error
-        for place in (Path(started), parent / "models" / path.name, parent / "model"):
-            if (place / "config.json").is_file():
-                return place
-        try:
-            return hf_model.local_directory(started)
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: the run started from {started}, which is not here ({error}); name it by --model"
-            ) from error
-    raise ConfigError(
-        f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
-    )
+    config = next((file for parent in path.resolve().parents if (file := parent / "config.yaml").is_file()), None)
+    if config is None:
+        raise ConfigError(
+            f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
+        )
+    tree, lacks = read_yaml(config), f"{config} names no model of {path.name}"
+    with refusing(lambda error: f"{lacks} ({error!r}): name it by --model", AttributeError, KeyError, TypeError):
+        started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
+    for place in (Path(started), config.parent / "models" / path.name, config.parent / "model"):
+        if (place / "config.json").is_file():
+            return place
+    gone = f"{path}: the run started from {started}, which is not here"
+    with refusing(lambda error: f"{gone} ({error}); name it by --model", OSError):
+        return hf_model.local_directory(started)

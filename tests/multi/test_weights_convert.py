@@ -302,7 +302,7 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
         convert.to_megatron(find(model), tmp_path / f"{family}_megatron")
         gap, largest = parity.logits_gap(tmp_path / f"{family}_megatron", model)
         assert gap < 1e-5 * largest, family
-    monkeypatch.setattr(parity, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(parity.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     assert "of memory are free" in str(parity.obstacle(read_sizes(forms["to-megatron"])))
 
 
