@@ -6,8 +6,9 @@ bfloat16 product of 8192^3 that is timed in the same run, tokens a second, peak 
 them; the log-prob head over 8k x 152k; attention, also torch's own for varied lengths; passes by torch's SDPA with
 cuDNN's attention on and off; the 15 kernels that take the most time.
 
-engine: the embedded engine against transformers' `generate` (1.5 B parameters, 32 and 256 rows, 512 new tokens); refits
-of an engine in another process on the same GPU, against a plain copy on the device; sleep and wake.
+engine: the embedded engine against transformers' `generate` (1.5 B parameters, 32 and 256 rows, 512 new tokens); 256
+and 1,024 rollouts of varied lengths, with CUDA graphs and without; refits of an engine in another process on the same
+GPU, against a plain copy on the device; sleep and wake.
 
 What cannot be had is told as "not measured", with the reason, and so is what fails with an error, whose traceback is
 printed. When the device cannot be used after an error, the run ends with what was measured. --tiny runs the same with

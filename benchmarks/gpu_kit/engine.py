@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from gpu_kit import clock, subjects
 from gpu_kit.findings import Findings
 from gpu_kit.subjects import RandomPolicy, Scale
 from gpu_kit.two_processes import pair
+from megatron_rl.engines.batched_session import Row
+from megatron_rl.engines.embedded.cuda_graphs import Recorder
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.models.shape import read_shape
@@ -35,6 +37,8 @@ def run(findings: Findings, scale: Scale, folder: Path) -> None:
     findings.more["cudnn_attention"] = cudnn
     for rows in scale.rows:
         findings.take(f"rows{rows}", functools.partial(_rollout, scale, directory, rows, cudnn))
+    for rows in scale.varied_rows:
+        findings.take(f"varied{rows}", functools.partial(varied_rollout, scale, directory, rows))
     with subjects.one_rank():
         tokens = scale.tokens[0]
         make = functools.partial(
@@ -78,6 +82,68 @@ def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]
             raise RuntimeError(f"{name} wrote {written} tokens in {rows} rows of {scale.new}: rows have ended early")
         found |= {f"{name}_s": seconds, f"{name}_tokens_per_s": rows * scale.new / seconds}
     return found | {"times_generate": found["generate_s"] / found["ours_s"]}
+
+
+class CountingRecorder:
+    """A recorder that passes steps on to another recorder, and counts captures and replays."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self.captures, self.replays = recorder, 0, 0
+
+    def rehearse(self, step: Callable[[], None]) -> None:
+        """Runs a step for the first time."""
+        self._recorder.rehearse(step)
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Records a step. Returns a function that replays and counts it, or None if the step cannot be recorded."""
+        replay = self._recorder.record(step)
+        if replay is None:
+            return None
+        self.captures += 1
+
+        def counted() -> None:
+            self.replays += 1
+            replay()
+
+        return counted
+
+
+def varied_rollout(scale: Scale, directory: Path, rows: int) -> dict[str, float]:
+    """Measures rollouts whose lengths vary as those of a reasoning model do: row by row log-normal around `scale.new`
+    tokens, at most twice as many. At most `scale.rows[-1]` rows are decoded together, and waiting rows follow.
+
+    Measures them with CUDA graphs and without, after 16 tokens of each row. The seconds with graphs include the
+    captures, as in training, where each iteration captures anew.
+    """
+    model: Any = subjects.transformers_model(directory).eval()
+    engine = EmbeddedEngine(directory, dtype=torch.bfloat16, max_batch=min(rows, scale.rows[-1]))
+    engine.load(model.named_parameters(), version=0)
+    del model
+    draw, sigma = np.random.default_rng(0), 0.8
+    drawn = draw.lognormal(np.log(scale.new) - sigma**2 / 2, sigma, rows)
+    lengths = drawn.round().clip(1, 2 * scale.new).astype(int).tolist()
+    prompts = draw.integers(0, engine.arch.vocab, (rows, scale.prompt))
+
+    def seconds(most: int) -> float:
+        asked = [Sampling(max_tokens=min(length, most)) for length in lengths]
+        pairs = zip(prompts, asked, strict=True)
+        rows_asked = [Row(prompt, key, 0, sampling) for key, (prompt, sampling) in enumerate(pairs)]
+        made: list[int] = []
+        taken = clock.wall_seconds(lambda: made.extend(len(one.tokens) for one in engine.generate_rows(rows_asked)))
+        if made != [sampling.max_tokens for sampling in asked]:
+            raise RuntimeError(f"{sum(made)} tokens were written in {rows} rows: rows have ended early")
+        return taken
+
+    found: dict[str, float] = {"tokens": sum(lengths), "longest": max(lengths)}
+    with subjects.cudnn_attention(False):
+        if engine._recorder is not None:
+            seconds(16)
+            engine._recorder = recorder = CountingRecorder(engine._recorder)
+            found |= {"seconds": seconds(max(lengths)), "captures": recorder.captures, "replays": recorder.replays}
+            found["tokens_per_s"] = sum(lengths) / found["seconds"]
+        engine._recorder = None
+        found["without_graphs_tokens_per_s"] = sum(lengths) / seconds(max(lengths))
+    return found
 
 
 def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:

@@ -46,13 +46,14 @@ class Scale:
     prompt: int = 64  # tokens of a prompt
     new: int = 512  # tokens that an engine writes in each row
     rows: tuple[int, ...] = (32, 256)  # sequences that are written at once
+    varied_rows: tuple[int, ...] = (256, 1024)  # sequences of varied lengths, of which rows[-1] are written at once
     refits: int = 5
 
 
 FULL = Scale()
 SMALL = Scale(
     tiny=True, models=("1.5B", "7B"), tokens=(64,), equal=16, longest=48, rounds=1, product=64, copied=1 << 16,
-    head=(64, 32, 512), prompt=5, new=6, rows=(2, 4), refits=2,
+    head=(64, 32, 512), prompt=5, new=6, rows=(2, 4), varied_rows=(6,), refits=2,
 )  # fmt: skip
 
 

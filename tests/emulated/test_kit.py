@@ -53,6 +53,8 @@ def test_rollouts_refits_and_sleep_are_measured(emulated):
     metrics = told["metrics"]
     assert told["complete"] and "not_measured" not in told and told["cudnn_attention"]["ours"] is False
     assert metrics["rows2/times_generate"] > 0 and metrics["rows4/ours_tokens_per_s"] > 0
+    assert metrics["varied6/tokens_per_s"] > 0 and metrics["varied6/without_graphs_tokens_per_s"] > 0
+    assert metrics["varied6/replays"] >= metrics["varied6/captures"] > 0
     assert (
         metrics["refit/gb_per_s"] > 0 and metrics["refit/of_device_copy"] > 0 and metrics["refit_verified/seconds"] > 0
     )

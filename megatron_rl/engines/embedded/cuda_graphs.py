@@ -1,8 +1,12 @@
 """Replays a decoding step as one CUDA graph, so that the GPU does not wait for the host to launch hundreds of kernels.
 
 A graph has fixed addresses and shapes, so a step works on memory that does not move. It uses the first rows of a
-batch's state (the row count is padded to one of a few values) and all columns of its cache, which grows by 64 columns
-at a time. Unused rows and columns are computed too, and the results are ignored.
+batch's state (the row count is padded to one of a few values) and all columns of its cache, which grows by GROWTH
+columns at a time. Unused rows and columns are computed too, and the results are ignored.
+
+A graph is recorded for each padded row count and each width of the cache. A recording costs about two steps without a
+graph, so graphs pay off if each one is replayed often. Few row counts and few widths are worth more than the padding
+costs.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from megatron_rl.engines.embedded.decoder import Decoder
 from megatron_rl.engines.protocol import Sampling
 
 _log = logging.getLogger(__name__)
-ROW_UNIT = 8  # The number of rows of a step is padded to 1, 2, 4 or a multiple of this number.
+ROW_UNIT = 8  # smallest difference of two padded row counts above 4
+GROWTH = 256  # number of columns (tokens) by which the KV cache of recorded steps grows
 
 
 class Recorder(Protocol):
@@ -41,10 +46,15 @@ class Recorder(Protocol):
 
 
 def padded_rows(rows: int) -> int:
-    """Returns the padded row count of a decoding step that needs at least `rows` rows. The caller limits the result to
-    the number of slots of the KV cache.
+    """Returns the padded row count of a decoding step that needs at least `rows` rows: 1, 2, 4, or a multiple of an
+    eighth of the next power of two (at least ROW_UNIT), for example 160, 192, 224 or 256 for 129 to 256 rows. The
+    caller limits the result to the number of slots of the KV cache.
     """
-    return next((few for few in (1, 2, 4) if rows <= few), -(-rows // ROW_UNIT) * ROW_UNIT)
+    next_power = 1 << (rows - 1).bit_length()
+    if next_power <= 4:
+        return next_power
+    unit = max(ROW_UNIT, next_power // 8)
+    return -(-rows // unit) * unit
 
 
 class GraphRecorder:

@@ -8,14 +8,17 @@ from torch import Tensor
 
 from megatron_rl.engines.embedded.decoder import Decoder
 
-GROWTH = 64  # number of columns (tokens) by which the cache grows
+GROWTH = 64  # default number of columns (tokens) by which the cache grows
 
 
 class Cache:
-    """The KV cache of one batch for one decoder: one slot per row (sequence), one column per token."""
+    """The KV cache of one batch for one decoder: one slot per row (sequence), one column per token.
 
-    def __init__(self, decoder: Decoder, slots: int) -> None:
-        self._decoder, self.width = decoder, 0
+    `growth`: number of columns by which the cache grows.
+    """
+
+    def __init__(self, decoder: Decoder, slots: int, *, growth: int = GROWTH) -> None:
+        self._decoder, self._growth, self.width = decoder, growth, 0
         # One tensor per layer, in the format of `Decoder.new_layer_cache`: for example [2, slots, KV, columns, d].
         self.layers = [decoder.new_layer_cache(slots, 0) for _ in decoder.weights.layers]
 
@@ -25,7 +28,7 @@ class Cache:
         """
         if width <= self.width:
             return
-        columns = -(-width // GROWTH) * GROWTH
+        columns = -(-width // self._growth) * self._growth
         # reallocates layer by layer, so that only one layer is in memory twice
         for number, held in enumerate(self.layers):
             grown = self._decoder.new_layer_cache(slots, columns)

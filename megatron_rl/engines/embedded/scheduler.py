@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.batched_session import Row
+from megatron_rl.engines.embedded import cuda_graphs as graphs
+from megatron_rl.engines.embedded import kv_cache
 from megatron_rl.engines.embedded import token_sampling as drawing
-from megatron_rl.engines.embedded.cuda_graphs import Recorder, Steps, padded_rows
 from megatron_rl.engines.embedded.decoder import Decoder
 from megatron_rl.engines.embedded.expert_choices import ExpertChoices
-from megatron_rl.engines.embedded.kv_cache import Cache
 from megatron_rl.engines.embedded.stop_conditions import NO_TOKEN, Ends
 from megatron_rl.engines.embedded.tandem_writers import Writers
 from megatron_rl.engines.protocol import Completion
@@ -79,7 +79,7 @@ class ContinuousBatch:
         max_batch: int,
         writers: Writers | None = None,
         tells_experts: bool = False,
-        recorder: Recorder | None = None,
+        recorder: graphs.Recorder | None = None,
     ) -> None:
         self._decoders, self._ends, self._writers = decoders, ends, writers
         self._device, self._sampling = decoders[0].device, rows[0].sampling
@@ -99,7 +99,10 @@ class ContinuousBatch:
         # Long prompts first: rows of similar length are decoded together, and equal prompts are prefilled together.
         self._waiting = deque(sorted(requests, key=lambda r: (-len(r.tokens), r.prompt, r.place)))
         self._slots, self._size = min(max_batch, len(requests)), 0
-        self._caches = [Cache(decoder, self._slots) for decoder in decoders]
+        if writers is not None or decoders[0].arch.experts:
+            recorder = None
+        growth = kv_cache.GROWTH if recorder is None else graphs.GROWTH
+        self._caches = [kv_cache.Cache(decoder, self._slots, growth=growth) for decoder in decoders]
         state = torch.zeros(3, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
         # [slots] each: newest token, position of this token, key of the random stream
@@ -110,9 +113,7 @@ class ContinuousBatch:
         self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
         self._drawn: list[_Draw] = []
         self._choices = ExpertChoices(len(rows)) if tells_experts else None
-        self._steps = None
-        if recorder is not None and writers is None and not decoders[0].arch.experts:
-            self._steps = Steps(decoders[0], state, self._sampling, recorder)
+        self._steps = None if recorder is None else graphs.Steps(decoders[0], state, self._sampling, recorder)
 
     def run(self) -> list[Completion]:
         """Samples all completions. Returns [R] completions in the order of the [R] rows. Raises FloatingPointError if
@@ -252,7 +253,7 @@ class ContinuousBatch:
         """Makes the KV caches at least `width` columns wide. If a cache grows, slots that no row will use are
         dropped.
         """
-        rows = self._size if self._steps is None else min(self._slots, padded_rows(self._size))
+        rows = self._size if self._steps is None else min(self._slots, graphs.padded_rows(self._size))
         slots = self._slots if self._waiting else rows
         if self._steps is not None and width > self._caches[0].width:
             # the steps hold references to the old cache, which would stay in memory beside the new cache
