@@ -6,6 +6,7 @@ Every failure is counted.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -396,14 +397,13 @@ def _open_process(end: socket.socket) -> subprocess.Popen[bytes]:
     Retries if the machine has no memory or process ids left. Raises RewardFailure after START_TRIES attempts.
     """
     command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
-    for left in reversed(range(START_TRIES)):
+    for tries in itertools.count(1):
         try:
             return subprocess.Popen(command, stdin=end.fileno(), stdout=end.fileno(), start_new_session=True)
         except OSError as error:
-            if not left:
+            if tries == START_TRIES:
                 raise RewardFailure(f"no reward worker can be started here: {error}; lower reward.workers") from error
             time.sleep(START_PAUSE_S)
-    raise AssertionError("the last try returns or raises")
 
 
 def _known_answer(payload: Mapping[str, Any]) -> str | None:
