@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.dialogue import TEXT
@@ -144,49 +143,44 @@ class Environment(EpisodeMaker):
         """Releases the resources of the episode. The method is called once, even if `step` hangs in another thread."""
 
 
-def check_speakers(maker: EpisodeMaker, roles: Collection[str], *, key: str) -> None:
-    """Raises ConfigError if the roles of a recipe's agents differ from the roles whose models the episodes use.
+def problems(
+    maker: EpisodeMaker, settings: EpisodeSettings, roles: Collection[str], *, key: str
+) -> Iterator[str]:  # fmt: skip
+    """Yields error messages about an EpisodeMaker and settings that do not fit together.
 
-    `roles`: the recipe's roles. `key`: name of the setting with these roles, for the error message. Nothing is checked
-    if `maker.speaking_roles()` returns None.
+    The roles of the recipe's agents, `roles`, must be the roles whose models the episodes use, if these are known. A
+    system message in the settings must be used. `told` and `tool_s` must be 0 if no role is known to answer twice.
+    `key`: name of the setting with the roles, for the error messages.
     """
     asked = maker.speaking_roles()
-    if asked is None or set(asked) == set(roles):
-        return
-    own, others = ", ".join(dict.fromkeys(asked)), ", ".join(roles)
-    raise ConfigError(
-        f"recipe.args.{key} names {others}, and {type(maker).__name__} (recipe.args.environment) asks {own}: name the "
-        "same roles in both"
-    )
-
-
-def check_system(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> None:
-    """Raises ConfigError if a system message in the settings would not be used. `roles`: the roles of the agents."""
+    if asked is not None and set(asked) != set(roles):
+        yield (
+            f"recipe.args.{key} names {', '.join(roles)}, and {type(maker).__name__} (recipe.args.environment) asks "
+            f"{', '.join(dict.fromkeys(asked))}: name the same roles in both"
+        )
     for role, text in settings.system.items():
-        key = f"recipe.args.system.{role} = {text[:40]!r}"
+        system = f"recipe.args.system.{role} = {text[:40]!r}"
         if role not in roles:
-            raise ConfigError(f"{key}: the roles of recipe.args.agents are {', '.join(roles)}")
-        if not isinstance(maker, Environment):
-            raise ConfigError(f"{key}: {type(maker).__name__} makes its own conversations; write it in there")
-        if settings.dialogue == TEXT:
-            raise ConfigError(
-                f"{key}, but recipe.args.dialogue = {TEXT!r} has no system messages: set it to chat, or write the text "
-                "into the environment's first message"
+            yield f"{system}: the roles of recipe.args.agents are {', '.join(roles)}"
+        elif not isinstance(maker, Environment):
+            yield f"{system}: {type(maker).__name__} makes its own conversations; write it in there"
+        elif settings.dialogue == TEXT:
+            yield (
+                f"{system}, but recipe.args.dialogue = {TEXT!r} has no system messages: set it to chat, or write the "
+                "text into the environment's first message"
+            )
+    answers_once = all((maker.most_answers(role) or 1) == 1 for role in roles)
+    for name, value in (("told", settings.told), ("tool_s", settings.tool_s)):
+        if value and answers_once:
+            yield (
+                f"recipe.args.{name} = {value} is between two answers of an agent, and the environment knows of one: "
+                f"let its `most_answers` say more, or tell the plan by --episode {min(roles)}.{name}={value}"
             )
 
 
 def estimates(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> dict[str, EpisodeEstimate]:
-    """Returns {role: estimate of its episodes} for plans, from `maker.most_answers` and the settings.
-
-    Raises ConfigError if `told` or `tool_s` is above 0 although no role is known to answer twice.
-    """
+    """Returns {role: estimate of its episodes} for plans, from `maker.most_answers` and the settings."""
     most = {role: maker.most_answers(role) or 1 for role in roles}
-    for name, value in (("told", settings.told), ("tool_s", settings.tool_s)):
-        if value and max(most.values()) == 1:
-            raise ConfigError(
-                f"recipe.args.{name} = {value} is between two answers of an agent, and the environment knows of one: "
-                f"let its `most_answers` say more, or tell the plan by --episode {min(roles)}.{name}={value}"
-            )
     return {
         role: EpisodeEstimate(
             answers=answers,

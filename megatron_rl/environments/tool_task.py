@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from megatron_rl.chat_template import TOOL, USER, UserText, problem_text
 from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.base import ConfigError, Use, refuse
 from megatron_rl.environments.dialogue import RENDERERS
 from megatron_rl.environments.environment import Environment, EpisodeSettings
 from megatron_rl.environments.episode_types import (
@@ -57,19 +57,30 @@ class ToolTask(Environment):
             self._template = read_template(self.template)
         except FileNotFoundError as error:
             raise ConfigError(f"args.template: {error}") from None
+        tools = [plugins.build(use) for use in self.tools]
+        refuse(*(problem for use, tool in zip(self.tools, tools, strict=True) for problem in _tool_problems(use, tool)))
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
+        refuse(*self._problems(tools))
+        if self.calls == "tags":  # the tool's one required argument
+            self._arguments = {tool.name: tool.parameters["required"][0] for tool in tools}
+
+    def _problems(self, tools: Sequence[Tool]) -> Iterator[str]:
         if "{question}" not in self._template:
-            raise ConfigError(f"args.template = {self.template!r}: it needs {{question}} where the question stands")
+            yield f"args.template = {self.template!r}: it needs {{question}} where the question stands"
         if "{result}" not in self.result:
-            raise ConfigError(f"args.result = {self.result!r}: it needs {{result}} where a tool's answer stands")
-        tools = [_built(use) for use in self.tools]
-        self._tools = {tool.name: tool for tool in tools}
+            yield f"args.result = {self.result!r}: it needs {{result}} where a tool's answer stands"
         if not tools or len(self._tools) < len(tools) or self.answer in self._tools:
-            raise ConfigError(
+            yield (
                 f"args.tools are named {', '.join(tool.name for tool in tools) or 'nothing'}: give at least one, each "
                 f"with a name of its own, other than args.answer = {self.answer!r}"
             )
-        if self.calls == "tags":
-            self._arguments = {name: _argument(tool) for name, tool in self._tools.items()}
+        for tool in tools if self.calls == "tags" else ():
+            required = list(tool.parameters.get("required", ()))
+            if [tool.parameters["properties"][name].get("type") for name in required] != ["string"]:
+                yield (
+                    f"args.calls = 'tags', and the tool {tool.name!r} requires {', '.join(required) or 'nothing'}: a "
+                    "tag gives one text; set calls to template"
+                )
 
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
         self._texts: list[str] = []
@@ -184,26 +195,12 @@ def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def _built(use: Use) -> Tool:
-    tool = plugins.build(use)
+def _tool_problems(use: Use, tool: object) -> Iterator[str]:
+    """Yields error messages about an object that was built as a tool."""
     if not isinstance(tool, Tool):
-        raise ConfigError(
+        yield (
             f"args.tools: {use.target} is no tool: name a dataclass that inherits from "
             "megatron_rl.environments.episode_types:Tool"
         )
-    if lacking := [name for name in ("name", "description", "parameters") if not hasattr(tool, name)]:
-        raise ConfigError(f"args.tools: {use.target} has no {' and no '.join(lacking)}: write them into the class")
-    return tool
-
-
-def _argument(tool: Tool) -> str:
-    """Returns the name of a tool's one required argument. Raises ConfigError unless it requires exactly one, of type
-    string."""
-    required = list(tool.parameters.get("required", ()))
-    kinds = [tool.parameters["properties"][name].get("type") for name in required]
-    if kinds != ["string"]:
-        raise ConfigError(
-            f"args.calls = 'tags', and the tool {tool.name!r} requires {', '.join(required) or 'nothing'}: a tag gives "
-            "one text; set calls to template"
-        )
-    return required[0]
+    elif lacking := [name for name in ("name", "description", "parameters") if not hasattr(tool, name)]:
+        yield f"args.tools: {use.target} has no {' and no '.join(lacking)}: write them into the class"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings
 from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode
@@ -54,19 +54,18 @@ class Verifiers(EpisodeMaker):
 
     def __post_init__(self) -> None:
         self._host: _Host | None = None
+        refuse(*self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if shutil.which(self.python) is None:
-            raise ConfigError(
-                f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
-            )
+            yield f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
         taskset = self.environment.get("taskset")
         if not isinstance(taskset, Mapping) or not taskset.get("id"):
-            raise ConfigError(f"environment.taskset = {taskset!r}: name the task set, such as {{id: reverse-text}}")
+            yield f"environment.taskset = {taskset!r}: name the task set, such as {{id: reverse-text}}"
         if not self.agents:
-            raise ConfigError("agents = {}: name the role of every agent, such as {agent: solver}")
+            yield "agents = {}: name the role of every agent, such as {agent: solver}"
         if unknown := set(self.renderers) - set(self.agents.values()):
-            raise ConfigError(
-                f"renderers.{min(unknown)}: the roles of the agents are {', '.join(self.agents.values())}"
-            )
+            yield f"renderers.{min(unknown)}: the roles of the agents are {', '.join(self.agents.values())}"
 
     def speaking_roles(self) -> Collection[str]:
         return tuple(self.agents.values())

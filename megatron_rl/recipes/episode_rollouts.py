@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.chat_template import problem_text
+from megatron_rl.config.base import refuse
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.dialogue import TEXT, check_dialogue
-from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings, check_speakers, check_system, estimates
+from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings, estimates, problems
 from megatron_rl.environments.episode_types import AGENT, Episode
 from megatron_rl.environments.validation import check_agents, with_rewards
 from megatron_rl.rewards.grading_pool import Graded, check_failures
@@ -71,8 +72,7 @@ class OverEpisodes(EpisodeSettings):
                 f"recipe.args.environment.target = {self.environment.target!r} is no environment: name a class that "
                 "inherits from megatron_rl.environments.environment:Environment, with @dataclass above it"
             )
-        check_system(self, self._maker, agents)
-        check_speakers(self._maker, agents, key=key)
+        refuse(*problems(self._maker, self, agents, key=key))
         self._maker.check(self)
         self.estimates = estimates(self, self._maker, agents)
         self._rewarded, self._agents = tuple(rewarded), dict(agents)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.rewards.tags import block_texts, boxed
 
 try:
@@ -109,8 +109,7 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
     The data set `composite` has the setting `datasets`, a list of {name, weight, config}. Raises ConfigError for an
     unknown name or setting, and for a value that the library refuses.
     """
-    for part, settings in _parts(name, args):
-        _check_names(part, settings)
+    refuse(*_problems(name, args))
     made = dict(args)
     if name == COMPOSITE:
         made["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in args["datasets"]]
@@ -122,43 +121,37 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields (name, settings) of a data set. For the data set `composite`, also yields (name, settings) of each data
-    set that it mixes."""
-    yield name, args
-    if name != COMPOSITE:
-        return
-    parts = args.get("datasets")
-    if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):
-        raise ConfigError(
-            f"data.generated.args.datasets = {parts!r}: give a list of {{name, weight, config}} to mix, at least one"
-        )
-    for part in parts:
-        if "name" not in part or set(part) - {"name", "weight", "config"}:
-            raise ConfigError(f"data.generated.args.datasets has {dict(part)}: each has a name, and weight and config")
-        yield part["name"], part.get("config", {})
-
-
-def _check_names(name: str, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an unknown data set, an unknown setting, and a data set that would generate different
-    problems in every process."""
+def _problems(name: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields error messages about a data set, and about the data sets that it mixes: an unknown name or setting, and a
+    data set that would generate different problems in every process."""
     if name not in DATASETS:
-        raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
+        yield f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}"
+        return
+    known = [each.name for each in dataclasses.fields(DATASETS[name][1])]
+    if wrong := [each for each in settings if each not in known]:
+        taken = [each for each in known if each not in GIVEN]
+        yield f"reasoning_gym:{name} has no setting {wrong[0]!r}; {_near(wrong[0], taken)}"
     if name in UNSEEDED:
-        raise ConfigError(
+        yield (
             f"reasoning_gym:{name} draws other problems every time, whatever its seed, and no run could be resumed: "
             "take another data set"
         )
     if name in HASHED and sys.flags.hash_randomization:
-        raise ConfigError(
+        yield (
             f"reasoning_gym:{name} draws other problems in every process, as Python hashes texts: start with "
             "PYTHONHASHSEED=0 in the environment, or take another data set"
         )
-    known = [each.name for each in dataclasses.fields(DATASETS[name][1])]
-    wrong = [each for each in settings if each not in known]
-    if wrong:
-        taken = [each for each in known if each not in GIVEN]
-        raise ConfigError(f"reasoning_gym:{name} has no setting {wrong[0]!r}; {_near(wrong[0], taken)}")
+    parts = settings.get("datasets")
+    if name != COMPOSITE:
+        return
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):
+        yield f"data.generated.args.datasets = {parts!r}: give a list of {{name, weight, config}} to mix, at least one"
+        return
+    for part in parts:
+        if "name" not in part or set(part) - {"name", "weight", "config"}:
+            yield f"data.generated.args.datasets has {dict(part)}: each has a name, and weight and config"
+        else:
+            yield from _problems(part["name"], part.get("config", {}))
 
 
 def _near(name: str, known: Any) -> str:

@@ -271,7 +271,7 @@ def test_a_data_set_without_a_seed_is_refused(library):
 def test_a_data_set_with_too_few_questions_is_refused(library, monkeypatch):
     from megatron_rl.data import generated
 
-    monkeypatch.setattr(generated, "_split_of", lambda question: "train")
+    monkeypatch.setattr(generated, "digest", lambda question: "1")  # of the split `train`
     with pytest.raises(DataError, match="only 0 of 300 problems .* fewer than data.generated.size = 20: its questions"):
         read_problems(source("chain_sum", "test"))
 
