@@ -6,7 +6,6 @@ Every failure is counted.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import pickle
@@ -397,10 +396,12 @@ def _open_process(end: socket.socket) -> subprocess.Popen[bytes]:
     Retries if the machine has no memory or process ids left. Raises RewardFailure after START_TRIES attempts.
     """
     command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
-    for tries in itertools.count(1):
+    tries = 0
+    while True:
         try:
             return subprocess.Popen(command, stdin=end.fileno(), stdout=end.fileno(), start_new_session=True)
         except OSError as error:
+            tries += 1
             if tries == START_TRIES:
                 raise RewardFailure(f"no reward worker can be started here: {error}; lower reward.workers") from error
             time.sleep(START_PAUSE_S)
