@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import save_file
 from specs import spec_of
 from tiny_models import make_model
@@ -162,6 +166,27 @@ def test_packages_in_a_folder_with_another_name_than_site_packages(tmp_path, mon
     assert {*sources(["mine_rewards:grade"])} == {"module mine_rewards", "module mine_space.deep.helper"}
     of_library = {"module a_library", "module a_library.gen.parser"}
     assert {*sources(["a_library:grade"])} == of_library, "a plug-in's own package counts"
+
+
+def test_math_verify_in_a_folder_with_another_name(tmp_path):
+    """A run with the grader of mathematics ended with KeyError: 'latex2sympy2_extended.gen'."""
+    for pattern in ("math_verify*", "latex2sympy2_extended*", "antlr4*"):
+        for place in Path(sysconfig.get_path("purelib")).glob(pattern):
+            (tmp_path / place.name).symlink_to(place)
+    script = """
+import math_verify
+from megatron_rl.config.sources import sources
+from megatron_rl.rewards.math_answer import grade
+
+names = {*sources({"reward": "megatron_rl.rewards.math_answer:grade"}), *sources(["math_verify:verify"])}
+print(math_verify.__file__, grade(r"\\boxed{2}", {"answer": "2"}), sorted({name.partition(".")[0] for name in names}))
+"""
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{tmp_path}/math_verify/__init__.py 1.0 ['module math_verify']\n"
 
 
 def test_modules_that_a_pickled_function_uses(tmp_path, here, monkeypatch):
