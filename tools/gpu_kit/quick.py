@@ -101,6 +101,7 @@ def plan(findings: Findings, scale: Scale, folder: Path) -> Iterator[Measurement
     yield theirs(one, "equal", long)
     yield f"rows{few}", functools.partial(engine._rollout, scale, one, few, cudnn)
     yield f"rows{many}", functools.partial(engine._rollout, scale, one, many, cudnn)
+    yield f"varied{scale.varied_rows[0]}", functools.partial(engine.varied_rollout, scale, one, scale.varied_rows[0])
     yield f"decode{many}", functools.partial(decode_profile, findings, scale, one, many)
     yield "refit_verified", lambda: engine._refit(findings, scale, make(), folder / "verified", "full")
     yield ours(seven, "varied", long)
