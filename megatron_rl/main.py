@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -68,46 +69,13 @@ def _tell_start(command: str, words: Sequence[str]) -> None:
 
 
 def _call(args: argparse.Namespace) -> int:
-    """Runs the command that the parsed arguments specify. Imports only the modules of this command."""
-    from megatron_rl.commands import cluster
-    from megatron_rl.config.base import ConfigError
+    """Runs the command that the parsed arguments specify. Imports only the module of this command."""
+    from megatron_rl.commands.parser import COMMANDS
 
-    if args.command in cluster.NAMES:
-        return cluster.run(args)
-    if args.command == "convert":
-        from megatron_rl.commands import conversions
-
-        return conversions.run(args.form, args)
-    if args.command in ("report", "check", "plan", "serve", "init", "settings", "fetch"):
-        return _alone(args)
+    module = COMMANDS[args.command][1]
     if args.command == "eval" and (args.completions or args.compare):
-        from megatron_rl.commands import offline
-
-        return offline.run(args)
-    if not args.settings:
-        raise ConfigError("give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file")
-    from megatron_rl.commands import ranks
-
-    return ranks.run(args)
-
-
-def _alone(args: argparse.Namespace) -> int:
-    """Runs a command that needs no ranks (no distributed processes)."""
-    if args.command == "check":
-        from megatron_rl.commands.check import run
-    elif args.command == "plan":
-        from megatron_rl.commands.plan import run
-    elif args.command == "report":
-        from megatron_rl.commands.report import run
-    elif args.command == "fetch":
-        from megatron_rl.commands.fetch import run
-    elif args.command == "init":
-        from megatron_rl.commands.init import run
-    elif args.command == "settings":
-        from megatron_rl.commands.show_settings import run
-    else:
-        from megatron_rl.commands.serve import run
-    return run(args)
+        module = "offline"
+    return importlib.import_module(f"megatron_rl.commands.{module}").run(args)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.conversions import add_family_argument
+from megatron_rl.commands.arguments import Families
+from megatron_rl.commands.parser import add_arguments
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.compare import compare
 from megatron_rl.conversion.weight_source import find
@@ -29,7 +30,7 @@ def main() -> int:
     )
     parser.add_argument("second", type=Path, help="as `first`")
     parser.add_argument("--model", type=Path, help="model directory of checkpoints that have no run above them")
-    add_family_argument(parser)
+    add_arguments(parser, Families)
     parser.add_argument("--role", help="which role's model, where a checkpoint holds several")
     parser.add_argument(
         "--tolerance", type=float, default=0.0, help="relative difference in norm that still counts as the same"

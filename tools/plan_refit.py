@@ -23,7 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.conversions import add_family_argument
+from megatron_rl.commands.arguments import Families
+from megatron_rl.commands.parser import add_arguments
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.sizes import Sizes
@@ -56,7 +57,7 @@ def main() -> int:
     )
     parser.add_argument("--bytes", type=int, default=2, help="bytes of an element (default: %(default)s, bfloat16)")
     parser.add_argument("--bucket", type=int, default=128, help="size of a message in MiB (default: %(default)s)")
-    add_family_argument(parser)
+    add_arguments(parser, Families)
     parser.add_argument("--json", type=Path, help="a file to write the figures to, besides showing them")
     args = parser.parse_args()
     for name in ("gpus_per_node", "network", "bytes", "bucket"):

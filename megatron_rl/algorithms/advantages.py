@@ -76,9 +76,12 @@ def assign_advantages(
     or alphas differs from the number of rollouts. Raises ConfigError for an invalid estimator, and for an estimator
     that does not support step rewards if `alpha` is given.
     """
-    if weights is not None and len(weights) != len(rollouts):
-        raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
-    alphas = None if alpha is None else _alphas(alpha, len(rollouts))
+    alphas = [alpha] * len(rollouts) if isinstance(alpha, float | int) else alpha
+    for name, given in (("weights", weights), ("alphas", alphas)):
+        if given is not None and len(given) != len(rollouts):
+            raise ValueError(f"{len(given)} {name} for {len(rollouts)} rollouts: give one per rollout")
+    if wrong := [value for value in alphas or () if not 0 <= value <= 1]:
+        raise ValueError(f"alpha = {wrong[0]}: the weight of the step advantages lies between 0 and 1")
     find_estimator(estimator)
     if alpha is not None and word_of(estimator) == w_reinforce.__name__:
         raise ConfigError(
@@ -86,16 +89,21 @@ def assign_advantages(
         )
     if not rollouts:
         return []
-    rewards = np.array([_outcome(rollout, reward) for rollout in rollouts])
+    rewards = np.array([total_reward(rollout, reward) for rollout in rollouts])
     tokens = np.array([rollout.num_trainable for rollout in rollouts], np.int64)
     groups = _groups(rollouts)
     outcomes = _estimated(estimator, rewards, groups, tokens, members=np.bincount(groups)[groups])
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
     if alphas is None or all(r.annotations_of(STEP).scores is None for r in rollouts):
         return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
-    found = _step_advantages(rollouts, estimator=estimator, credit=steps, rloo_scale=RLOO_STEP_SCALE)
-    mixed = (w * ((1 - a) * o + a * s) for o, s, w, a in zip(outcomes, found, factors, alphas, strict=True))
-    return [*map(_credited, rollouts, rewards.tolist(), map(_in_loss, rollouts, mixed))]
+    found = step_advantages(rollouts, estimator=estimator, credit=steps)
+    out = []
+    for r, total, o, s, w, a in zip(rollouts, rewards.tolist(), outcomes, found, factors, alphas, strict=True):
+        mixed = w * ((1 - a) * o + a * s)
+        in_loss = isinstance(mixed, np.ndarray)  # tokens that are not in the loss get 0
+        own = np.where(r.weights != 0, mixed, 0.0).astype(np.float32) if in_loss else float(mixed)
+        out.append(_credited(r, total, own))
+    return out
 
 
 def step_rewards(
@@ -122,9 +130,10 @@ def step_advantages(
     estimator: EstimatorName = "grpo",
     credit: StepCredit = PAPER_CREDIT,
     rloo_scale: float = RLOO_STEP_SCALE,
-) -> list[np.ndarray | float]:
-    """Returns the step advantages of [B] rollouts (Tango, arXiv 2505.15034). Each is [T] float64, or one number if all
-    tokens of the rollout have the same step advantage.
+) -> Iterable[np.ndarray | float]:
+    """Yields the step advantages of one of [B] rollouts after the other (Tango, arXiv 2505.15034), because those of all
+    rollouts at once would need 8 bytes per token. Each is [T] float64, or one number if all tokens of the rollout have
+    the same step advantage.
 
     The step rewards of all rollouts of a group form one set. The estimator is applied to this set, separately from the
     outcomes (eq. 5). Each step counts as one token; tokens without a step reward are not in the set. A token then gets
@@ -137,15 +146,6 @@ def step_advantages(
     rollouts without steps are included with return 0.
     A rollout whose steps have no rewards because its verification failed is left out of the set and gets 0. Raises
     ValueError for a step that ends outside its rollout.
-    """
-    return [*_step_advantages(rollouts, estimator=estimator, credit=credit, rloo_scale=rloo_scale)]
-
-
-def _step_advantages(
-    rollouts: Sequence[Rollout], *, estimator: EstimatorName, credit: StepCredit, rloo_scale: float
-) -> Iterable[np.ndarray | float]:
-    """Yields the step advantages of one rollout at a time, because those of all rollouts at once would need 8 bytes per
-    token.
     """
     estimate = find_estimator(estimator)
     scores = [rollout.annotations_of(STEP).scores for rollout in rollouts]
@@ -170,19 +170,6 @@ def _step_advantages(
         compared = compared * rloo_scale
     parts = np.split(compared, np.cumsum(sizes)[:-1])
     return (_spread(r, part if len(part) else None, credit) for r, part in zip(rollouts, parts, strict=True))
-
-
-def _alphas(alpha: float | Sequence[float], count: int) -> np.ndarray:
-    """Returns the weight alpha of the step advantages of each rollout, [B]. Raises ValueError if the number of alphas
-    is not `count` or an alpha is outside [0, 1].
-    """
-    alphas = np.full(count, alpha) if isinstance(alpha, float | int) else np.asarray(alpha, np.float64)
-    if len(alphas) != count:
-        raise ValueError(f"{len(alphas)} alphas for {count} rollouts: give one number, or one per rollout")
-    for value in [alpha] if isinstance(alpha, float | int) else alphas.tolist():
-        if not 0 <= value <= 1:
-            raise ValueError(f"alpha = {value}: the weight of the step advantages lies between 0 and 1")
-    return alphas
 
 
 def _groups(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -218,10 +205,9 @@ def _estimated(
     return advantages
 
 
-def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
+def total_reward(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
     """Returns the outcome of a rollout: one reward, or the weighted sum of several rewards. Raises ValueError for a
-    missing or
-    non-finite reward.
+    missing or non-finite reward.
     """
     total = 0.0
     for name, weight in ({reward: 1.0} if isinstance(reward, str) else reward).items():
@@ -274,10 +260,3 @@ def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Ro
 
 def _credited(rollout: Rollout, reward: float, advantages: np.ndarray | float) -> Rollout:
     return replace(rollout, rewards={**rollout.rewards, TRAINED: reward}, advantages=advantages)
-
-
-def _in_loss(rollout: Rollout, advantages: np.ndarray | float) -> np.ndarray | float:
-    """Sets advantages to 0 for tokens that are not in the loss. Returns [T] float32, or the single number unchanged."""
-    if not isinstance(advantages, np.ndarray):
-        return float(advantages)
-    return np.where(rollout.weights != 0, advantages, 0.0).astype(np.float32)

@@ -24,11 +24,9 @@ class ClassCounts:
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
         """Returns the counts updated with a batch of [B] labels (True: correct solution): decay * old count + (1 -
-        decay) * count in the batch. The first batch sets the counts. An empty batch changes nothing. Raises ValueError
-        for a decay outside [0, 1).
+        decay) * count in the batch. The first batch sets the counts. An empty batch changes nothing. `decay` is
+        in [0, 1).
         """
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay = {decay} of the class counts: give a number from 0 (this batch alone) to below 1")
         if not labels:
             return self
         correct = float(sum(labels))
@@ -41,13 +39,11 @@ class ClassCounts:
         """Converts [B] labels to [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to a mean of 1 over the
         batch.
 
-        If the batch has only one class, all weights are 1. Raises ValueError if `updated` was never called with a
-        batch.
+        If the batch has only one class, all weights are 1. The batch was counted by `updated` before.
         """
         if not labels:
             return []
-        if self.correct is None or self.wrong is None:
-            raise ValueError("no batch was counted yet: call updated() first")
+        assert self.correct is not None and self.wrong is not None
         raw = {True: 1 / (math.sqrt(self.correct) + EPSILON), False: 1 / (math.sqrt(self.wrong) + EPSILON)}
         rows = [raw[bool(label)] for label in labels]
         mean = math.fsum(rows) / len(rows)

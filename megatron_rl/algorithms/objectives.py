@@ -46,10 +46,8 @@ class Objective:
     # inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", or keys of Rollout.values
     needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
-    reads_correction: bool = (
-        # True if the function multiplies its loss by the correction weights, values["correction"], itself
-        False
-    )
+    # True if the function multiplies its loss by the correction weights, values["correction"], itself
+    reads_correction: bool = False
 
     def __call__(self, live: Statistics, batch: Batch, **args: Any) -> Answer:
         return self.function(live, batch, **args)
@@ -82,19 +80,14 @@ def find(name: str, args: Mapping[str, Any]) -> Objective:
         raise ConfigError(
             f"loss.objective_args {', '.join(unknown)}: {name} takes {', '.join(known) or 'no arguments'}"
         )
-    if name in WORDS:
-        _check_values(made.function, args)
-    return made
-
-
-def _check_values(function: Callable[..., Answer], args: Mapping[str, Any]) -> None:
-    hints = typing.get_type_hints(function, include_extras=True)
-    for name, value in args.items():
+    hints = typing.get_type_hints(made.function, include_extras=True) if name in WORDS else {}
+    for key, value in args.items() if hints else ():
         try:
-            pydantic.TypeAdapter(hints[name]).validate_python(value, strict=True)
+            pydantic.TypeAdapter(hints[key]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
             said = error.errors()[0]["msg"].replace("Input should be", "give")
-            raise ConfigError(f"loss.objective_args.{name} = {value!r}: {said}") from error
+            raise ConfigError(f"loss.objective_args.{key} = {value!r}: {said}") from error
+    return made
 
 
 def clipped(

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_rl.algorithms.advantages import total_reward
 from megatron_rl.types import Rollout
 
 DECAY = 0.95  # decay factor of the moving averages, as in SPIRAL
@@ -28,15 +29,13 @@ class RoleBaselines:
         self, rollouts: Sequence[Rollout], reward: str, *, decay: float = DECAY
     ) -> tuple[list[Rollout], RoleBaselines]:
         """Assigns each of [B] rollouts the advantage r - b, where b is the baseline of its role. After each rollout, b
-        becomes decay b + (1 - decay) r. Returns the rollouts and the new baselines.
+        becomes decay b + (1 - decay) r, where `decay` is in [0, 1). Returns the rollouts and the new baselines.
 
-        Raises ValueError for a decay outside [0, 1) or a rollout without the reward.
+        Raises ValueError for a rollout without the reward.
         """
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay = {decay}: give a number from 0 to below 1; 0 compares with the last reward alone")
         values, credited = dict(self.values), []
         for rollout in rollouts:
-            gained = _reward(rollout, reward)
+            gained = total_reward(rollout, reward)
             baseline = values.get(rollout.role, 0.0)
             credited.append(replace(rollout, advantages=gained - baseline))
             values[rollout.role] = decay * baseline + (1.0 - decay) * gained
@@ -52,20 +51,12 @@ def compare_peers(rollouts: Sequence[Rollout], peers: Sequence[str], reward: str
     are not changed. Raises ValueError if the number of keys differs from the number of rollouts, or if a rollout lacks
     the reward.
     """
-    if len(peers) != len(rollouts):
-        raise ValueError(f"{len(peers)} peers for {len(rollouts)} rollouts: name one per rollout")
     gained: dict[tuple[str, str], list[float]] = defaultdict(list)
     keys = [(rollout.role, peer) for rollout, peer in zip(rollouts, peers, strict=True)]
     for rollout, key in zip(rollouts, keys, strict=True):
-        gained[key].append(_reward(rollout, reward))
+        gained[key].append(total_reward(rollout, reward))
     means = {key: own[0] if min(own) == max(own) else sum(own) / len(own) for key, own in gained.items()}
     return [
         replace(rollout, advantages=rollout.rewards[reward] - means[key])
         for rollout, key in zip(rollouts, keys, strict=True)
     ]
-
-
-def _reward(rollout: Rollout, name: str) -> float:
-    if name not in rollout.rewards:
-        raise ValueError(f"group {rollout.group!r} has no reward {name!r}; it has {sorted(rollout.rewards)}")
-    return rollout.rewards[name]

@@ -7,24 +7,23 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 
+from megatron_rl.config.base import Share
 from megatron_rl.config.schema import Strategy
 
-WORD_MARKS = (
-    "\u0120",
-    "\u2581",
-    " ",
-)  # marks of a leading space in vocabulary strings: byte-level BPE, SentencePiece, plain text
+# marks of a leading space in vocabulary strings: byte-level BPE, SentencePiece, plain text
+WORD_MARKS = ("\u0120", "\u2581", " ")
 SENTENCE_END = "\n\n"
 LAST = 2**64 - 1  # largest unsigned 64-bit integer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)  # pydantic's, which refuses values that cannot be
 class Rule:
     """The rule by which the author (senior or junior model) changes. `p` is the probability that a random draw selects
     the senior.
@@ -42,17 +41,9 @@ class Rule:
     """
 
     strategy: Strategy = "word"
-    p: float = 0.5
-    max_gap: int = 32
-    chunk_size: int = 16
-
-    def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            raise ValueError(f"strategy {self.strategy!r}: it is one of {', '.join(get_args(Strategy))}")
-        if not 0.0 <= self.p <= 1.0:
-            raise ValueError(f"p = {self.p}: it is a share, between 0 and 1")
-        if self.max_gap < 1 or self.chunk_size < 1:
-            raise ValueError(f"max_gap = {self.max_gap}, chunk_size = {self.chunk_size}: give at least 1 token")
+    p: Share = 0.5
+    max_gap: PositiveInt = 32
+    chunk_size: PositiveInt = 16
 
     def senior_share(self, lengths: np.ndarray) -> tuple[float, float] | None:
         """Returns the expected share of tokens that the senior generates in texts with [S] lengths, and an upper bound
@@ -80,8 +71,10 @@ class Pen:
 
     __slots__ = ("_boundaries", "_key", "_rule", "count", "draws", "senior", "written")
 
-    def __init__(self, rule: Rule, boundaries: frozenset[int], key: int) -> None:
-        """Creates the state for an empty text.
+    def __init__(
+        self, rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[int] | np.ndarray = ()
+    ) -> None:
+        """Creates the state after the tokens `written` that have already been generated.
 
         `boundaries`: token ids after which the author may change, see the function `boundaries`.
         `key`: integer that determines the random draws, different for every text.
@@ -91,6 +84,8 @@ class Pen:
         self.count = 0  # number of tokens since the last draw (used by the strategy word)
         self.draws = 0
         self.senior = self._draw() if rule.strategy in ("bernoulli", "word") else True
+        if len(written):
+            self._resume(np.asarray(written, np.int64))
 
     def write(self, token: int) -> bool:
         """Advances the state by one token, and returns whether the senior generated this token. A negative id is an
@@ -115,10 +110,9 @@ class Pen:
                     self.senior, self.count = self._draw(), 0
         return wrote
 
-    def resume(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Advances a new Pen by all tokens that have already been generated."""
-        own = np.asarray(tokens, np.int64)
-        own = own[own >= 0]
+    def _resume(self, tokens: np.ndarray) -> None:
+        """Advances a new Pen by all [T] tokens that have already been generated."""
+        own = tokens[tokens >= 0]
         numbers = _draw_numbers(self._rule, self._boundaries, own)
         self.senior = bool(_authors(self._rule, self._boundaries, self._key, own)[-1])
         self.written = len(own)
@@ -140,13 +134,6 @@ def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[in
     real = own >= 0
     before = np.cumsum(real) - real  # a placeholder has the author of the token after it
     return _authors(rule, boundaries, key, own[real])[before]
-
-
-def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[int] | np.ndarray) -> Pen:
-    """Returns a Pen whose state is advanced by the tokens `written` that have already been generated."""
-    pen = Pen(rule, boundaries, key)
-    pen.resume(written)
-    return pen
 
 
 def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
@@ -219,12 +206,12 @@ def _draw_numbers(rule: Rule, boundaries: frozenset[int], tokens: np.ndarray) ->
 
 
 def _among(tokens: np.ndarray, boundaries: frozenset[int]) -> np.ndarray:
-    table = _membership(boundaries)
+    table = table_of(boundaries)
     return table[np.minimum(tokens, len(table) - 1)]
 
 
 @lru_cache(maxsize=8)
-def _membership(ids: frozenset[int]) -> np.ndarray:
+def table_of(ids: frozenset[int]) -> np.ndarray:
     """Returns a table [largest id + 2] bool that is True at the given ids. The last entry, False, is used for all
     larger ids.
     """

@@ -77,12 +77,6 @@ class Tally:
     mixed: np.ndarray  # bool, True if several weight versions of the policy generated tokens
     groups: np.ndarray  # int64, index of the rollout's group; groups of different roles have different indices
 
-    def counts_of(self, numbers: np.ndarray, micro_batches: int) -> Counts:
-        """Returns the array sizes of a buffer that holds the rollouts with the indices `numbers` in `micro_batches`
-        micro-batches.
-        """
-        return Counts(len(numbers), int(self.spans[numbers].sum()), int(self.lengths[numbers].sum()), micro_batches)
-
 
 def tally(rollouts: Sequence[Rollout]) -> Tally:
     """Returns the counts of tokens, spans and labels of each rollout, computed from its spans."""
@@ -151,7 +145,10 @@ def split_over_replicas(
     orders = [np.array([i for micro in share for i in micro], np.int64) for share in shares_of]
     micros = [[len(micro) for micro in share] for share in shares_of]
     mixed = found.mixed if rescore else np.zeros(len(rollouts), bool)
-    counts = [found.counts_of(order, len(micro)) for order, micro in zip(orders, micros, strict=True)]
+    counts = [
+        Counts(len(order), int(found.spans[order].sum()), int(found.lengths[order].sum()), len(micro))
+        for order, micro in zip(orders, micros, strict=True)
+    ]
     outline = Outline(form=form, steps=steps, counts=counts, rescored=bool(mixed.any()))
     return ReplicaShares(
         outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed,

@@ -104,7 +104,7 @@ class Batch:
         affect no sum and no gradient.
         """
         names = ("engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
-        own = {name: value for name in names if (value := _field(self, name)) is not None}
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
         clean = {name: at(self.counted, value) for name, value in own.items()}
         values = {name: at(self.counted, value) for name, value in self.values.items()}
         return replace(self, values=values, **clean)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ class Batch:
         """Returns the same batch on another device."""
         if self.tokens.device == device:
             return self
-        moved = {f.name: _field(self, f.name) for f in fields(self) if f.name != "values"}
+        moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "values"}
         values = {name: upload(value, device) for name, value in self.values.items()}
         own = {name: None if value is None else upload(value, device) for name, value in moved.items()}
         return Batch(values=values, **own)  # type: ignore[arg-type]
@@ -196,13 +196,19 @@ def batch_of(flat: Flat, first: int, last: int) -> Batch:
     after = slice(start + 1, end + 1)
     mask, weights = _shares(flat, first, last)
     tokens = torch.from_numpy(flat.tokens[start : end + 1].astype(np.int64))
+    if flat.advantages is None:
+        advantages = np.zeros(end - start, np.float32)
+    elif flat.form.advantages == "rollout":
+        advantages = np.repeat(flat.advantages[first:last], flat.lengths[first:last])
+    else:
+        advantages = flat.advantages[after]
     return Batch(
         tokens=tokens[:-1],
         labels=tokens[1:],
         mask=torch.from_numpy(mask),
         weights=torch.from_numpy(weights),
         engine_logprobs=torch.from_numpy(flat.logprobs[after]),
-        advantages=torch.from_numpy(_advantages(flat, first, last)),
+        advantages=torch.from_numpy(advantages),
         cu_seqlens=torch.from_numpy(flat.starts[first : last + 1] - start),
         values={name: torch.from_numpy(values[after]) for name, values in flat.values.items()},
         experts=None if flat.experts is None else torch.from_numpy(flat.experts[start:end]),
@@ -262,10 +268,6 @@ def by_name(names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
     return out
 
 
-def _field(batch: Batch, name: str) -> Tensor | None:
-    return getattr(batch, name)
-
-
 def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns which labels of rollouts first .. last - 1 are trained, [n] bool, and the weight of each label, [n]
     float32.
@@ -282,13 +284,3 @@ def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     ends = flat.starts[first + 1 : last + 1] - flat.starts[first] - 1
     mask[ends], weights[ends] = False, 0.0
     return mask, weights
-
-
-def _advantages(flat: Flat, first: int, last: int) -> np.ndarray:
-    """Returns the advantages of the labels of rollouts first .. last - 1, [n] float32."""
-    start, end = int(flat.starts[first]), int(flat.starts[last])
-    if flat.advantages is None:
-        return np.zeros(end - start, np.float32)
-    if flat.form.advantages == "rollout":
-        return np.repeat(flat.advantages[first:last], flat.lengths[first:last])
-    return flat.advantages[start + 1 : end + 1]

@@ -51,7 +51,10 @@ def script(
         if not (name.isidentifier() and name.isascii()):
             raise ConfigError(f"environment of the profile: {name!r} is no name of a variable: letters, digits and _")
     exported = [f"export {name}={_quoted(value)}" for name, value in profile.environment.items()]
-    own = [f"{name}={_bash(value)}" for name, value in values.items()]
+    own = []
+    for name, value in values.items():
+        text = _quoted(value) if isinstance(value, str | int) else f"({' '.join(map(_quoted, value))})"
+        own.append(f"{name}={text}")
     settings = ["# --- settings, written by megatron-rl submit", *exported, *own]
     return "\n".join([lines[0], *header(shape, profile, directory), *body[:first], *settings, *body[last:]]) + "\n"
 
@@ -106,24 +109,13 @@ def common_settings(profile: Profile, root: Path, directory: Path | None = None)
         srun += [f"--container-mounts={','.join(profile.container.mounts)}"] if profile.container.mounts else []
         srun += [f"--container-workdir={directory}"] if directory else []
     elif profile.container is not None:
-        words = [
-            "apptainer",
-            "exec",
-            *(["--nv"] if profile.gpus_per_node else []),
-            *([f"--pwd={directory}"] if directory else []),
-        ]
+        words = ["apptainer", "exec"] + ["--nv"] * (profile.gpus_per_node > 0)
+        words += [f"--pwd={directory}"] if directory else []
         words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
-    python = (
-        profile.python
-        if "/" not in profile.python or Path(profile.python).is_absolute()
-        else str(root / profile.python)
-    )
+    # an absolute path is joined to itself; a name without a slash is looked up in PATH
+    python = str(root / profile.python) if "/" in profile.python else profile.python
     setup = "\n".join(profile.setup)
     return {"ROOT": str(root), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}
-
-
-def _bash(value: str | int | Sequence[str]) -> str:
-    return _quoted(value) if isinstance(value, str | int) else f"({' '.join(map(_quoted, value))})"
 
 
 def _quoted(value: str | int) -> str:

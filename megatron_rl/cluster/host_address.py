@@ -62,7 +62,10 @@ def own_address(host: str) -> str:
         own = _address_of_name(socket.gethostname())
         if own is not None and not own.startswith("127."):
             return own
-        return _address_of_default_route() or own or "127.0.0.1"
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(_NOWHERE)
+            return probe.getsockname()[0]  # the address of the default route
+        return own or "127.0.0.1"
     if host in interfaces:
         if not interfaces[host]:
             raise ConfigError(f"interface {host} has no IPv4 address")
@@ -81,22 +84,13 @@ def _address_of_name(name: str) -> str | None:
         return None
 
 
-def _address_of_default_route() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_NOWHERE)
-        except OSError:
-            return None
-        return probe.getsockname()[0]
-
-
 def free_port(host: str) -> int:
     """Returns a currently free port at address `host`, for a process that is about to be started.
 
     If possible, the port is below the range that the system assigns to outgoing connections, because a port in that
     range could be taken before the process listens. Raises ConfigError if `host` is not an address of this machine.
     """
-    candidates = range(*PORTS) if _first_outgoing_port() >= PORTS[1] else ()
+    candidates = range(*PORTS) if first_outgoing_port() >= PORTS[1] else ()
     for port in [*random.SystemRandom().sample(candidates, k=min(TRIES, len(candidates))), 0]:
         with socket.socket() as probe:
             try:
@@ -111,7 +105,8 @@ def free_port(host: str) -> int:
     raise AssertionError("the system chooses the port at the last try")
 
 
-def _first_outgoing_port() -> int:
+def first_outgoing_port() -> int:
+    """Returns the lowest port that the system assigns to outgoing connections; 0 if it is not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     return 0

@@ -7,7 +7,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+
+import pydantic
 
 from megatron_rl.cluster.slurm_job import STOP, SlurmJob
 from megatron_rl.run import json_lines
@@ -65,11 +66,13 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     A start whose end was not recorded gets the cause SILENT (ended without a message). The last start may still be
     running, so it gets SILENT only if `alive` is False.
     """
-    found = {
-        (one.job, one.restart): one for one in json_lines.read(directory / FILE, _decoded).values
-    }  # incomplete lines are skipped
-    slices = [*found.values()]
-    out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
+    # lines that are incomplete or no valid Slice are skipped
+    lines = json_lines.read(directory / FILE, pydantic.TypeAdapter(Slice).validate_python).values
+    slices = [*{(one.job, one.restart): one for one in lines}.values()]
+    out = [
+        s if s.ended is not None else replace(s, iterations_after=after.iterations_before, cause=SILENT)
+        for s, after in zip(slices, slices[1:], strict=False)
+    ]
     last = slices[-1:]
     if last and not alive and last[0].ended is None:
         return [*out, replace(last[0], cause=SILENT)]
@@ -88,10 +91,8 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
     if finished(directory):
         return NextAction.DONE, f"{directory} is finished"
     if (directory / STOP).exists():
-        return (
-            NextAction.STOPPED,
-            f"{directory / STOP} is there: somebody stopped this run; `megatron-rl submit` removes it",
-        )
+        why = f"{directory / STOP} is there: somebody stopped this run; `megatron-rl submit` removes it"
+        return NextAction.STOPPED, why
     iterations = iterations_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), iterations_before=iterations)
     before = [
@@ -115,11 +116,15 @@ def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
     `status`: exit status of srun. It is 0 if the run is finished, and if the ranks were asked to leave and have saved a
     checkpoint.
     """
-    iterations, own = (
-        iterations_done(directory),
-        [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)],
-    )
-    cause = _cause(status, iterations, finished(directory))
+    iterations = iterations_done(directory)
+    own = [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
+    known = {
+        0: "all iterations are done" if finished(directory) else f"left in time, saved after {iterations} iterations",
+        WRONG_CONFIG: "the config or the command line is wrong: see the log",
+        HUNG: "nothing moved for run.hang_after_s: see logs/stacks_*",
+    }
+    killed = f"killed by signal {status - 128}" if status > 128 else f"failed with status {status}: see the log"
+    cause = known.get(status, killed)
     if own:
         _append(directory, replace(own[-1], ended=time.time(), iterations_after=iterations, status=status, cause=cause))
     if finished(directory):
@@ -147,33 +152,9 @@ def iterations_done(directory: Path) -> int:
     return newest.number if newest else 0
 
 
-def _decoded(raw: Any) -> Slice:
-    """Converts a parsed line of slices.jsonl to a Slice. Raises TypeError if the line is not a valid Slice."""
-    one = Slice(**raw)
-    numbers = (one.restart, one.began, one.iterations_before, one.ended, one.iterations_after, one.status)
-    texts = (one.job, one.nodes, one.cause or "")
-    if not all(isinstance(n, int | float | None) for n in numbers) or not all(isinstance(t, str) for t in texts):
-        raise TypeError("not a start of the trainer")
-    return one
-
-
 def _submission(job: str) -> str:
     """Returns the id of the submission that a job belongs to, for example 17 for element 17_3 of an array."""
     return job.partition("_")[0]
-
-
-def _silent(one: Slice, after: Slice) -> Slice:
-    return replace(one, iterations_after=after.iterations_before, cause=SILENT)
-
-
-def _cause(status: int, iterations: int, finished: bool) -> str:
-    known = {
-        0: "all iterations are done" if finished else f"left in time, saved after {iterations} iterations",
-        WRONG_CONFIG: "the config or the command line is wrong: see the log",
-        HUNG: "nothing moved for run.hang_after_s: see logs/stacks_*",
-    }
-    killed = f"killed by signal {status - 128}" if status > 128 else f"failed with status {status}: see the log"
-    return known.get(status, killed)
 
 
 def _append(directory: Path, one: Slice) -> None:

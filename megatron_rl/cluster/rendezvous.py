@@ -101,12 +101,12 @@ def read_private(file: Path) -> Any:
             raise MeetingError(f"{file} cannot be read ({error.strerror}): {NOT_OURS}") from error
         raise
     with os.fdopen(descriptor) as source:
-        status = os.fstat(source.fileno())
+        status, why = os.fstat(source.fileno()), ""
         if status.st_uid != os.geteuid():
-            raise MeetingError(f"{file} belongs to user {status.st_uid}, this rank to {os.geteuid()}: {NOT_OURS}")
-        if status.st_mode & 0o077:
-            raise MeetingError(
-                f"{file} can be read by other users (mode {status.st_mode & 0o777:o}), and holds the secret of the "
-                "ranks: put the run's directory on a file system that keeps modes"
-            )
+            why = f"belongs to user {status.st_uid}, this rank to {os.geteuid()}: {NOT_OURS}"
+        elif status.st_mode & 0o077:
+            why = f"can be read by other users (mode {status.st_mode & 0o777:o}), and holds the secret of the ranks: "
+            why += "put the run's directory on a file system that keeps modes"
+        if why:
+            raise MeetingError(f"{file} {why}")
         return json.load(source)

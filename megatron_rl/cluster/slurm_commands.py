@@ -78,13 +78,8 @@ def submit(script: Path, *, dependency: str | None = None) -> str:
     `dependency`: value of sbatch's --dependency, such as "after:17_0" or "afterok:17". Slurm cancels a job whose
     dependency can never be satisfied.
     """
-    words = [
-        "sbatch",
-        "--parsable",
-        *([f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []),
-        str(script),
-    ]
-    return run(words).strip().partition(";")[0]
+    after = [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []
+    return run(["sbatch", "--parsable", *after, str(script)]).strip().partition(";")[0]
 
 
 def queue(jobs: Sequence[str]) -> list[Queued]:
@@ -94,12 +89,7 @@ def queue(jobs: Sequence[str]) -> list[Queued]:
     """
     if not jobs or not present():
         return []
-    try:
-        text = run(["squeue", "--noheader", f"--jobs={','.join(jobs)}", f"--format={'|'.join(_FIELDS)}"])
-    except SlurmError as error:
-        if "Invalid job id" in str(error):  # all jobs ended long ago
-            return []
-        raise
+    text = _run_if_known(["squeue", "--noheader", f"--jobs={','.join(jobs)}", f"--format={'|'.join(_FIELDS)}"])
     return [Queued(*line.split("|")) for line in text.splitlines() if line.count("|") == len(_FIELDS) - 1]
 
 
@@ -111,12 +101,7 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     """
     found = dict[str, str]()
     for job in jobs:
-        try:
-            text = run(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
-        except SlurmError as error:
-            if "Invalid job id" not in str(error):
-                raise
-            continue
+        text = _run_if_known(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
         found |= dict(line.split() for line in text.splitlines())
     return found
 
@@ -128,17 +113,9 @@ def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
     """
     if not jobs or shutil.which("sacct") is None:
         return {}
-    words = [
-        "sacct",
-        "--noheader",
-        "--allocations",
-        "--duplicates",
-        "--parsable2",
-        "--format=JobID,State",
-        f"--jobs={','.join(jobs)}",
-    ]
+    asked = ["sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=JobID,State"]
     try:
-        lines = run(words).splitlines()
+        lines = run([*asked, f"--jobs={','.join(jobs)}"]).splitlines()
     except SlurmError:
         return {}
     found, starts = dict[tuple[str, int], str](), dict[str, int]()
@@ -155,11 +132,7 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
     fails for another reason.
     """
     for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):
-        try:
-            run(["scancel", *(["--state=PENDING"] if pending else []), job])
-        except SlurmError as error:
-            if "Invalid job id" not in str(error):
-                raise
+        _run_if_known(["scancel", *(["--state=PENDING"] if pending else []), job])
 
 
 def run(words: Sequence[str]) -> str:
@@ -176,3 +149,13 @@ def run(words: Sequence[str]) -> str:
     if done.returncode:
         raise SlurmError(f"{' '.join(words)}: {done.stderr.strip() or f'status {done.returncode}'}")
     return done.stdout
+
+
+def _run_if_known(words: Sequence[str]) -> str:
+    """Runs a command about jobs, like `run`. Returns "" if Slurm has forgotten the jobs, which ended long ago."""
+    try:
+        return run(words)
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return ""
+        raise

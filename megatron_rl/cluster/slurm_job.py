@@ -94,23 +94,25 @@ class Leave:
         """
         now = self._clock()
         self._longest_iteration, self._last = max(self._longest_iteration, now - self._last), now
-        if self._job is not None:
-            self._check_warning(self._job)
-        if self.asked():
-            stopped = (self._directory / STOP).exists()
+        needed = MARGIN * (self._longest_iteration + self._longest_save)
+        warning_s = None if self._job is None else self._job.warning_s
+        if warning_s is not None and needed + SPARE_S > warning_s and not self._warned:
+            self._warned = True
             self._say(
-                f"stopped by {self._directory / STOP}; the same command, or `megatron-rl submit`, goes on from here"
-                if stopped
-                else "the time limit is near: leaving now"
+                f"an iteration and a save may take {needed:.0f} s, but Slurm's warning comes {warning_s:.0f} s before "
+                f"the end: set job.warning_s to at least {needed + SPARE_S:.0f}; until then the run leaves by its own "
+                "clock"
             )
-            return True
-        end = self._end
-        if end is None or now + self._needed() + SPARE_S < end:
+        stop, end = self._directory / STOP, self._end
+        if stop.exists():
+            self._say(f"stopped by {stop}; the same command, or `megatron-rl submit`, goes on from here")
+        elif self.asked():
+            self._say("the time limit is near: leaving now")
+        elif end is not None and now + needed + SPARE_S >= end:
+            ends = f"the job ends in {end - now:.0f} s, another iteration and a save may take {needed:.0f} s"
+            self._say(f"{ends}: leaving now")
+        else:
             return False
-        self._say(
-            f"the job ends in {end - now:.0f} s, another iteration and a save may take {self._needed():.0f} s: "
-            "leaving now"
-        )
         return True
 
     def saved(self, seconds: float) -> None:
@@ -125,18 +127,6 @@ class Leave:
         """
         if self._job is None or not self._job.scripted:
             (self._directory / STOP).unlink(missing_ok=True)
-
-    def _needed(self) -> float:
-        return MARGIN * (self._longest_iteration + self._longest_save)
-
-    def _check_warning(self, job: SlurmJob) -> None:
-        if job.warning_s is not None and self._needed() + SPARE_S > job.warning_s and not self._warned:
-            self._warned = True
-            self._say(
-                f"an iteration and a save may take {self._needed():.0f} s, but Slurm's warning comes "
-                f"{job.warning_s:.0f} s before the end: set job.warning_s to at least {self._needed() + SPARE_S:.0f}; "
-                "until then the run leaves by its own clock"
-            )
 
 
 def leave_file(directory: Path, job: SlurmJob) -> Path:

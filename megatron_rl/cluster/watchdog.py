@@ -51,7 +51,10 @@ class Watchdog:
             yield
             return
         if self._rank == 0:
-            self._remove_other_files()
+            # Files of earlier starts that were killed. Nobody needs them: a run directory has one trainer at a time.
+            for kind in (self._file, self._alive):
+                for path in {*kind.parent.glob(f"{kind.name.partition('.')[0]}.*")} - {kind}:
+                    path.unlink(missing_ok=True)
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
@@ -62,33 +65,21 @@ class Watchdog:
             if self._rank == 0:
                 self._alive.unlink(missing_ok=True)
 
-    def _remove_other_files(self) -> None:
-        """Removes the watchdog files of earlier starts of the ranks that were killed. Safe, because a run directory has
-        one trainer at a time.
-        """
-        for kind in (self._file, self._alive):
-            for path in kind.parent.glob(f"{kind.name.partition('.')[0]}.*"):
-                if path != kind:
-                    path.unlink(missing_ok=True)
-
     def _watch(self) -> None:
         seen = None
         while not self._done.wait(min(POLL_S, self._after_s / 4)):
             if self._rank == 0:
                 _touch(self._alive)
-            elif (now := self._driver_seen_at()) != seen:
+            elif (now := _changed_at(self._alive)) != seen:
                 seen = now
                 self.beat()
             late = time.monotonic() - self._last > self._after_s
             if late:
                 _touch(self._file)
-            if late or self._told_to_end():
+            if late or self.told_to_end():
                 self._end()
 
-    def _driver_seen_at(self) -> float | None:
-        return _changed_at(self._alive)
-
-    def _told_to_end(self) -> bool:
+    def told_to_end(self) -> bool:
         """Returns whether another rank has asked all ranks to end. The other rank asks by touching the hang file.
 
         A file with its initial modification time is left from an earlier start. No times of different hosts are

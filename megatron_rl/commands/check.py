@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
         for name in config.benchmarks:
             benchmark(name)
-    lines = explain(spec) + _gpu_notes(spec, host)
+    lines = explain(spec) + gpu_notes(spec, host)
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
     if args.deep:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gpu_notes(spec: Spec, host: Host) -> list[str]:
+def gpu_notes(spec: Spec, host: Host) -> list[str]:
     """Returns notes about server GPU indices that would be rejected on a host with GPUs.
 
     The messages are notes and not errors, because the run may be intended for another host."""

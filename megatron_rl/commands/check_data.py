@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,11 +37,9 @@ def data_lines(spec: Spec, *, deep: bool) -> list[str]:
     `deep`: reads all rows instead of the first ROWS, and applies the chat templates if the tokenizer is on this
     machine. Raises ConfigError for data that the command of the config, such as `train`, would reject.
     """
-    try:
-        return _lines(spec, deep, None if deep else ROWS)
-    except DataError as error:
-        if deep:
-            raise ConfigError(str(error)) from error
+    if not deep:
+        with contextlib.suppress(DataError):
+            return _lines(spec, deep, ROWS)
     try:  # the share of malformed rows may be too high among the first ROWS and acceptable in the whole set
         return _lines(spec, deep, None)
     except DataError as error:
@@ -137,7 +136,8 @@ def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, ch
         raise DataError(f"{source.path} has no usable problem: look at data.path and data.filters")
     fields = fields_of(source)
     template = "the tokenizer's chat template" if model.chat_template is None else f"the file {model.chat_template}"
-    rendered = f"rendered with {template}" + ("" if tried else _why_not(model))
+    why = "give --deep" if _is_here(model) else f"{model.path} is not here"
+    rendered = f"rendered with {template}" + ("" if tried else f" (not tried: {why})")
     as_chat, whole = MESSAGES in problems[0].values, MESSAGES in fields
     if whole:
         what = f"messages, {rendered}" if as_chat else "the last user's message of each, in the text template"
@@ -164,10 +164,6 @@ def _first(source: PromptSet, rows: int | None) -> PromptSet:
     If `rows` is None, the set is not limited further."""
     limits = [limit for limit in (source.limit, rows) if limit is not None]
     return dataclasses.replace(source, limit=min(limits, default=None))
-
-
-def _why_not(model: Model) -> str:
-    return " (not tried: give --deep)" if _is_here(model) else f" (not tried: {model.path} is not here)"
 
 
 def _is_here(model: Model) -> bool:

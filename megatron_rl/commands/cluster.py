@@ -1,4 +1,4 @@
-"""Arguments and implementation of `megatron-rl submit`, `doctor`, `status`, `stop`, `logs` and `slice`."""
+"""Implementation of `megatron-rl submit`, `doctor`, `status`, `stop`, `logs` and `slice`."""
 
 from __future__ import annotations
 
@@ -7,101 +7,15 @@ import contextlib
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.settings import METAVAR, load
+from megatron_rl.commands.settings import load
 from megatron_rl.config.schema import ConfigError, GenerateConfig, SftConfig, TrainConfig
-
-SUBMIT = """A run becomes an array of the trainer's time slices and, with servers (engine.kind), an array of engines:
-  megatron-rl submit examples/published/tango_qwen2.5_7b.yaml job.slices=8 --profile a100 --dry-run
-  megatron-rl submit examples/published/sft_qwen2.5_math_7b.yaml --profile my_site.yaml
-SFT data by a teacher is one job:
-  megatron-rl submit examples/published/generate_sft_llama3.1_70b.yaml --profile my_site.yaml
-A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
-  megatron-rl submit CONFIG.yaml --sweep grid.yaml
-  megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator
-The scripts are those of slurm/, filled in; docs/slurm.md explains each line."""
-NAMES = ("submit", "doctor", "status", "stop", "logs", "slice")
-
-
-def add_parsers(commands: Any) -> None:
-    """Adds the argument parsers of the commands in NAMES (`submit`, `status` and others) to `commands`."""
-    _add_submit(commands)
-    doctor = commands.add_parser(
-        "doctor", help="check what a run needs of this host: versions, GPUs, network, files, memory, Slurm"
-    )
-    doctor.add_argument("settings", nargs="*", metavar=METAVAR, help="settings of the run; without them, of any run")
-    doctor.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file")
-    doctor.add_argument(
-        "--quick",
-        action="store_true",
-        help="make only the checks that every node of a job makes as it starts; print only what is wrong",
-    )
-    status = commands.add_parser("status", help="a run's jobs, engines, iterations, rates, starts and what ended them")
-    status.add_argument("run", type=Path, help="a run directory, or a sweep's")
-    stop = commands.add_parser("stop", help="let a run save and leave, and cancel its jobs that wait")
-    stop.add_argument("run", type=Path, help="a run directory, or a sweep's")
-    stop.add_argument("--now", action="store_true", help="cancel its jobs at once: what is not saved is lost")
-    logs = commands.add_parser("logs", help="the ends of a run's logs")
-    logs.add_argument("run", type=Path, help="a run directory")
-    logs.add_argument(
-        "--of", default="", help="only files with this in their name: train, engines, generator_0, stacks"
-    )
-    logs.add_argument("--lines", type=int, default=20, help="number of lines of each file (default: 20)")
-    logs.add_argument("--follow", action="store_true", help="then print new lines as they come")
-    slices = commands.add_parser("slice", help="what the batch scripts ask about their run; not for typing")
-    slices.add_argument("what", choices=("where", "begin", "end", "over"))
-    slices.add_argument("settings", nargs="+", metavar="CONFIG.yaml")
-    slices.add_argument("--status", type=int, default=0, help="srun's exit status, for `end`")
-
-
-def _add_submit(commands: Any) -> None:
-    parser = commands.add_parser(
-        "submit",
-        help="write the batch scripts of a run, a sweep, SFT data or an evaluation for Slurm, and submit them",
-        description=SUBMIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "settings",
-        nargs="+",
-        metavar=METAVAR,
-        help="settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`",
-    )
-    parser.add_argument(
-        "--profile", default="a100", help="the site: a name in slurm/profiles, or a YAML file (default: a100)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the scripts; write and submit nothing")
-    parser.add_argument(
-        "--shape",
-        choices=("chain", "roles"),
-        default="chain",
-        help="roles: trainer and engines as one array of single nodes",
-    )
-    parser.add_argument(
-        "--sweep",
-        type=Path,
-        metavar="YAML",
-        help="one run for each combination of {setting: [values]}, or for each entry of a list",
-    )
-    parser.add_argument(
-        "--checkpoints",
-        nargs="+",
-        metavar="MODEL",
-        help="evaluate each of these model directories by each config given",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/eval"),
-        help="directory for the results of --checkpoints (default: runs/eval)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the commands in NAMES, such as `submit`. Returns the exit status: 1 if a Slurm command fails. Raises
-    ConfigError for arguments or a config that cannot be used."""
+    """Runs the command `submit`, `doctor`, `status`, `stop`, `logs` or `slice`. Returns the exit status: 1 if a Slurm
+    command fails. Raises ConfigError for arguments or a config that cannot be used."""
     from megatron_rl.cluster.slurm_commands import SlurmError
 
     try:
@@ -147,12 +61,11 @@ def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | N
     if args.checkpoints:
         return submit.plan_eval(submit.evaluations(args.settings, args.checkpoints, args.out), site, args.out), None
     command, config = load(args.settings)
-    if isinstance(config, GenerateConfig):
-        if args.sweep or args.shape == "roles":
-            raise ConfigError("SFT data are one job: leave out --sweep and --shape")
+    if isinstance(config, GenerateConfig) and not (args.sweep or args.shape == "roles"):
         return submit.plan_generate(config, site), None
     if not isinstance(config, TrainConfig | SftConfig):
-        raise ConfigError(f"this is a config of `{command}`: give --checkpoints to submit evaluations")
+        cure = {"generate": "leave out --sweep and --shape", "eval": "give --checkpoints to submit evaluations"}
+        raise ConfigError(f"this is a config of `{command}`, which is one job: {cure[command]}")
     if args.sweep:
         grid = submit.read_grid(args.sweep)
         points = [(point, load([*args.settings, *submit.overrides(point)])[1]) for point in grid]

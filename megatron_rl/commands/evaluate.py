@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,10 @@ from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.report import evaluation_page as report
 from megatron_rl.rewards.grading_pool import GradePool, check_failures
 from megatron_rl.run import input_digests
-from megatron_rl.run.input_digests import InputRecord
 from megatron_rl.session.eval_engines import OpenModels, open_models
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import open_world_for, sampling_of
-from megatron_rl.spec.run_spec import EvalSpec, Spec
+from megatron_rl.spec.run_spec import EvalSpec
 from megatron_rl.text import read_template
 from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
 
@@ -57,21 +56,6 @@ class Task:
     problems: ProblemSet
     reward: Reward
     judged: bool
-
-
-@dataclass
-class Graders:
-    """The worker pools of the graders, one for each distinct reward. The pools are open until `stack` closes."""
-
-    stack: contextlib.ExitStack
-    pools: dict[str, GradePool] = field(default_factory=dict)
-
-    def of(self, reward: Reward) -> Grade:
-        """Returns the grading function of a reward. The first call for a reward starts its worker pool."""
-        key = f"{reward.target} {reward.args}"
-        if key not in self.pools:
-            self.pools[key] = self.stack.enter_context(GradePool(reward))
-        return self.pools[key].grade
 
 
 def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
@@ -104,16 +88,29 @@ class Evaluation:
         tasks = [self.task(source) for source in read_sets(spec)]
         output = None if config.output is None else Path(config.output)
         place = None if output is None else output.with_suffix(".jsonl")
-        samples = Samples(place, _digest(spec.settings, tasks, {} if output is None else _read(spec, output)))
+        read: Mapping[str, Any] = {}
+        if output is not None:
+            begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
+            # not named .json, because all .json files in the output folder are results of evaluations
+            record = output.with_suffix(".inputs")
+            read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="samples")
+        samples = Samples(place, _digest(spec.settings, tasks, read))
         if samples.resumed:
             print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
         sets: list[SetMetrics] = []
         with contextlib.ExitStack() as stack:
-            graders = Graders(stack)
+            pools = dict[str, GradePool]()  # one for each distinct reward, which its first use starts
+
+            def grade_of(reward: Reward) -> Grade:
+                key = f"{reward.target} {reward.args}"
+                if key not in pools:
+                    pools[key] = stack.enter_context(GradePool(reward))
+                return pools[key].grade
+
             for task in tasks:
-                for name, measure in self.measures(task, graders, samples):
-                    _ask(task.problems, name, measure, samples)
-                    own = task.problems
+                own = task.problems
+                for name, measure in self.measures(task, grade_of, samples):
+                    _ask(own, name, measure, samples)
                     sets.append(metrics_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
         means = macro(sets, seed=config.seed)
         for table in report.console_tables(sets, means):
@@ -152,44 +149,29 @@ class Evaluation:
         problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
         return Task(problems=problems, reward=source.reward, judged=source.judged)
 
-    def measures(self, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
+    def measures(
+        self, task: Task, grade_of: Callable[[Reward], Grade], samples: Samples
+    ) -> Iterator[tuple[str, Measure]]:
         """Yields (name, function) of each measure of a task, such as `solve`. A measure comes after the measures whose
-        samples it uses."""
+        samples it uses. `grade_of`: function that returns the grading function of a reward."""
         config, models = self.config, self.models
-        tokenizer, sampling = (
-            models.tokenizers[config.model],
-            sampling_of(config.sampling, n=config.n, seed=config.seed),
-        )
-        engine = models.engines[config.model]
+        tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
+        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed)
+        common: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "context": config.context}
         if task.judged:
-            yield JUDGE, Judge(engine=engine, tokenizer=tokenizer, sampling=sampling, context=config.context)
+            yield JUDGE, Judge(engine=engine, **common)
             return
-        grade, wanted = graders.of(task.reward), config.measures
+        grade, wanted = grade_of(task.reward), config.measures
         if SOLVE in wanted:
-            yield (
-                SOLVE,
-                Solver(
-                    engine=engine, tokenizer=tokenizer, sampling=sampling, grade=grade, context=config.context,
-                    weigher=self.weigher(), keep_tokens=bool({LEGIBILITY, DRIFT} & set(wanted)),
-                ),
-            )  # fmt: skip
+            keep = bool({LEGIBILITY, DRIFT} & set(wanted))
+            yield SOLVE, Solver(engine=engine, grade=grade, weigher=self.weigher(), keep_tokens=keep, **common)
         if config.junior is None:
             return
         why = f"token ids pass between the models of model.path and junior.path = {config.junior.path}"
         check_vocabularies(tokenizer, models.tokenizers[config.junior], why)
         if HANDOFF in wanted:
             pair = (engine, models.engines[config.junior])
-            yield (
-                HANDOFF,
-                HandOff(
-                    engines=pair,
-                    tokenizer=tokenizer,
-                    sampling=sampling,
-                    grade=grade,
-                    context=config.context,
-                    max_rounds=config.max_rounds,
-                ),
-            )
+            yield HANDOFF, HandOff(engines=pair, grade=grade, max_rounds=config.max_rounds, **common)
         if LEGIBILITY in wanted:
             yield LEGIBILITY, self.on_texts(samples, functools.partial(legibility, models.engines[config.junior]))
         if DRIFT in wanted:
@@ -221,19 +203,6 @@ class Evaluation:
             return score(texts, self.config.context or sys.maxsize)
 
         return measure
-
-
-def _read(spec: Spec, output: Path) -> Mapping[str, Any]:
-    """Returns the digests of the input files. Prints which inputs have changed since an earlier, interrupted run
-    generated samples."""
-    begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
-    # not named .json, because all .json files in the output folder are results of evaluations
-    place = output.with_suffix(".inputs")
-    record = InputRecord(place, done="a part of the samples" if begun else None, accept=True)
-    found = input_digests.read_files(spec.settings) | input_digests.read_revisions(spec.models)
-    for change in record.compare(input_digests.FILES, found):
-        print(f"changed since samples were drawn, which are drawn again: {change}", file=sys.stderr, flush=True)
-    return found
 
 
 def _digest(settings: Mapping[str, Any], tasks: Sequence[Task], read: Mapping[str, Any]) -> str:

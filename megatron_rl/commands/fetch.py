@@ -7,34 +7,9 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.commands.settings import load
 from megatron_rl.config.schema import ConfigError, EvalConfig
-
-HELP = "download models and data sets of the Hugging Face hub, or all that a config names, to a shared folder"
-DESCRIPTION = """Downloads models and data sets of the Hugging Face hub, on a host that has a network:
-  megatron-rl fetch Qwen/Qwen2.5-7B dataset:openai/gsm8k --to /shared/hub
-  megatron-rl fetch my_run.yaml --to /shared/hub
-For a config it prints the overrides with which a run reads from there. Benchmarks of an evaluation are fetched, too. A
-name may have a branch, tag or commit behind it (Qwen/Qwen2.5-7B@main); without one, what was fetched before stays as it
-is, and a download that was cut goes on. When a folder goes to another commit, fetched files that this one does not have
-are removed. Each folder gets .fetched.json, with the commit and the SHA-256 of every file. Only safetensors, JSON and
-the tokenizer's files of models are fetched."""
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the argument parser of `megatron-rl fetch` to `commands`, the subparsers of the command line."""
-    parser = commands.add_parser(
-        "fetch", help=HELP, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "what",
-        nargs="+",
-        metavar="OWNER/NAME | dataset:OWNER/NAME | CONFIG.yaml | a.b=c",
-        help="names at the hub, with @REVISION or without; or a config, with overrides",
-    )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder that gets them")
 
 
 def run(args: argparse.Namespace) -> int:

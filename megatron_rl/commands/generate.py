@@ -30,7 +30,6 @@ from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
 from megatron_rl.run import input_digests
 from megatron_rl.run.checkpoint import read_json, write_json
-from megatron_rl.run.input_digests import InputRecord
 from megatron_rl.session import generation_progress
 from megatron_rl.session.eval_engines import open_fixed_engines
 from megatron_rl.session.launch_ranks import Place
@@ -86,7 +85,11 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
     def done() -> bool:
         asked = asked_of(spec, tokenizer_of(config.model), read_problems(config.data))
-        made.append(_Generation(config, spec.settings, asked, _read(spec)))
+        output = spec.engine.directory
+        begun = (output / generation_progress.MARK).exists() or (output / generation_progress.PARTS).exists()
+        record = output / input_digests.FILE
+        read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="answers")
+        made.append(_Generation(config, spec.settings, asked, read))
         if not generation_progress.finished(spec.settings, made[0].problems):
             return False
         mark = Path(config.output) / generation_progress.MARK
@@ -105,18 +108,6 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
         world.from_driver(work)
     return 0
-
-
-def _read(spec: GenerateSpec) -> Mapping[str, Any]:
-    """Returns the digests of the input files. Prints which inputs have changed since an earlier, interrupted run
-    generated responses."""
-    output = spec.engine.directory
-    begun = (output / generation_progress.MARK).exists() or (output / generation_progress.PARTS).exists()
-    record = InputRecord(output / input_digests.FILE, done="a part of the answers" if begun else None, accept=True)
-    found = input_digests.read_files(spec.settings) | input_digests.read_revisions(spec.models)
-    for change in record.compare(input_digests.FILES, found):
-        print(f"changed since answers were written, which are asked or graded again: {change}", file=sys.stderr)
-    return found
 
 
 def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_rl.config.base import ConfigError
 
 STARTS = Path(__file__).parent / "starts"
-KINDS = ("grpo", "tango", "agents")
 # Defaults for the model and the data: names on the Hugging Face Hub.
 HUB = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "openai/gsm8k"}
 PROBLEMS = {"train": 64, "test": 16}  # number of problems of each split with --tiny
@@ -31,7 +30,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--tiny makes a model and data of its own: leave --model and --data out")
     model, data, kinds = args.model or HUB["model"], args.data or HUB["data"], {"real", "own" if args.data else "hub"}
     if args.tiny:
-        model, data, kinds = *_tiny(Path(args.tiny)), {"tiny"}
+        from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems  # imports torch
+
+        tiny = Path(args.tiny)
+        model, data, kinds = str(write_tiny_model(tiny / "model")), str(tiny / "data"), {"tiny"}
+        for seed, (split, count) in enumerate(PROBLEMS.items()):
+            write_tiny_problems(tiny / "data" / f"{split}.jsonl", count, seed=seed)
     text = config_text(args.kind, model, data, kinds, name=target.stem, file=str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
@@ -48,13 +52,3 @@ def config_text(kind: str, model: str, data: str, kinds: set[str], *, name: str,
     for mark, value in (("MODEL", model), ("DATA", data), ("NAME", name)):
         text = text.replace(f"__{mark}__", json.dumps(value))
     return text.replace("__FILE__", file)
-
-
-def _tiny(directory: Path) -> tuple[str, str]:
-    """Creates a tiny model and its problems in `directory`. Returns (path of the model, path of the data)."""
-    from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems  # imports torch
-
-    model = write_tiny_model(directory / "model")
-    for seed, (split, count) in enumerate(PROBLEMS.items()):
-        write_tiny_problems(directory / "data" / f"{split}.jsonl", count, seed=seed)
-    return str(model), str(directory / "data")

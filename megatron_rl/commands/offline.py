@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +16,22 @@ SAY_S = 10.0  # interval in seconds between progress lines
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grades completions or compares evaluations. Returns 0, or 1 if grading as a whole fails. Raises ConfigError for
-    arguments or files that cannot be used."""
+    """Grades completions, or compares evaluations and writes comparison.json and comparison.html. Returns 0, or 1 if
+    grading as a whole fails. Raises ConfigError for arguments or files that cannot be used."""
     from megatron_rl.rewards.grading_pool import RewardFailure
 
     if args.out is None or (args.completions and args.compare):
         raise ConfigError("give --out DIR, and one of --completions FILE and --compare A.json B.json ...")
     if args.compare:
-        return compare_results(args.compare, args.out)
+        from rich.console import Console
+
+        from megatron_rl.report import evaluation_comparison as compare
+
+        rows = compare.compare(args.compare)
+        compare.write(rows, args.out)
+        Console(width=None if sys.stdout.isatty() else 180).print(compare.console(rows))
+        print(args.out / "comparison.html")
+        return 0
     grading = config_files.load(GradingConfig, *split(args.settings))
     try:
         return grade_completions(grading, args.completions, args.out)
@@ -62,19 +69,4 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
     for outcome, count in sorted(summary["outcomes"].items()):
         print(f"{outcome:12} {count}")
     print(f"{directory / completions.GRADED} ({time.monotonic() - start:.1f} s)")
-    return 0
-
-
-def compare_results(files: Sequence[Path], directory: Path) -> int:
-    """Compares evaluation results. Writes comparison.json and comparison.html to `directory` and prints the table.
-
-    Returns 0."""
-    from rich.console import Console
-
-    from megatron_rl.report import evaluation_comparison as compare
-
-    rows = compare.compare(files)
-    compare.write(rows, directory)
-    Console(width=None if sys.stdout.isatty() else 180).print(compare.console(rows))
-    print(directory / "comparison.html")
     return 0

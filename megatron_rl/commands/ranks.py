@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -27,6 +28,11 @@ from megatron_rl.user_code import told
 
 LEFT = 130  # exit status of a run that saved and exited because a signal asked it to
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # device files of NVIDIA's driver: on Linux, on WSL
+# {command: module whose function `run` executes it on a rank}
+MODULES = {
+    **{"train": "session.train", "drift": "session.drift", "sft": "commands.sft"},
+    **{"generate": "commands.generate", "eval": "commands.evaluate"},
+}
 # Environment variables that make cuBLAS, NCCL and Transformer Engine deterministic.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -42,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError for an invalid config before any work begins. Later errors of the types in errors.EXPECTED are
     printed, and are not raised.
     """
+    if not args.settings:
+        raise configs.ConfigError(
+            "give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file"
+        )
     files, overrides = settings.split(args.settings)
     schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
     config = config_files.load(schema, files, overrides)
@@ -126,29 +136,10 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], in
     -> exit status."""
     gc.disable()  # during imports, garbage collection takes a sixth of the time and frees almost nothing
     try:
-        return _imported(args)
+        module = importlib.import_module(f"megatron_rl.{MODULES[args.command]}")
     finally:
         gc.enable()
-
-
-def _imported(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
-    if args.command == "train":
-        from megatron_rl.session import train
-
-        given = {name: value for name, value in (("fresh", args.fresh), ("events", args.events)) if value}
-        return functools.partial(train.run, **given) if given else train.run
-    if args.command == "drift":
-        from megatron_rl.session import drift
-
-        return functools.partial(drift.run, updates=args.updates)
-    if args.command == "sft":
-        from megatron_rl.commands import sft
-
-        return sft.run
-    if args.command == "generate":
-        from megatron_rl.commands import generate
-
-        return functools.partial(generate.run, environment=os.environ)
-    from megatron_rl.commands import evaluate
-
-    return functools.partial(evaluate.run, environment=os.environ)
+    given = {name: value for name, value in vars(args).items() if name in ("fresh", "events", "updates") and value}
+    if args.command in ("generate", "eval"):
+        given["environment"] = os.environ
+    return functools.partial(module.run, **given)

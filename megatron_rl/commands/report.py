@@ -18,20 +18,22 @@ def run(args: argparse.Namespace) -> int:
     from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS
     from megatron_rl.run.run_directory import SWEEP
 
+    first, most, why = args.runs[0], args.rollouts or MAX_ROLLOUTS, None
     for path in args.runs:
         if not path.exists():
-            raise ConfigError(f"no run directory {path}")
-        if path.is_dir() and not is_run(path) and not (path / SWEEP).exists():
-            raise ConfigError(f"{path} is no run directory: it has no metrics.jsonl, config.yaml or {SWEEP}")
-    first, most = args.runs[0], args.rollouts or MAX_ROLLOUTS
-    if args.png and (len(args.runs) > 1 or not is_run(first)):
-        raise ConfigError("--png draws the curves of one run: name one run")
+            why = f"no run directory {path}"
+        elif path.is_dir() and not is_run(path) and not (path / SWEEP).exists():
+            why = f"{path} is no run directory: it has no metrics.jsonl, config.yaml or {SWEEP}"
+    if why is None and args.png and (len(args.runs) > 1 or not is_run(first)):
+        why = "--png draws the curves of one run: name one run"
+    if why is None and len(args.runs) == 1 and not first.is_dir():
+        why = f"{first}: give a second evaluation to compare it with, or the directory of a run"
+    if why is not None:
+        raise ConfigError(why)
     if len(args.runs) > 1:
         print(write_comparison(args.runs, args.out or DEFAULT_OUT, rollouts=most))
-    elif first.is_dir():
-        print(write_report(first, args.out, rollouts=most))
     else:
-        raise ConfigError(f"{first}: give a second evaluation to compare it with, or the directory of a run")
+        print(write_report(first, args.out, rollouts=most))
     if args.png:
         from megatron_rl.report.png import draw_overview
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import Any
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 
-METAVAR = "CONFIG.yaml | a.b=c"
 SCHEMAS: dict[str, Any] = {
     "train": configs.TrainConfig,
     "sft": configs.SftConfig,
@@ -28,7 +26,12 @@ def load(settings: Sequence[str], command: str | None = None) -> tuple[str, Any]
     that no command has, and for an invalid config.
     """
     files, overrides = split(settings)
-    command = command or _command_of(files)
+    if command is None:
+        keys = config_files.read_keys(files)
+        command = next((n for n, s in SCHEMAS.items() if keys <= {f.name for f in dataclasses.fields(s)}), None)
+        if command is None:
+            listed = ", ".join(sorted(keys))
+            raise configs.ConfigError(f"no command takes all of these keys: {listed}; name one with --command")
     return command, config_files.load(SCHEMAS[command], files, overrides)
 
 
@@ -41,20 +44,3 @@ def split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
     if missing:
         raise configs.ConfigError(f"no such config file: {', '.join(missing)} (an override has the form a.b=c)")
     return files, overrides
-
-
-def positive(text: str) -> int:
-    """Parses an integer of at least 1. For use as the `type` of an argparse argument."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
-    return int(text)
-
-
-def _command_of(files: Sequence[Path]) -> str:
-    """Returns the name of the first command whose config schema has all top-level keys of the files. Raises ConfigError
-    if no command has them."""
-    keys = config_files.read_keys(files)
-    for name, schema in SCHEMAS.items():
-        if keys <= {f.name for f in dataclasses.fields(schema)}:
-            return name
-    raise configs.ConfigError(f"no command takes all of these keys: {', '.join(sorted(keys))}; name one with --command")

@@ -57,7 +57,11 @@ def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
             f"{len(samples)} samples; {steps} steps of {spec.samples_per_step} samples; "
             f"{sum(len(s.tokens) for s in samples)} tokens"
         )
-        done = _resume(driver, policy)
+        done = 0
+        if driver.resumed is not None:
+            refuse_code(driver.resumed / "model")
+            policy.state.load(driver.resumed / "model")
+            done = driver.resumed_number
         own = (samples, validation) if world.rank == 0 else None
         finished = _train(spec, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:
@@ -81,15 +85,13 @@ def _train(
     a signal asked to exit (after saving).
     """
     own, validates, todo = plan
-    steps, trainee = (
-        todo.stop,
-        Trainee(policy=policy, loss=CompletionLoss(), peak_flops=peak_flops(spec.run, spec.roles["model"].model.dtype)),
-    )
+    steps, speed = todo.stop, peak_flops(spec.run, spec.roles["model"].model.dtype)
+    trainee = Trainee(policy=policy, loss=CompletionLoss(), peak_flops=speed)
     saver = Saver(world, driver, {"model": policy.state}, background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
         with driver.watch("train"):
-            metrics = update(world, trainee, None if own is None else _samples_of(own[0], step, spec))
+            metrics = update(world, trainee, None if own is None else samples_of(own[0], step, spec))
         if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):
                 metrics["validation_loss"] = mean_loss(world, trainee, None if own is None else own[1])
@@ -141,24 +143,13 @@ def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollou
     return told
 
 
-def _samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rollout]:
+def samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rollout]:
     """Returns the samples of one optimizer step. Each pass over the data (epoch) has a different, deterministic
     order."""
     wanted = range(step * spec.samples_per_step, (step + 1) * spec.samples_per_step)
-    orders = {epoch: _order(len(samples), epoch, spec) for epoch in {i // len(samples) for i in wanted}}
+    orders: dict[int, list[int]] = {}
+    for epoch in {i // len(samples) for i in wanted}:
+        orders[epoch] = list(range(len(samples)))
+        if spec.data.shuffle:
+            random.Random(f"{spec.run.seed}/{epoch}").shuffle(orders[epoch])
     return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]
-
-
-def _order(count: int, epoch: int, spec: SftSpec) -> list[int]:
-    order = list(range(count))
-    if spec.data.shuffle:
-        random.Random(f"{spec.run.seed}/{epoch}").shuffle(order)
-    return order
-
-
-def _resume(driver: Driver, policy: MegatronPolicy) -> int:
-    if driver.resumed is None:
-        return 0
-    refuse_code(driver.resumed / "model")
-    policy.state.load(driver.resumed / "model")
-    return driver.resumed_number

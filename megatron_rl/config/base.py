@@ -25,6 +25,11 @@ _USER = re.compile(r"://[^/\s@'\"]+@")  # the user and password in a URL
 UNREADABLE = (OSError, ValueError, RecursionError)  # errors of reading and parsing a text file
 MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
+Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # decay factor of a moving average, which moves if it is below 1
+PositiveShare = Annotated[float, pydantic.Field(gt=0, le=1)]
+# A number of updates, samples or rounds. It is bounded, because a schedule is a list with one entry per update.
+Count = Annotated[int, pydantic.Field(ge=1, le=10**6)]
+CountOrZero = Annotated[int, pydantic.Field(ge=0, le=10**6)]
 
 
 class ConfigError(ValueError):

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.base import Count, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
 from megatron_rl.recipes.solutions import accuracies_of_fitting, check_arguments, check_length, sampling_for
@@ -35,15 +36,15 @@ class Evolve(Recipe):
     data set.
     """
 
-    updates: int  # number of updates in the run
-    proposals: int = 1  # number of proposals per problem that an iteration takes from the data set
-    answers: int = 5  # number of solver answers per accepted question, to measure its difficulty
-    judgements: int = 5  # number of judgements per proposed question, and per answer that measures a difficulty
+    updates: Count  # number of updates in the run
+    proposals: Count = 1  # number of proposals per problem that an iteration takes from the data set
+    answers: Count = 5  # number of solver answers per accepted question, to measure its difficulty
+    judgements: Count = 5  # number of judgements per proposed question, and per answer that measures a difficulty
     practice: Literal["pool", "proposed"] = "pool"  # questions on which the solver and the judge are trained
-    reference_share: float = 0.5  # share of proposals with references in the prompt
-    references: int = 1  # number of reference questions in such a prompt
-    least_quality: float = 0.7  # minimum mean score from the judge for a question to be accepted
-    pool_size: int = 4096  # maximum number of questions in the pool; the oldest are removed first
+    reference_share: Share = 0.5  # share of proposals with references in the prompt
+    references: Count = 1  # number of reference questions in such a prompt
+    least_quality: Share = 0.7  # minimum mean score from the judge for a question to be accepted
+    pool_size: Count = 4096  # maximum number of questions in the pool; the oldest are removed first
     estimator: str = "reinforce_pp"  # a name in algorithms.estimators, or module:name; applied to each role's batch
     proposer_template: str = "evolve_proposer"  # a text file or the name of a packaged prompt, as for all templates
     reference_template: str = "evolve_proposer_reference"  # template with {references}
@@ -54,10 +55,7 @@ class Evolve(Recipe):
     def __post_init__(self) -> None:
         templates = {"proposer_template": [], "reference_template": ["references"], "solver_template": ["question"]}
         templates |= {"question_template": ["question"], "answer_template": ["question", "answer"]}
-        check_arguments(
-            self, positive=["updates", "proposals", "answers", "judgements", "references", "pool_size"],
-            shares=["reference_share", "least_quality"], templates=templates,
-        )  # fmt: skip
+        check_arguments(self, templates=templates)
         self._templates = {name: read_template(vars(self)[name]) for name in templates}
         self._pool: list[str] = []  # the pool: distinct questions, oldest first
 

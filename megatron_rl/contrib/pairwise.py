@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.base import Count, CountOrZero
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.comparing import BOTH, Answer, Comparisons, comparison_metrics
 from megatron_rl.contrib.judge_role import JUDGE, judge_rollout
@@ -31,13 +32,13 @@ class Pairwise(Recipe):
     the generator, and learns only the requested answer format.
     """
 
-    updates: int  # number of generator updates
-    group_size: int = 8  # number of responses per problem; one response is the reference for the others
+    updates: Count  # number of generator updates
+    group_size: Count = 8  # number of responses per problem; one response is the reference for the others
     # true: compare each pair in both orders and average the margins; false: compare each pair in one random order
     both_orders: bool = False
-    judge_warmup: int = 0  # judge iterations before the first generator iteration
-    judge_iterations: int = 0  # judge iterations after each generator iteration
-    judgements: int = 8  # judgements per pair and order in a judge iteration
+    judge_warmup: CountOrZero = 0  # judge iterations before the first generator iteration
+    judge_iterations: CountOrZero = 0  # judge iterations after each generator iteration
+    judgements: Count = 8  # judgements per pair and order in a judge iteration
     format_weight: float = 0.8  # weight of the requested form in the judge's reward
     estimator: str = "grpo"  # estimator for the judge: a name in algorithms.estimators, or module:name
     generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
@@ -45,9 +46,8 @@ class Pairwise(Recipe):
 
     def __post_init__(self) -> None:
         templates = {"generator_template": ["question"], "judge_template": ["first", "second"]}
-        natural = ["judge_warmup", "judge_iterations"]
         groups = ["judgements"] if self.judge_warmup + self.judge_iterations > 0 else []
-        check_arguments(self, positive=["updates", "judgements"], groups=groups, templates=templates, natural=natural)
+        check_arguments(self, groups=groups, templates=templates)
         if self.group_size < 3:
             raise ConfigError(
                 f"recipe.args.group_size = {self.group_size}: give at least 3, a reference and two others"

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.base import Count
 from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.judge_role import JUDGE, judge_prompt, judge_rollout
@@ -50,10 +51,10 @@ class Rubric(Recipe):
     a criterion, the response is not graded and is left out of its group.
     """
 
-    updates: int  # number of updates in the run
-    group_size: int = 8  # responses per problem
-    judgements: int = 1  # judgements per criterion of a response; the score is their mean
-    criteria: int = 4  # approximate number of criteria in a rubric; used only to estimate memory and time
+    updates: Count  # number of updates in the run
+    group_size: Count = 8  # responses per problem
+    judgements: Count = 1  # judgements per criterion of a response; the score is their mean
+    criteria: Count = 4  # approximate number of criteria in a rubric; used only to estimate memory and time
     estimator: str = "grpo"  # a name in algorithms.estimators, or module:name
     train_judge: bool = False
     # module:name of a function (response, payload) -> known score in [0, 1], or None, of each criterion
@@ -65,7 +66,7 @@ class Rubric(Recipe):
     def __post_init__(self) -> None:
         groups = ["group_size", "judgements"] if self.train_judge else ["group_size"]
         templates = {"generator_template": ["question"], "judge_template": ["response", "criterion"]}
-        check_arguments(self, groups=groups, positive=["updates", "judgements", "criteria"], templates=templates)
+        check_arguments(self, groups=groups, templates=templates)
         if self.labels is not None:
             find_function(self.labels)
         if self.format_weight < 0 or (self.train_judge and self.labels is None and self.format_weight == 0):

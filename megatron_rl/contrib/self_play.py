@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
+from megatron_rl.config.base import Count, CountOrZero, Decay, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.clusters import cluster_shares
 from megatron_rl.contrib.judged import put, quoted
@@ -36,43 +37,39 @@ class SelfPlay(Recipe):
     needs_shares = True  # rewards must be from 0 to 1, because a missing answer has the reward 0
     # Number of iterations, each of which trains both roles.
     # With `proposer_iterations` and `solver_iterations`: number of rounds of proposer, then solver iterations.
-    updates: int
+    updates: Count
     # number of proposer iterations per round, in which the solver is unchanged; 0 for both settings: no rounds
-    proposer_iterations: int = 0
-    solver_iterations: int = 0  # number of solver iterations per round, each with one proposal per task
-    proposals: int = 4  # proposals per task
-    answers: int = 5  # solver answers per question
+    proposer_iterations: CountOrZero = 0
+    solver_iterations: CountOrZero = 0  # number of solver iterations per round, each with one proposal per task
+    proposals: Count = 4  # proposals per task
+    answers: Count = 5  # solver answers per question
     aim: Aim = "hard"
     unparseable: float = 0.0  # the proposer's reward for proposals that cannot be played
     # If above 0: BLEU distance below which questions are in one cluster.
     # The share of questions in a question's cluster is subtracted from the reward of the question (R-Zero).
-    cluster_distance: float = 0.0
+    cluster_distance: Share = 0.0
     # which answer counts as correct: the proposer's, or the solver's most frequent one
     key: Literal["proposed", "majority"] = "proposed"
-    least_accuracy: float = 0.0  # minimum accuracy of a question that the solver is trained on
-    most_accuracy: float = 1.0  # maximum accuracy of a question that the solver is trained on
+    least_accuracy: Share = 0.0  # minimum accuracy of a question that the solver is trained on
+    most_accuracy: Share = 1.0  # maximum accuracy of a question that the solver is trained on
     # module:name of a reward function (proposed answer, payload of the task with the proposed "question") -> score.
     # The score of a correct answer is above 0.5. It should be 0 for unreadable answers: too many errors stop the run.
     rule: str | None = None
-    rule_workers: int = 2  # number of worker processes for `rule`
+    rule_workers: Count = 2  # number of worker processes for `rule`
     # Advantage of a proposal:
     # "hierarchical": reward minus the mean over the task's proposals, 0 for a single proposal (prime-rl).
     # "ema": reward minus a moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119).
     # Any other value is the name of an estimator, which compares the proposals of a task.
     # Search Self-Play has one proposal per task, whose advantage is its reward: "reinforce".
     proposer_estimator: str = "hierarchical"
-    ema_decay: float = 0.95
+    ema_decay: Decay = 0.95
     estimator: str = "grpo"  # estimator for the solver, over the answers to one question
     proposer_template: str = "self_play_proposer"  # text file with {question}, or name of a packaged prompt
     solver_template: str = "boxed_answer"  # template with {question}
 
     def __post_init__(self) -> None:
-        check_arguments(
-            self, groups=["answers"], shares=["ema_decay", "cluster_distance", "least_accuracy", "most_accuracy"],
-            positive=["updates", "proposals", "rule_workers"], natural=["proposer_iterations", "solver_iterations"],
-            # the proposer's template need not contain {question}
-            templates={"proposer_template": [], "solver_template": ["question"]},
-        )  # fmt: skip
+        # the proposer's template need not contain {question}
+        check_arguments(self, groups=["answers"], templates={"proposer_template": [], "solver_template": ["question"]})
         if (self.proposer_iterations > 0) != (self.solver_iterations > 0):
             raise ConfigError(
                 f"recipe.args.proposer_iterations = {self.proposer_iterations}, solver_iterations = "
@@ -83,8 +80,6 @@ class SelfPlay(Recipe):
                 f"recipe.args.proposals = {self.proposals}: {self.proposer_estimator} compares the proposals of one "
                 "task; give at least 2, or recipe.args.proposer_estimator: ema or reinforce"
             )
-        if self.ema_decay == 1.0:
-            raise ConfigError("recipe.args.ema_decay = 1.0: the average would never move; give less than 1")
         if self.least_accuracy > self.most_accuracy:
             least, most = self.least_accuracy, self.most_accuracy
             raise ConfigError(f"recipe.args.least_accuracy = {least}: give at most most_accuracy, {most}")

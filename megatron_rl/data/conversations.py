@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
@@ -70,10 +70,9 @@ def read_messages(value: Any, key: str) -> list[Message]:
     ShareGPT's `from` and `value` are converted. Null entries, which Parquet adds, are removed. Raises DataError if a
     message is malformed.
     """
-    if isinstance(value, NotThere):
-        raise DataError(f"no {key!r}")
     if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"{key!r} is {_shown(value)}, not a list of messages: name a conversation by data.fields")
+        shown = "not there" if isinstance(value, NotThere) else f"{_shown(value)}, not a list of messages"
+        raise DataError(f"{key!r} is {shown}: name a conversation by data.fields")
     return [_message(one, f"{key}.{place}") for place, one in enumerate(value)]
 
 
@@ -112,20 +111,18 @@ def prompt_messages(
     """
     read = [{name: one for name, one in message.items() if name != WEIGHT} for message in read_messages(value, key)]
     messages = with_columns(row, read)
-    last = messages[-1]["role"]
+    last, why = messages[-1]["role"], None
     if last not in (USER, TOOL, ASSISTANT):
-        raise DataError(f"the last message of {key!r} is a {last}'s: a prompt ends with a user's or a tool's message")
-    if last == ASSISTANT and not continued:
-        raise DataError(
-            f"{key!r} ends with an assistant's turn: cut it off, or set data.fields={{{MESSAGES}: {key}}} to have the "
-            "model go on with it"
-        )
-    try:
-        place = last_user(messages)
-    except ValueError as error:
-        raise DataError(f"{key!r}: {error}") from None
-    if not str(messages[place].get("content", "")).strip():
-        raise DataError(f"the content of {key}.{place}, the last user's message, is empty")
+        why = f"the last message of {key!r} is a {last}'s: a prompt ends with a user's or a tool's message"
+    elif last == ASSISTANT and not continued:
+        why = f"{key!r} ends with an assistant's turn: cut it off, or set data.fields={{{MESSAGES}: {key}}} to have "
+        why += "the model go on with it"
+    elif USER not in (message["role"] for message in messages):
+        why = f"{key!r}: the conversation has no user's message"
+    elif not str(messages[place := last_user(messages)].get("content", "")).strip():
+        why = f"the content of {key}.{place}, the last user's message, is empty"
+    if why is not None:
+        raise DataError(why)
     return with_system(messages, system)
 
 
@@ -147,29 +144,32 @@ def _message(one: Any, key: str) -> Message:
     if "from" in message and "role" not in message:
         role = message.pop("from")
         message = {"role": _SHAREGPT.get(role, role), "content": message.pop("value", None), **message}
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise DataError(f"{key}.role is {role!r}: give one of {', '.join(ROLES)}")
-    if content is None and not message.get("tool_calls"):
-        raise DataError(f"{key} has no content; it has {', '.join(map(str, one))}")
+    content = message.get("content")
     text = {} if content is None else {"content": _text_of(content, f"{key}.content")}
-    if role == ASSISTANT and not text.get("content", "").strip() and not message.get("tool_calls"):
-        raise DataError(f"{key}.content is empty: an assistant's turn without words is nothing to learn; leave it out")
+    if why := next(_faults({**message, **text}, key), None):
+        raise DataError(why)
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{key}.tool_calls")
-    return {**_weighed(message, key), "role": role, **text}
+    told = [message.pop(name) for name in _TRAINED if name in message]
+    return {**message, **text} | ({WEIGHT: 0} if told and not all(told) else {})
 
 
-def _weighed(message: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns a message with the keys in _TRAINED removed, and with WEIGHT = 0 if its turn is not trained. Raises
-    DataError for an invalid value of the keys. `key`: location of the message in the row."""
-    told = {name: message.pop(name) for name in _TRAINED if name in message}
-    for name, value in told.items():
+def _faults(message: Mapping[str, Any], key: str) -> Iterator[str]:
+    """Yields an error message for each invalid value in a message whose content is a text. `key`: location of the
+    message in the row."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        yield f"{key}.role is {role!r}: give one of {', '.join(ROLES)}"
+    if content is None and not calls:
+        yield f"{key} has no content; it has {', '.join(map(str, message))}"
+    if role == ASSISTANT and not (content or "").strip() and not calls:
+        yield f"{key}.content is empty: an assistant's turn without words is nothing to learn; leave it out"
+    for name in _TRAINED:
+        value = message.get(name, 0)
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise DataError(f"{key}.{name} is {_shown(value)}: a turn is trained on (1, true) or not (0, false)")
-        if value and message.get("role") != ASSISTANT:
-            raise DataError(f"{key}.{name} is {value!r}, and turns of assistants alone are trained on: leave it out")
-    return message | ({WEIGHT: 0} if told and not all(told.values()) else {})
+            yield f"{key}.{name} is {_shown(value)}: a turn is trained on (1, true) or not (0, false)"
+        elif value and role != ASSISTANT:
+            yield f"{key}.{name} is {value!r}, and turns of assistants alone are trained on: leave it out"
 
 
 def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
@@ -183,15 +183,22 @@ def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"{key}.{place} is no call of a tool: give a name and arguments")
         arguments = function.get("arguments", {})
-        try:
-            parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{key}.{place}: the arguments {arguments[:60]!r} are not JSON ({error})") from error
-        if not isinstance(parsed, Mapping):
+        if isinstance(arguments, str):
+            arguments = parsed(arguments or "{}", f"{key}.{place}: the arguments {arguments[:60]!r} are")
+        if not isinstance(arguments, Mapping):
             raise DataError(f"{key}.{place}: the arguments {_shown(arguments)} are no JSON object")
-        own = {**function, "arguments": parsed}
+        own = {**function, "arguments": arguments}
         out.append({**call, "function": own} if "function" in call else own)
     return out
+
+
+def parsed(text: str, what: str) -> Any:
+    """Returns the value of a JSON text. Raises DataError for another text. `what`: the beginning of the error message,
+    such as "'tools' is"."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} not JSON ({error})") from error
 
 
 def _text_of(content: Any, key: str) -> str:
@@ -199,11 +206,9 @@ def _text_of(content: Any, key: str) -> str:
     DataError for content that is not text."""
     if isinstance(content, (list, tuple)):
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if any(not isinstance(text, str) for text in texts):
-            raise DataError(f"{key} has a part that is not a text: only texts can be put to these models")
-        content = "".join(map(str, texts))
+        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
     if not isinstance(content, str):
-        raise DataError(f"{key} is {_shown(content)}, not text")
+        raise DataError(f"{key} is {_shown(content)}, not text: only texts can be put to these models")
     return encodable(content, key)
 
 

@@ -124,10 +124,8 @@ def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
             own = dataclasses.replace(wanted, kind=kind)
             try:
                 return _download(own, _folder(own, to), HfApi(endpoint=endpoint))
-            except GatedRepoError:
-                raise
-            except RepositoryNotFoundError:
-                if kind == kinds[-1]:
+            except RepositoryNotFoundError as error:
+                if isinstance(error, GatedRepoError) or kind == kinds[-1]:
                     raise
     raise AssertionError("the last kind returns or raises")
 
@@ -146,7 +144,12 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
     left_out = [*LEFT_OUT[kind], RECORD]  # a file of the repository must not replace the record
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
-    _check_content(wanted, names)
+    weightless = wanted.weights and not any(name.endswith(".safetensors") for name in names)
+    if kind == "model" and ("config.json" not in names or weightless):
+        lacks = "*.safetensors" if "config.json" in names else "config.json"
+        raise ConfigError(f"{wanted.name} has no {lacks}: name a revision that has, as {wanted.name}@REVISION")
+    if kind == "dataset" and not {*names} - {"README.md"}:
+        raise ConfigError(f"{wanted.name} has no Parquet, JSON or CSV files: it is made by a program, which is not run")
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(listed[name].size or 0 for name in names if not (folder / name).is_file())
     if missing > (free := shutil.disk_usage(folder).free):
@@ -170,16 +173,6 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     keep(folder, found)
     write_text(folder / RECORD, json.dumps({**record, "files": files}, indent=1) + "\n")
     return Fetched(wanted=wanted, folder=folder, commit=str(info.sha), files=files, new=True)
-
-
-def _check_content(wanted: Wanted, names: Sequence[str]) -> None:
-    """Raises ConfigError if a repository lacks the files that a run needs. `names`: the files to download."""
-    if wanted.kind == "model" and "config.json" not in names:
-        raise ConfigError(f"{wanted.name} has no config.json: is it a model of transformers?")
-    if wanted.kind == "model" and wanted.weights and not any(name.endswith(".safetensors") for name in names):
-        raise ConfigError(f"{wanted.name} has no *.safetensors: name a revision that has, as {wanted.name}@REVISION")
-    if wanted.kind == "dataset" and not any(name != "README.md" for name in names):
-        raise ConfigError(f"{wanted.name} has no Parquet, JSON or CSV files: it is made by a program, which is not run")
 
 
 def _there(wanted: Wanted, folder: Path) -> Fetched | None:

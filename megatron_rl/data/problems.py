@@ -28,7 +28,7 @@ from megatron_rl.data.conversations import (
     prompt_fields,
     prompt_messages,
 )
-from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, refuse_no_json, rows_of, text_at
+from megatron_rl.data.rows import BadRow, DataError, NotThere, not_json, reach, read_all, refuse, rows_of, text_at
 from megatron_rl.types import Prompt
 
 MEASURED = 10_000  # maximum number of problems of a set whose prompt lengths are checked before a run
@@ -57,7 +57,12 @@ def read_problems(source: PromptSet) -> list[Problem]:
     filters are bad, or if no row passes, and ConfigError if the path contains no data.
     """
     source = resolve(source)
-    pattern = _compiled(source.answer_pattern)
+    try:
+        pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
+    except re.error as error:
+        raise ConfigError(
+            f"data.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}"
+        ) from error
     found: dict[str, str] = {}
 
     def read(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -65,7 +70,12 @@ def read_problems(source: PromptSet) -> list[Problem]:
             return None
         if not found:
             found.update(prompt_fields(source, row) or {})
-            _refuse_system(source, found)
+            put_as_text = source.chat is False if MESSAGES in found else not source.chat
+            if source.system is not None and found and put_as_text:  # plain texts have no system message
+                raise ConfigError(
+                    f"data.system = {source.system[:40]!r}, but the problems of {source.path} are put as texts: set "
+                    "data.chat to true, or write it into the prompt template"
+                )
         return _mapped(row, source, found or {QUESTION: QUESTION}, pattern)
 
     return read_rows(source, read)
@@ -88,26 +98,21 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
     `read`: function that returns the values of a row, or None to skip the row, and raises DataError for a bad row. Of
     the settings in `source`, only path, generated, split, subset, file, limit and max_bad_share are used.
     """
-    problems: list[Problem] = []
-    bad: list[BadRow] = []
-    count = total = 0
-    for where, row in _rows(source):
-        if source.limit is not None and len(problems) >= source.limit:
-            break
-        count += 1
-        values, why = (None, row) if isinstance(row, BadRow) else _understood(row, where, read)
-        if why is not None:
-            bad.append(why)
-        elif values is not None:
-            problems.append(Problem(total, values))
-        total += values is not None or why is not None
-    if not total:
+
+    def checked(where: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        values = read(row)
+        if why := next(not_json(values or {}), None):
+            raise DataError(why)
+        return values
+
+    found, bad, count = read_all(_rows(source), checked, limit=source.limit)
+    if not (found or bad):
         raise DataError(
             f"none of the {count} rows of {source.path} passes the filters {source.filters}: look at data.filters and "
             "data.path"
         )
-    refuse(bad, total, source.max_bad_share, source.path)
-    return problems
+    refuse(bad, len(found) + len(bad), source.max_bad_share, source.path)
+    return [Problem(index, values) for index, values in found]
 
 
 def place_of(prompt: Prompt) -> tuple[int, int]:
@@ -255,16 +260,6 @@ def _passes(row: Mapping[str, Any], source: PromptSet) -> bool:
     return all(reach(row, key) == value for key, value in source.filters.items())
 
 
-def _refuse_system(source: PromptSet, fields: Mapping[str, str]) -> None:
-    """Raises ConfigError if data.system is set although the prompts are plain texts, which have no system message."""
-    put_as_text = source.chat is False if MESSAGES in fields else not source.chat
-    if source.system is not None and fields and put_as_text:
-        raise ConfigError(
-            f"data.system = {source.system[:40]!r}, but the problems of {source.path} are put as texts: set data.chat "
-            "to true, or write it into the prompt template"
-        )
-
-
 def _mapped(
     row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str], pattern: re.Pattern[str] | None
 ) -> dict[str, Any]:
@@ -310,36 +305,13 @@ def _shortened(question: str, source: PromptSet) -> str:
 
 
 def _answer(row: Mapping[str, Any], source: PromptSet, key: str, pattern: re.Pattern[str] | None) -> str:
-    answer = text_at(row, ANSWER, key, numbers=True)
+    answer, why = text_at(row, ANSWER, key, numbers=True), "is empty"
     if pattern is not None:
+        why = f"{answer[-60:]!r} does not match data.answer_pattern = {source.answer_pattern!r}, or is empty"
         matches = list(pattern.finditer(answer))
-        found = matches[-1].group(1 if pattern.groups else 0) if matches else None
-        if found is None:
-            raise DataError(
-                f"the answer {answer[-60:]!r} does not match data.answer_pattern = {source.answer_pattern!r}"
-            )
-        answer = found
+        answer = (matches[-1].group(1 if pattern.groups else 0) or "") if matches else ""
     if source.answer_commas is False:
         answer = answer.replace(",", "")
     if not answer.strip():
-        raise DataError("the answer is empty")
+        raise DataError(f"the answer {why}")
     return answer
-
-
-def _understood(
-    row: Mapping[str, Any], where: str, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
-) -> tuple[Mapping[str, Any] | None, BadRow | None]:
-    """Returns (values, None) for a good row, (None, BadRow) for a bad row, and (None, None) for a row to skip."""
-    try:
-        values = read(row)
-        refuse_no_json(values or {})
-        return values, None
-    except DataError as error:
-        return None, BadRow(where, str(error))
-
-
-def _compiled(pattern: str | None) -> re.Pattern[str] | None:
-    try:
-        return re.compile(pattern) if pattern else None
-    except re.error as error:
-        raise ConfigError(f"data.answer_pattern = {pattern!r} is not a regular expression: {error}") from error

@@ -7,11 +7,12 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_rl.chat_template import ChatError
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.lazy_import import LazyModule
 
@@ -30,6 +31,7 @@ BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30
 # The name of a data set on the hub, `name` or `owner/name`, and not a file name.
 _HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class DataError(ValueError):
@@ -68,6 +70,33 @@ def rows_of(path: str, split: str, subset: str | None, file: str | None = None) 
         )
 
 
+def read_all(
+    rows: Iterable[tuple[str, Any]], read: Callable[[str, Any], T | None], *, limit: int | None = None
+) -> tuple[list[tuple[int, T]], list[BadRow], int]:
+    """Converts rows with `read` until `limit` rows are converted.
+
+    `read`: function (location, row) -> value, or None to skip the row. A row for which it raises DataError or ChatError
+    is bad, as is a row that is a BadRow. Returns ([(index among the rows that are not skipped, value)], bad rows,
+    number of rows with skipped ones).
+    """
+    found, bad, count = list[tuple[int, T]](), list[BadRow](), 0
+    for where, row in rows:
+        if limit is not None and len(found) >= limit:
+            break
+        count += 1
+        if isinstance(row, BadRow):
+            bad.append(row)
+            continue
+        try:
+            value = read(where, row)
+        except (DataError, ChatError) as error:
+            bad.append(BadRow(where, str(error)))
+            continue
+        if value is not None:
+            found.append((len(found) + len(bad), value))
+    return found, bad, count
+
+
 def refuse(bad: Sequence[BadRow], total: int, max_share: float, path: str) -> None:
     """Logs a warning about bad rows, or raises DataError if they are more than `max_share` of `total` rows."""
     if not bad:
@@ -95,22 +124,21 @@ def reach(row: Any, key: str) -> Any:
     return row
 
 
-def refuse_no_json(value: Any, key: str = "") -> None:
-    """Raises DataError, with the dotted key, for a value that JSON cannot represent, such as a timestamp or NaN. The
-    check is needed because reward functions, environments and the store of rollouts receive a problem's values as
-    JSON."""
+def not_json(value: Any, key: str = "") -> Iterator[str]:
+    """Yields an error message, with the dotted key, for each value that JSON cannot represent, such as a timestamp or
+    NaN. Reward functions, environments and the store of rollouts receive a problem's values as JSON."""
     if isinstance(value, Mapping):
         for name, one in value.items():
-            refuse_no_json(one, f"{key}.{name}" if key else str(name))
+            yield from not_json(one, f"{key}.{name}" if key else str(name))
             if not isinstance(name, str):
-                raise DataError(f"{key} has the key {name!r}, and keys are texts: write it as text")
+                yield f"{key} has the key {name!r}, and keys are texts: write it as text"
     elif isinstance(value, (list, tuple)):
         for place, one in enumerate(value):
-            refuse_no_json(one, f"{key}.{place}")
+            yield from not_json(one, f"{key}.{place}")
     elif not isinstance(value, (str, int, float, type(None))) or (
         isinstance(value, float) and not math.isfinite(value)
     ):
-        raise DataError(
+        yield (
             f"{key} is the {type(value).__name__} {str(value):.60}, which JSON does not know: write it as text or a "
             "number, or leave the column out"
         )
@@ -125,19 +153,19 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
         value = str(value)
     if isinstance(value, NotThere):
-        raise DataError(f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}")
-    if isinstance(value, (list, tuple, Mapping)):
+        why = f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}"
+    elif isinstance(value, (list, tuple, Mapping)):
         other = ", or name a conversation by data.fields.messages" if name == "question" else ""
-        raise DataError(
-            f"the {name} (from {key!r}) is a {type(value).__name__}: reach inside it with a dotted key, such as {key}.0"
-            f"{other}"
-        )
-    if not isinstance(value, str):
+        why = f"the {name} (from {key!r}) is a {type(value).__name__}: reach inside it with a dotted key, such as "
+        why += f"{key}.0{other}"
+    elif not isinstance(value, str):
         large = isinstance(value, (int, float)) and abs(value) >= LARGEST  # Python cannot convert huge integers to text
-        raise DataError(f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text")
-    if not value.strip():
-        raise DataError(f"the {name} is empty")
-    return encodable(value, f"the {name}")
+        why = f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text"
+    elif value.strip():
+        return encodable(value, f"the {name}")
+    else:
+        why = f"the {name} is empty"
+    raise DataError(why)
 
 
 def encodable(text: str, what: str) -> str:
@@ -233,24 +261,21 @@ def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> It
         ) from error
     try:
         if _saved_by_datasets(Path(path)):
-            found = datasets.load_from_disk(path)
-            if isinstance(found, datasets.DatasetDict) and split not in found:
-                raise ConfigError(
-                    f"{path} has no split {split!r}; there are {', '.join(map(str, found))}: set data.split"
-                )
-            rows = found[split] if isinstance(found, datasets.DatasetDict) else found
+            found: Any = datasets.load_from_disk(path)
         else:
-            rows = datasets.load_dataset(path, subset, split=split, data_files=None if file is None else {split: file})
+            files = None if file is None else {split: file}
+            found = datasets.load_dataset(path, subset, split=split, data_files=files)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set "
-            f"({error}): "
-            "look at the three, and at the network when it is a hub name"
+            f"({error}): look at the three, and at the network when it is a hub name"
         ) from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ConfigError(f"{path} has no split {split!r}; there are {', '.join(map(str, found))}: set data.split")
+        found = found[split]
     number = 0
-    for table in cast(Any, rows.with_format("arrow").iter(batch_size=1024)):  # Arrow tables
+    for table in found.with_format("arrow").iter(batch_size=1024):  # Arrow tables
         for row in table.to_pylist():
             number += 1
             yield f"{path}[{split}]:{number}", row

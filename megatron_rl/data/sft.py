@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 from megatron_rl.chat_template import (
     ASSISTANT,
     WEIGHT,
-    ChatError,
     Message,
     conversation_tokens,
     refuse_endless,
@@ -22,11 +20,12 @@ from megatron_rl.config.schema import SftData
 from megatron_rl.data.conversations import (
     CONVERSATIONS,
     is_conversation,
+    parsed,
     read_messages,
     with_columns,
     without_nulls,
 )
-from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
+from megatron_rl.data.rows import DataError, NotThere, reach, read_all, refuse, rows_of, text_at
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.vocabulary import Vocabulary
 
@@ -62,23 +61,18 @@ def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
     the rows are found in the first row that has a sample, and are used for all rows. Bad rows are skipped with a
     warning that names file and line. Raises DataError if more than data.max_bad_share of the rows are bad.
     """
-    samples: list[SftSample] = []
-    bad: list[BadRow] = []
     fields: tuple[str, ...] = ()
-    for where, row in rows_of(data.train, split, None):
-        if isinstance(row, BadRow):
-            bad.append(row)
-            continue
+
+    def read(where: str, row: Mapping[str, Any]) -> SftSample:
+        nonlocal fields
         fields = fields or sample_fields(data, row)
-        try:
-            samples.append(_sample(row, fields or (data.prompt_field, data.response_field or _RESPONSES[0]), where))
-        except DataError as error:
-            bad.append(BadRow(where, str(error)))
-    total = len(samples) + len(bad)
-    if not total:
+        return _sample(row, fields or (data.prompt_field, data.response_field or _RESPONSES[0]), where)
+
+    found, bad, count = read_all(rows_of(data.train, split, None), read)
+    if not count:
         raise DataError(f"{data.train} has no rows: look at data.train and data.validation")
-    refuse(bad, total, data.max_bad_share, data.train)
-    return samples
+    refuse(bad, count, data.max_bad_share, data.train)
+    return [sample for _, sample in found]
 
 
 def sample_fields(data: SftData, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -116,32 +110,31 @@ def sft_rollouts(
             "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to "
             "false"
         )
-    out: list[Rollout] = []
-    bad: list[BadRow] = []
-    for number, sample in enumerate(samples):
-        place = sample.where or f"sample {number}"
-        try:
-            if isinstance(sample, TextPair):
-                tokens, trained = _pair_tokens(sample, tokenizer, append_eos)
-            else:
-                tokens, trained = conversation_tokens(
-                    tokenizer, sample.messages, first=sample.first, tools=sample.tools
-                )
-                if vocabulary is not None and append_eos:
-                    refuse_endless(vocabulary, tokens[trained])
-            if vocabulary is not None and (why := vocabulary.missing(tokens)):
-                raise ChatError(f"it has {why}")
-        except ChatError as error:
-            bad.append(BadRow(place, str(error)))
-            continue
-        if len(tokens) <= max_tokens:
-            out.append(_rollout(str(number), tokens, trained))
+
+    def read(where: str, item: tuple[int, SftSample]) -> Rollout:
+        number, sample = item
+        if isinstance(sample, TextPair):
+            prompt = tokenize(tokenizer, sample.prompt)
+            response = tokenizer.encode(sample.response, add_special_tokens=False)
+            tokens = np.array([*prompt, *response, *([tokenizer.eos_token_id] if append_eos else [])], np.int32)
+            trained = np.arange(len(tokens)) >= len(prompt)
         else:
-            bad.append(BadRow(place, f"it has {len(tokens)} tokens: raise data.max_tokens = {max_tokens}"))
+            tokens, trained = conversation_tokens(tokenizer, sample.messages, first=sample.first, tools=sample.tools)
+            if vocabulary is not None and append_eos:
+                refuse_endless(vocabulary, tokens[trained])
+        why = None if vocabulary is None else vocabulary.missing(tokens)
+        if not why and len(tokens) > max_tokens:
+            why = f"{len(tokens)} tokens: raise data.max_tokens = {max_tokens}"
+        if why:
+            raise DataError(f"it has {why}")
+        return _rollout(str(number), tokens, trained)
+
+    rows = ((item[1].where or f"sample {item[0]}", item) for item in enumerate(samples))
+    found, bad, _ = read_all(rows, read)
     refuse(bad, len(samples), max_bad_share, "the data")
-    if not out:
+    if not found:
         raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
-    return out
+    return [rollout for _, rollout in found]
 
 
 def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSample:
@@ -165,21 +158,10 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
     framed = with_columns(row, messages)
     first += len(framed) - len(messages) if first else 0
     tools = without_nulls(row.get("tools"))
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"'tools' is not JSON ({error}): give a list of JSON schemas") from error
+    tools = parsed(tools, "'tools' is") if isinstance(tools, str) else tools
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")
     return Conversation(messages=framed, first=first, tools=tools or None, where=where)
-
-
-def _pair_tokens(pair: TextPair, tokenizer: Any, append_eos: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens [T] int32 of a pair, and a mask [T] bool that is True for the response and its EOS token."""
-    prompt = tokenize(tokenizer, pair.prompt)
-    response = tokenizer.encode(pair.response, add_special_tokens=False)
-    response = [*response, tokenizer.eos_token_id] if append_eos else response
-    return np.array([*prompt, *response], np.int32), np.arange(len(prompt) + len(response)) >= len(prompt)
 
 
 def _rollout(group: str, tokens: np.ndarray, trained: np.ndarray) -> Rollout:

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -38,7 +38,7 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
-MEGATRON = ((0, 16, 1), (0, 20))  # supported versions of megatron-core: first version, first version not supported
+PACKAGES = {"torch": "", "megatron-core": ">=0.16.1,<0.20", "transformers": ""}  # {needed package: supported versions}
 # {whether the check is quick: MiB that are written to the run directory to measure the speed}
 PROBE_MIB = {True: 1, False: 64}
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
@@ -108,29 +108,21 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
 
 
 def _packages() -> Iterator[Check]:
+    """Checks the versions of Python, of the packages in PACKAGES and, if Transformer Engine is installed, its version
+    against the requirement in megatron-core's metadata."""
     own = ".".join(map(str, sys.version_info[:3]))
-    yield (
-        Check("Python", own) if sys.version_info >= PYTHON else Check("Python", own, "wrong", "3.11 or newer is needed")
-    )
-    for name in ("torch", "megatron-core", "transformers"):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            yield Check(
-                name, "not installed", "wrong", "pip install -e . (or `make setup`) in the environment that jobs use"
-            )
-            continue
-        numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-        if name == "megatron-core" and not MEGATRON[0] <= numbers < MEGATRON[1]:
-            yield Check(name, found, "wrong", "0.16.1 to 0.19 are supported")
+    new = sys.version_info >= PYTHON
+    yield Check("Python", own, "ok" if new else "wrong", "" if new else "3.11 or newer is needed")
+    here = versions.here()
+    for name, supported in PACKAGES.items():
+        found = here.get(name)
+        if found is None:
+            cure = "pip install -e . (or `make setup`) in the environment that jobs use"
+            yield Check(name, "not installed", "wrong", cure)
+        elif not SpecifierSet(supported).contains(found, prereleases=True):
+            yield Check(name, found, "wrong", f"{supported} is supported")
         else:
             yield Check(name, found)
-    yield from _transformer_engine(versions.here())
-
-
-def _transformer_engine(here: Mapping[str, str]) -> Iterator[Check]:
-    """Checks the version of Transformer Engine, if it is installed, against the requirement in megatron-core's
-    metadata."""
     found, asked = here.get("transformer-engine"), versions.bounds("megatron-core", "transformer-engine")
     if found is None:
         return
@@ -150,26 +142,16 @@ def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[C
         cure = "the job asked for GPUs: is this a node with GPUs, and its driver loaded?" if bad else ELSEWHERE
         yield Check("GPUs", "none here (no nvidia-smi)", "wrong" if bad else "note", "" if wanted == 0 else cure)
         return
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total",
-        "--format=csv,noheader",
-    ]
+    asked = "--query-gpu=name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
     try:
-        lines = slurm_commands.run(query).strip().splitlines()
+        lines = slurm_commands.run(["nvidia-smi", asked, "--format=csv,noheader"]).strip().splitlines()
     except slurm_commands.SlurmError as error:
         yield Check("GPUs", str(error), "wrong", "the driver does not answer: drain this node")
         return
     found = f"{len(lines)} x {lines[0] if lines else ''}"
-    if wanted and len(lines) < wanted and in_job:
-        yield Check(
-            "GPUs",
-            found,
-            "wrong",
-            f"this job was to have {wanted} here: if one is lost, drain this node; else correct gpus_per_node",
-        )
-    else:
-        yield Check("GPUs", found)
+    lost = bool(wanted) and len(lines) < wanted and in_job
+    cure = f"this job was to have {wanted} here: if one is lost, drain this node; else correct gpus_per_node"
+    yield Check("GPUs", found, "wrong" if lost else "ok", cure if lost else "")
 
 
 def _network(engine: EngineSpec | None, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -185,12 +167,8 @@ def _network(engine: EngineSpec | None, profile: Profile | None, environment: Ma
                 probe.bind((address, 0))
                 port = probe.getsockname()[1]
         except (ConfigError, OSError) as error:
-            cure = "give an interface of the nodes (ip -brief address), or auto"
-            yield (
-                Check(name, f"{host}: {error}", "wrong", cure)
-                if in_job
-                else Check(name, f"{host}: {error}", "note", ELSEWHERE)
-            )
+            cure = "give an interface of the nodes (ip -brief address), or auto" if in_job else ELSEWHERE
+            yield Check(name, f"{host}: {error}", "wrong" if in_job else "note", cure)
             continue
         alone = address.startswith("127.") and in_job
         cure = "other nodes do not reach this address: give the interface between nodes" if alone else ""
@@ -239,8 +217,12 @@ def _space(spec: Spec, quick: bool) -> Iterator[Check]:
     free, need, said = shutil.disk_usage(place).free / GIB, 1.0, ""
     if isinstance(spec, TrainingSpec) and not quick:
         with contextlib.suppress(ConfigError, ValueError):  # reported by _inputs
-            own = [_saved_bytes(role) for role in spec.roles.values() if role.has_policy]
-            one, models = sum(saved for saved, _ in own) / GIB, sum(model for _, model in own) / GIB
+            one = models = 0.0
+            for role in (role for role in spec.roles.values() if role.has_policy):
+                if (found := _sizes(role.model)) is None:
+                    raise ConfigError(f"{role.model.path}: no config.json here")
+                weight, every, trained = _parameters(role, found)
+                one, models = one + trained * (weight + MASTER) / GIB, models + every * weight / GIB
             there = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
             count = max(1, spec.run.keep + 1 - there)
             need = max(need, count * one + models)
@@ -248,17 +230,6 @@ def _space(spec: Spec, quick: bool) -> Iterator[Check]:
     enough = free > need
     cure = "" if enough else "make room, lower run.keep, or give a run.dir on another file system"
     yield Check("space there", f"{free:.3g} GiB free{said}", "ok" if enough else "wrong", cure)
-
-
-def _saved_bytes(role: Any) -> tuple[float, float]:
-    """Returns (bytes of a role's checkpoint, bytes of its exported model). Raises ConfigError if the model's
-    config.json is not on this host or cannot be used."""
-    found = _sizes(role.model)
-    if found is None:
-        raise ConfigError(f"{role.model.path}: no config.json here")
-    weight = 2 if role.model.dtype == "bfloat16" else 4
-    trained = _parameters(found) if role.lora is None else num_elements(found, role.lora)
-    return trained * (weight + MASTER), _parameters(found) * weight
 
 
 def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
@@ -277,37 +248,31 @@ def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
         try:
             found = _sizes(role.model)
         except (ConfigError, ValueError) as error:
-            yield Check(
-                f"model of {name}",
-                f"{role.model.path}: {error}",
-                "wrong",
-                "is this a Hugging Face directory, all of it?",
-            )
+            cure = "is this a Hugging Face directory, all of it?"
+            yield Check(f"model of {name}", f"{role.model.path}: {error}", "wrong", cure)
             continue
         if found is not None:
-            yield Check(f"model of {name}", f"{_parameters(found) / 1e9:.3g} B parameters ({found.family})")
+            yield Check(f"model of {name}", f"{_parameters(role, found)[1] / 1e9:.3g} B parameters ({found.family})")
 
 
 def _hub(spec: Spec, environment: Mapping[str, str]) -> Iterator[Check]:
     """Reports the directory of the Hugging Face cache, whether the hub is contacted, and whether there is a token."""
     if not any(one.on_hub for one in missing_files.absent_files(spec)):
         return
-    where, told = hub_cache.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
-    shared = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
-    yield Check("HF_HOME", f"{where}" + ("" if told else " (not set)"), "ok" if told else "note", shared)
-    asked = "not asked: HF_HUB_OFFLINE is set" if hub_cache.offline() else "asked for what is not there"
-    cure = (
-        ""
-        if hub_cache.offline()
-        else "nodes without a network: fetch on a login node, then set HF_HUB_OFFLINE=1 in the job"
-    )
-    yield Check("Hugging Face hub", asked, "ok", cure)
-    yield Check(
-        "hub token",
-        "there is one" if hub_cache.has_token() else "none",
-        "ok" if hub_cache.has_token() else "note",
-        "" if hub_cache.has_token() else "gated models and private data need one: `hf auth login`, or HF_TOKEN",
-    )
+    told = environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
+    cure = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
+    where = f"{hub_cache.cache()}" + ("" if told else " (not set)")
+    yield Check("HF_HOME", where, "ok" if told else "note", cure)
+    if hub_cache.offline():
+        yield Check("Hugging Face hub", "not asked: HF_HUB_OFFLINE is set")
+    else:
+        cure = "nodes without a network: fetch on a login node, then set HF_HUB_OFFLINE=1 in the job"
+        yield Check("Hugging Face hub", "asked for what is not there", cure=cure)
+    if hub_cache.has_token():
+        yield Check("hub token", "there is one")
+    else:
+        cure = "gated models and private data need one: `hf auth login`, or HF_TOKEN"
+        yield Check("hub token", "none", "note", cure)
 
 
 def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -355,9 +320,7 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
     """Compares the memory that a rank needs for the weights, gradients and optimizer of all roles with the memory
     available to a rank: the GPU's memory, or, without GPUs, the host's memory divided by the number of ranks."""
     ranks = 1 if profile is None else profile.ranks_per_node
-    world = ranks * spec.cluster.job.nodes
-    awake, asleep = 0.0, 0.0
-    settings = spec.engine.settings if isinstance(spec, RunSpec) else None
+    need, settings = list[tuple[float, float]](), spec.engine.settings if isinstance(spec, RunSpec) else None
     # With colocated servers, all memory of a role is released while the role is not trained, including its weights.
     leaves = isinstance(settings, Servers) and settings.colocate
     for role in spec.roles.values() if isinstance(spec, TrainingSpec) else ():
@@ -369,25 +332,17 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
             yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
             return
         stages = role.layout.tp * role.layout.pp
-        own = _parameters(found) / stages
-        weights = own * (2 if role.model.dtype == "bfloat16" else 4)
-        trained = own if role.lora is None else num_elements(found, role.lora) / stages
-        rest = trained * (GRADIENT + MASTER / max(1, world // stages))
-        if leaves:
-            awake = max(awake, weights + rest)
-        else:
-            awake, asleep = max(awake, rest if role.sleep else 0.0), asleep + weights + (0.0 if role.sleep else rest)
-    need = (awake + asleep) / GIB
-    have, where = _room(ranks)
-    cure = (
-        "raise layout.tp or pp, add nodes, or set sleep: true on the roles"
-        if need > have * (1 - OTHER_SHARE / 2)
-        else ""
-    )
-    verdict: Verdict = "wrong" if need > have else "note" if cure else "ok"
-    yield Check(
-        "memory", f"{need:.1f} GiB a rank for weights, gradients and optimizer; {have:.1f} GiB {where}", verdict, cure
-    )
+        weight, every, trained = _parameters(role, found)
+        weights = every * weight / stages
+        rest = trained / stages * (GRADIENT + MASTER / max(1, ranks * spec.cluster.job.nodes // stages))
+        # (bytes while the role is trained, bytes while another role is trained)
+        need.append((weights + rest, 0.0 if leaves else weights if role.sleep else weights + rest))
+    most = max((awake - asleep for awake, asleep in need), default=0.0) + sum(asleep for _, asleep in need)
+    needed, (have, where) = most / GIB, _room(ranks)
+    verdict: Verdict = "wrong" if needed > have else "note" if needed > have * (1 - OTHER_SHARE / 2) else "ok"
+    cure = "" if verdict == "ok" else "raise layout.tp or pp, add nodes, or set sleep: true on the roles"
+    found = f"{needed:.1f} GiB a rank for weights, gradients and optimizer; {have:.1f} GiB {where}"
+    yield Check("memory", found, verdict, cure)
 
 
 def _room(ranks: int) -> tuple[float, str]:
@@ -431,5 +386,8 @@ def _sizes(model: Model) -> Sizes | None:
     return registry.read(read_json(file), str(file)) if file.is_file() else None
 
 
-def _parameters(sizes: Sizes) -> int:
-    return sum(rows * columns for rows, columns in hf_shapes(sizes).values())
+def _parameters(role: Any, sizes: Sizes) -> tuple[int, int, int]:
+    """Returns (bytes of a weight, number of parameters, number of trained parameters) of a role's model."""
+    every = sum(rows * columns for rows, columns in hf_shapes(sizes).values())
+    trained = every if role.lora is None else num_elements(sizes, role.lora)
+    return 2 if role.model.dtype == "bfloat16" else 4, every, trained

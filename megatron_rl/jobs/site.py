@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.profile import SHIPPED, Profile
-from megatron_rl.config.schema import ConfigError, Servers
+from megatron_rl.config.schema import Servers
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
 MAX_PATH = 4096  # maximum length of a path in Linux
 
 
-def refuse(spec: Spec, profile: Profile) -> None:
-    """Raises ConfigError if the engine servers need more GPUs than a node of the cluster's profile has, or if a path of
-    the config is not mounted under the same name in the profile's container."""
+def problems(spec: Spec, profile: Profile) -> Iterator[str]:
+    """Yields an error message if the engine servers need more GPUs than a node of the cluster's profile has, and if
+    paths of the config are not mounted under the same name in the profile's container."""
     settings, gpus = None if spec.engine is None else spec.engine.settings, profile.gpus_per_node
     if isinstance(settings, Servers) and not settings.urls and gpus > 0:
         if gpus < settings.tp:
-            raise ConfigError(
+            yield (
                 f"engine.tp = {settings.tp}: a node of the profile has {gpus} GPUs, and a server has one node. Lower "
                 "engine.tp, or set gpus_per_node of the profile"
             )
         if not isinstance(spec, TrainingSpec) and (beyond := [number for number in settings.gpus if number >= gpus]):
-            raise ConfigError(
+            yield (
                 f"engine.gpus = {list(settings.gpus)}: a node of the profile has {gpus} GPUs, counted from 0, and not "
                 f"{beyond}. Name GPUs that it has, with engine.replicas and engine.tp for them; or set gpus_per_node "
                 "of the profile"
@@ -43,7 +43,7 @@ def refuse(spec: Spec, profile: Profile) -> None:
     absolute = {name: Path(os.path.abspath(path)) for name, path in needed.items()}
     if hidden := [f"{n} {p}" for n, p in absolute.items() if not any(p.is_relative_to(place) for place in shown)]:
         listed = "\n  ".join(hidden)
-        raise ConfigError(
+        yield (
             f"the container does not show, under the same name:\n  {listed}\n"
             f"its mounts are {list(profile.container.mounts)}: add /path:/path of a directory that holds them to "
             "container.mounts of the profile"

@@ -60,13 +60,6 @@ class Status:
     # For SFT data or evaluations, which have no iterations: their progress as text; None for a training run
     answered: str | None = None
 
-    @property
-    def remaining_s(self) -> float | None:
-        """Returns the estimated remaining seconds, or None if the planned iterations or the rate are unknown."""
-        if self.planned is None or self.seconds_per_iteration is None:
-            return None
-        return (self.planned - self.iterations) * self.seconds_per_iteration
-
 
 def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_commands.Queued] | None = None) -> Status:
     """Returns the status of a run. If the run has servers, this takes `look_s` seconds.
@@ -112,7 +105,12 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
 def show(status: Status, console: Console) -> None:
     """Prints the status as lines and tables."""
     planned = "" if status.planned is None else f" of {status.planned}"
-    iterations = f"{status.iterations}{planned} iterations, {status.saved} saved{_rates(status)}"
+    iterations = f"{status.iterations}{planned} iterations, {status.saved} saved"
+    if status.seconds_per_iteration is not None and status.state != "finished":
+        iterations += f"; {status.seconds_per_iteration:.1f} s an iteration"
+        if status.planned is not None:
+            left = (status.planned - status.iterations) * status.seconds_per_iteration
+            iterations += f", {left / 3600:.1f} h to go" if left >= 3600 else f", {left / 60:.0f} min to go"
     console.print(
         f"[bold]{escape(str(status.directory))}[/]: {escape(f'{status.state}; {status.answered or iterations}')}"
     )
@@ -130,24 +128,24 @@ def show(status: Status, console: Console) -> None:
         ]
         console.print(_table("engines", ("engine", "", "node", "job", "address", "incarnation"), rows))
     if status.slices:
-        console.print(
-            _table(
-                "starts",
-                ("job", "restart", "nodes", "began", "iterations", "ended by"),
-                [*map(_slice_cells, status.slices)],
-            )
-        )
+        rows = []
+        for one in status.slices:
+            try:
+                began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
+            except (OverflowError, ValueError, OSError):  # the record is damaged
+                began = "?"
+            after = "?" if one.iterations_after is None else one.iterations_after
+            cause = one.cause or "it runs, or has just ended"
+            rows.append((one.job, one.restart, one.nodes, began, f"{one.iterations_before} to {after}", cause))
+        console.print(_table("starts", ("job", "restart", "nodes", "began", "iterations", "ended by"), rows))
     for sentence in status.unlearned:
         console.print(f"[red]{escape(sentence)}[/]")
     for scope, row in status.last.items():
         chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
         chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}
         if chosen:
-            place = (
-                f"after iteration {row.iteration}"
-                if scope == "eval"
-                else f"at iteration {row.iteration + 1} (cycle {row.cycle + 1})"
-            )
+            place = f"at iteration {row.iteration + 1} (cycle {row.cycle + 1})"
+            place = f"after iteration {row.iteration}" if scope == "eval" else place
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
             console.print(escape(f"{scope} {place}: {metrics}"))
 
@@ -271,26 +269,21 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
         return None
     jobs, out = slurm_commands.queue(jobs_of(directory)), []
     for index, point in enumerate(points):
-        element = [
-            job for job in jobs if job.id.endswith(f"_{index}") and job.name.endswith("-sweep")
-        ]  # no engine jobs
         own = directory / point["run"]
         changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
-        out.append(
-            (point["run"], changes, read(own, look_s=0, jobs=element) if RunDirectory(own).config.exists() else None)
-        )
+        element = [j for j in jobs if j.id.endswith(f"_{index}") and j.name.endswith("-sweep")]  # no engine jobs
+        begun = RunDirectory(own).config.exists()
+        out.append((point["run"], changes, read(own, look_s=0, jobs=element) if begun else None))
     return out
 
 
 def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console) -> None:
     """Prints a table with one row for each run of a sweep. `runs`: the result of `sweep_status`."""
-
-    def cells(run: str, changes: str, found: Status | None) -> tuple[str, ...]:
-        if found is None:
-            return run, changes, "not begun", ""
-        return run, changes, found.state, f"{found.iterations}" + (f" of {found.planned}" if found.planned else "")
-
-    console.print(_table("sweep", ("run", "settings", "", "iterations"), [cells(*run) for run in runs]))
+    rows = []
+    for run, changes, found in runs:
+        done = "" if found is None else f"{found.iterations}" + (f" of {found.planned}" if found.planned else "")
+        rows.append((run, changes, "not begun" if found is None else found.state, done))
+    console.print(_table("sweep", ("run", "settings", "", "iterations"), rows))
 
 
 def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
@@ -329,23 +322,6 @@ def _state(directory: Path, jobs: Sequence[slurm_commands.Queued], trouble: str)
     if (directory / STOP).exists():
         return "stopped"
     return NO_JOBS if slurm_commands.present() else "no Slurm here to ask for its jobs"
-
-
-def _rates(status: Status) -> str:
-    if status.seconds_per_iteration is None or status.state == "finished":
-        return ""
-    left = status.remaining_s
-    told = "" if left is None else f", {left / 3600:.1f} h to go" if left >= 3600 else f", {left / 60:.0f} min to go"
-    return f"; {status.seconds_per_iteration:.1f} s an iteration{told}"
-
-
-def _slice_cells(one: Slice) -> tuple[str, ...]:
-    try:
-        began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
-    except (OverflowError, ValueError, OSError):  # the record is damaged
-        began = "?"
-    iterations = f"{one.iterations_before} to {'?' if one.iterations_after is None else one.iterations_after}"
-    return one.job, str(one.restart), one.nodes, began, iterations, one.cause or "it runs, or has just ended"
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

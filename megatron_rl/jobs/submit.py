@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.cluster import job_slices, slurm_commands
 from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
@@ -76,27 +76,23 @@ def plan_run(
     job, directory = config.job, spec.directory.absolute()
     array = f"0-{job.slices - 1}%1" if job.slices > 1 else "0"
     own = _trainer_shape(spec.cluster.job, profile, template="train", name=config.run.name, array=array, of=directory)
-    shared = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIG": str(directory / JOBS / "config.yaml")}
-    settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
+    asked = {"CONFIG": str(directory / JOBS / "config.yaml")}
+    settings = {**asked, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
     servers = _engine_jobs(spec)
     if as_roles:
-        if servers is None:
+        if servers is None or job.nodes > 1 or job.slices > 1:
             raise ConfigError(
-                "--shape roles: the config has no servers outside of the trainer's job, so only the trainer is left; "
-                "omit --shape"
+                "--shape roles is one array of servers and a trainer, whose elements are alike: set job.nodes=1, "
+                "job.slices=1 and an engine whose servers are outside of the trainer's job, or omit --shape"
             )
-        if job.nodes > 1 or job.slices > 1:
-            raise ConfigError(
-                "--shape roles is one array whose elements are alike: set job.nodes=1 and job.slices=1, or omit --shape"
-            )
-        whole = replace(own, template="roles", array=f"0-{servers.count}")
-        files["roles.sbatch"] = script(whole, profile, settings | servers.settings, Path.cwd())
+        whole = replace(own, template="roles", array=f"0-{servers.number}")
+        files["roles.sbatch"] = _script(whole, profile, {**settings, **servers.settings})
         return Submission(directory, files, ["roles.sbatch"])
-    files["train.sbatch"] = script(own, profile, settings, Path.cwd())
+    files["train.sbatch"] = _script(own, profile, settings)
     if servers is None:
         return Submission(directory, files, ["train.sbatch"])
-    files["engines.sbatch"] = _engines_script(servers, job.engine_time, profile, own, shared)
+    files["engines.sbatch"] = _engines_script(servers, job.engine_time, profile, own, asked)
     return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": ("train.sbatch", None)})
 
 
@@ -115,21 +111,18 @@ def _trainer_shape(
     return shape
 
 
-@dataclass(frozen=True)
-class _EngineJobs:
+def _script(shape: ScriptShape, profile: Profile, settings: Mapping[str, str | Sequence[str]]) -> str:
+    """Returns a batch script with the settings that all templates have, and with `settings`."""
+    common = common_settings(profile, SHIPPED.parent, Path.cwd())
+    return script(shape, profile, {**common, **settings}, Path.cwd())
+
+
+class _EngineJobs(NamedTuple):
     """The servers of a run that are started by separate jobs."""
 
-    roles: Sequence[str]
-    engine: Servers
-
-    @property
-    def count(self) -> int:
-        return len(self.roles) * self.engine.replicas
-
-    @property
-    def settings(self) -> dict[str, str | Sequence[str]]:
-        """Returns the settings of the servers for the batch scripts."""
-        return {"ROLES": self.roles, "REPLICAS": str(self.engine.replicas)}
+    settings: Mapping[str, str | Sequence[str]]  # settings of the servers for the batch scripts
+    number: int  # number of servers
+    tp: int  # number of GPUs of one server
 
 
 def _engine_jobs(spec: Spec) -> _EngineJobs | None:
@@ -137,7 +130,8 @@ def _engine_jobs(spec: Spec) -> _EngineJobs | None:
     settings = None if spec.engine is None else spec.engine.settings
     if spec.engine is None or not isinstance(settings, Servers) or settings.colocate or settings.urls:
         return None
-    return _EngineJobs(spec.engine.server_roles, settings)
+    roles, replicas = spec.engine.server_roles, settings.replicas
+    return _EngineJobs({"ROLES": roles, "REPLICAS": str(replicas)}, len(roles) * replicas, settings.tp)
 
 
 def _engines_script(
@@ -146,15 +140,15 @@ def _engines_script(
 ) -> str:  # fmt: skip
     """Returns the batch script of a run's servers, which is a job array.
 
-    `time`: the time limit; None: the trainer's. `settings`: settings that the script shares with the trainer's, such as
-    CONFIG. Raises ConfigError if the time limit is invalid or too short.
+    `time`: the time limit; None: the trainer's. `settings`: the setting CONFIG.
+    Raises ConfigError if the time limit is invalid or too short.
     """
     shape = replace(
-        trainer, template="engines", nodes=1, ranks=1, gpus=servers.engine.tp if profile.gpus_per_node else 0,
-        exclusive=False, time=time or trainer.time, array=f"0-{servers.count - 1}", warning_s=ENGINE_WARNING_S,
+        trainer, template="engines", nodes=1, ranks=1, gpus=servers.tp if profile.gpus_per_node else 0,
+        exclusive=False, time=time or trainer.time, array=f"0-{servers.number - 1}", warning_s=ENGINE_WARNING_S,
     )  # fmt: skip
     check_warning("the warning of engines (job.engine_time)", shape)
-    return script(shape, profile, {**settings, **servers.settings, "TRAINER": ""}, Path.cwd())
+    return _script(shape, profile, {**settings, **servers.settings, "TRAINER": ""})
 
 
 def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False) -> tuple[Any, Any]:
@@ -171,7 +165,8 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
         python = settings.python if settings.urls else engine_python(settings, profile)
         config = replace(config, engine=replace(settings, python=python))
     spec = resolve(config, ranks, to_come=to_come)
-    site.refuse(spec, profile)
+    if wrong := [*site.problems(spec, profile)]:
+        raise ConfigError("\n  ".join(wrong))
     if not isinstance(spec, TrainingSpec):
         refuse(*server_gpus.device_problems(spec.engine if profile.gpus_per_node else None, ranks))
         return config, spec
@@ -262,13 +257,10 @@ def plan_sweep(
     shape = _trainer_shape(
         config.job, profile, template="sweep", name=config.run.name, array=f"0-{len(points) - 1}", of=directory
     )
-    shared = common_settings(profile, SHIPPED.parent, Path.cwd())
-    settings = {
-        **shared, "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s), "COMMAND": command,
-        "PROFILE": str(directory / JOBS / SITE),
-    }  # fmt: skip
+    settings = {"CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s)}
+    settings |= {"COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {f"../{SWEEP}": listing, SITE: config_files.dump(profile)}
-    files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
+    files["sweep.sbatch"] = _script(shape, profile, settings)
     trainers = dict[str, tuple[str, int | None]]()
     for index, (own, spec) in enumerate(sited):
         files[f"{own.run.name}.yaml"] = config_files.dump(own)
@@ -277,7 +269,7 @@ def plan_sweep(
             trainers[name] = ("sweep.sbatch", index)
             files[name] = _engines_script(
                 servers, own.job.engine_time, profile, replace(shape, name=f"{config.run.name}-{own.run.name}"),
-                {**shared, "CONFIG": str(directory / JOBS / f"{own.run.name}.yaml")},
+                {"CONFIG": str(directory / JOBS / f"{own.run.name}.yaml")},
             )  # fmt: skip
     return Submission(directory, files, ["sweep.sbatch", *trainers], trainers)
 
@@ -293,8 +285,7 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
         template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
         time=profile.time, array=f"0-{len(configs) - 1}", logs=directory / "logs",
     )  # fmt: skip
-    settings = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS)}
-    files["eval.sbatch"] = script(shape, profile, settings, Path.cwd())
+    files["eval.sbatch"] = _script(shape, profile, {"CONFIGS": str(directory / JOBS)})
     return Submission(directory, files, ["eval.sbatch"])
 
 
@@ -312,12 +303,8 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
         array=None, warning_s=ENGINE_WARNING_S, logs=directory / "logs",
     )  # fmt: skip
     check_warning("the warning of the job (time of the profile)", shape)
-    settings = {
-        **common_settings(profile, SHIPPED.parent, Path.cwd()),
-        "CONFIG": str(directory / JOBS / "config.yaml"),
-    }
     files = {"config.yaml": config_files.dump(config)}
-    files["generate.sbatch"] = script(shape, profile, settings, Path.cwd())
+    files["generate.sbatch"] = _script(shape, profile, {"CONFIG": str(directory / JOBS / "config.yaml")})
     mark = directory / generation_progress.MARK
     done = (
         f"{directory} is finished: it has the answers that this config asks for; give another output, or remove {mark} "
@@ -463,7 +450,8 @@ def record_job(directory: Path, script: str, job: str) -> None:
 
 def jobs_of(directory: Path) -> list[str]:
     """Returns the ids of all jobs that were submitted for this directory."""
-    return json_lines.read(directory / JOBS / SUBMITTED, _job_of).values  # skips a partial line, e.g. after a full disk
+    lines = json_lines.read(directory / JOBS / SUBMITTED, dict).values  # skips a partial line, e.g. after a full disk
+    return [line["job"] for line in lines if isinstance(line.get("job"), str)]
 
 
 def runs_of(directory: Path) -> list[Path]:
@@ -476,9 +464,3 @@ def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
     """Returns the runs of a sweep's directory as [{"run", "changes"}]; None if it is not a sweep's directory."""
     path = directory / SWEEP
     return read_points(path) if path.exists() else None
-
-
-def _job_of(raw: Any) -> str:
-    if not isinstance(raw["job"], str):
-        raise TypeError("a job is a text")
-    return raw["job"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ANSWER_S = 30.0
 NCCL = "nvidia-nccl"  # package of NCCL without the suffix of the CUDA version, as in nvidia-nccl-cu13
@@ -60,12 +60,8 @@ def bounds(package: str, needs: str) -> Requirement | None:
     except metadata.PackageNotFoundError:
         return None
     found = (Requirement(line) for line in lines)
-    return next((one for one in found if _name(one.name) == needs and one.specifier), None)
+    return next((one for one in found if canonicalize_name(one.name) == needs and one.specifier), None)
 
 
 def _named(versions: Mapping[str, str]) -> dict[str, str]:
-    return {_name(name): version for name, version in versions.items()}
-
-
-def _name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return {canonicalize_name(name): version for name, version in versions.items()}

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.config.base import Count, Share
 from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.data.problems import DataError, place_of
 from megatron_rl.recipes.dynamic_sampling import Group
@@ -22,23 +23,17 @@ class Curriculum:
     """
 
     # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: off
-    retire_at: float | None = 0.9
+    retire_at: Share | None = 0.9
     # problems with at most this success rate, for example 0.0, are skipped for some epochs; null: no problem is skipped
-    rest_at: float | None = None
-    rest_epochs: int = 1  # number of epochs for which such a problem is skipped
+    rest_at: Share | None = None
+    rest_epochs: Count = 1  # number of epochs for which such a problem is skipped
 
     def __post_init__(self) -> None:
-        for name in ("retire_at", "rest_at"):
-            rate = vars(self)[name]
-            if rate is not None and not 0.0 <= rate <= 1.0:
-                raise ConfigError(f"recipe.args.curriculum.{name} = {rate}: it is a success rate, from 0 to 1")
         if self.retire_at is not None and self.rest_at is not None and self.rest_at >= self.retire_at:
             raise ConfigError(
                 f"recipe.args.curriculum.rest_at = {self.rest_at} is not below retire_at = {self.retire_at}: "
                 "a problem cannot be too hard and solved"
             )
-        if self.rest_epochs < 1:
-            raise ConfigError(f"recipe.args.curriculum.rest_epochs = {self.rest_epochs}: give at least 1")
 
 
 @dataclass
@@ -107,7 +102,8 @@ class _Chosen:
         problem.
         """
         taken = self.source.take(count)
-        wanted, since = len(taken), None
+        wanted, since, curriculum = len(taken), None, self.record.curriculum
+        longest_rest = 0 if curriculum is None or curriculum.rest_at is None else curriculum.rest_epochs
         kept: list[Prompt] = []
         while True:
             for prompt in taken:
@@ -118,7 +114,7 @@ class _Chosen:
                 elif since is None:
                     since = epoch
                 # true once at least one whole epoch has passed after the last resting problem returned
-                elif epoch - since > 1 + self._longest_rest():
+                elif epoch - since > 1 + longest_rest:
                     raise DataError(
                         f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
                         "add data, or raise recipe.args.curriculum.retire_at"
@@ -126,7 +122,3 @@ class _Chosen:
             if len(kept) == wanted:
                 return kept
             taken = self.source.take(wanted - len(kept))
-
-    def _longest_rest(self) -> int:
-        curriculum = self.record.curriculum
-        return 0 if curriculum is None or curriculum.rest_at is None else curriculum.rest_epochs

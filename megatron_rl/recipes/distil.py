@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.algorithms.objectives import find
 from megatron_rl.chat_template import check_models
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, Count, CountOrZero
 from megatron_rl.recipes.solutions import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
@@ -33,15 +33,14 @@ class Distil(Recipe):
     evaluations.
     """
 
-    updates: int  # number of updates in the run
-    group_size: int = 1  # samples per problem
+    updates: Count  # number of updates in the run
+    group_size: Count = 1  # samples per problem
     # number of the teacher's most likely tokens per position; 0: only the log-prob of the generated token
-    top_k: int = 0
+    top_k: CountOrZero = 0
     template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
-        needed = {"template": ["question"]}
-        check_arguments(self, positive=["updates", "group_size"], natural=["top_k"], templates=needed)
+        check_arguments(self, templates={"template": ["question"]})
 
     def roles(self) -> Mapping[str, RecipeRole]:
         return {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from megatron_rl.config.schema import ConfigError, config
+from megatron_rl.config.base import Count, config
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.solutions import Solution, solve
 from megatron_rl.training.iteration import PromptSource, RolloutContext
@@ -70,14 +70,9 @@ class DynamicSampling:
     are fewer such groups after `rounds` rounds of sampling, the update trains on those found.
     """
 
-    rounds: int = 10  # maximum number of sampling rounds; 1 means that skipped groups are not replaced (ScaleRL)
+    rounds: Count = 10  # maximum number of sampling rounds; 1 means that skipped groups are not replaced (ScaleRL)
     # number of problems sampled per round for each group that an update trains on; 3 in DAPO's runs
-    oversampling: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "oversampling"):
-            if vars(self)[name] < 1:
-                raise ConfigError(f"recipe.args.dynamic_sampling.{name} = {vars(self)[name]}: give at least 1")
+    oversampling: Count = 1
 
 
 def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | None) -> tuple[list[Group], Metrics]:
@@ -105,8 +100,12 @@ def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | Non
         kept += groups if dynamic is None else [g for g in groups if g.has_signal]
         if len(kept) >= wanted:
             break
-    taken = {"prompts_taken": float(len(drawn)), "rounds": float(len(metrics))}
-    return kept[:wanted], merged(metrics) | taken | _of_all(drawn)
+    found = merged(metrics) | {"prompts_taken": float(len(drawn)), "rounds": float(len(metrics))}
+    if rollouts := [s.rollout for group in drawn for s in group.solutions]:
+        found["outcome_of_all"] = fmean(rollout.rewards["outcome"] for rollout in rollouts)
+        found["alike"] = fmean(float(not group.has_signal) for group in drawn)
+        found["tokens_drawn"] = float(sum(rollout.length for rollout in rollouts))
+    return kept[:wanted], found
 
 
 def merged(metrics: Sequence[Mapping[str, float]]) -> Metrics:
@@ -114,12 +113,3 @@ def merged(metrics: Sequence[Mapping[str, float]]) -> Metrics:
     names = dict.fromkeys(name for own in metrics for name in own)
     parts = {name: [own[name] for own in metrics if name in own] for name in names}
     return {name: sum(values) if name.startswith(GRADED) else fmean(values) for name, values in parts.items()}
-
-
-def _of_all(groups: Sequence[Group]) -> Metrics:
-    outcomes = [s.rollout.rewards["outcome"] for group in groups for s in group.solutions]
-    if not outcomes:
-        return {}
-    alike = fmean(float(not group.has_signal) for group in groups)
-    written = sum(s.rollout.length for group in groups for s in group.solutions)
-    return {"outcome_of_all": fmean(outcomes), "alike": alike, "tokens_drawn": float(written)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import FiniteFloat
 
 from megatron_rl.chat_template import problem_text
 from megatron_rl.config.base import refuse
@@ -49,7 +50,7 @@ class OverEpisodes(EpisodeSettings):
 
     environment: Use  # an Environment or another EpisodeMaker, as target and args
     # weight of each reward in the total reward, by reward name
-    rewards: Mapping[str, float] = field(default_factory=lambda: {OUTCOME: 1.0})
+    rewards: Mapping[str, FiniteFloat] = field(default_factory=lambda: {OUTCOME: 1.0})
 
     def build_maker(self, agents: Mapping[str, int], rewarded: Collection[str], *, key: str) -> None:
         """Creates the EpisodeMaker, which plays the episodes, from the arguments of the recipe.
@@ -62,9 +63,6 @@ class OverEpisodes(EpisodeSettings):
         """
         if not self.rewards:
             raise ConfigError("recipe.args.rewards is empty: name at least one")
-        for name, weight in self.rewards.items():
-            if not math.isfinite(weight):
-                raise ConfigError(f"recipe.args.rewards.{name} = {weight}: give a finite number")
         check_dialogue(self.dialogue)
         self._maker: EpisodeMaker = build(self.environment)
         if not isinstance(self._maker, EpisodeMaker):

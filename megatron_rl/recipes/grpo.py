@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.config.base import Count
 from megatron_rl.recipes.solutions import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
 from megatron_rl.types import Prompt, Rollout
@@ -15,13 +16,13 @@ from megatron_rl.types import Prompt, Rollout
 class Grpo(Recipe):
     """A recipe that trains the role `generator` on the graded outcome of its solutions in every iteration."""
 
-    updates: int  # number of updates in the run
-    group_size: int = 5  # samples per problem
+    updates: Count  # number of updates in the run
+    group_size: Count = 5  # samples per problem
     estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}
     template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
-        check_arguments(self, groups=["group_size"], positive=["updates"], templates={"template": ["question"]})
+        check_arguments(self, groups=["group_size"], templates={"template": ["question"]})
 
     def roles(self) -> Mapping[str, RecipeRole]:
         group = {GENERATOR: self.group_size}

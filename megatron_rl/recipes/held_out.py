@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.recipes.review import Reviewer, StepLabels, aligned, gold_confusion, outcome_confusion
+from megatron_rl.recipes.review import Reviewer, Reviews, StepLabels, aligned, gold_confusion, outcome_confusion
 from megatron_rl.recipes.solutions import Solution, annotate_steps
 from megatron_rl.recipes.transcripts import Transcript, annotate_turns, turn_texts
 from megatron_rl.text import decode
@@ -95,7 +95,7 @@ def measure_reviewer(
     metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
     own = context.samplings[role]
     for suffix, sampling in (("", plain(own, seed=context.seed)), ("_greedy", greedy(own, seed=context.seed))):
-        reviews = reviewer.begin(context, sampling)
+        reviews = Reviews(reviewer, context, sampling)
         for place, solution in enumerate(solutions):
             reviews.add(place, solution)
         rows = [verification for group in reviews.finish() for verification in group]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.chat_template import tokenize
-from megatron_rl.config.schema import ConfigError, config
+from megatron_rl.config.base import ConfigError, PositiveShare, config
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.dynamic_sampling import GRADED, Group, Metrics, merged, solve_groups
 from megatron_rl.training.iteration import RolloutContext
@@ -26,15 +26,14 @@ class Hints:
     known solution after the question, until a solution is correct. The update trains on the prompt with the hint.
     """
 
-    shares: tuple[float, ...] = (0.25, 0.5, 0.75)  # shares of the solution's characters to show, tried in this order
+    # shares of the solution's characters to show, tried in this order
+    shares: tuple[PositiveShare, ...] = (0.25, 0.5, 0.75)
     field: str = "solution"  # payload field that holds the known solution; a data column is mapped to it in data.fields
     introduction: str = INTRODUCTION  # text between the question and the hint
 
     def __post_init__(self) -> None:
-        if not self.shares or not all(0.0 < share <= 1.0 for share in self.shares):
-            raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give shares above 0 and up to 1")
-        if list(self.shares) != sorted(set(self.shares)):
-            raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give them in rising order")
+        if not self.shares or list(self.shares) != sorted(set(self.shares)):
+            raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give at least one, in rising order")
 
     def retry(
         self, context: RolloutContext, role: str, groups: Sequence[Group], metrics: Metrics,
@@ -54,11 +53,17 @@ class Hints:
         # It is not checked for the few samples with hints, where two failures could end the run.
         lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
-            prompts = {
-                i: self._hinted(context, role, groups[i].prompt, solutions[i], share, text) for i in _unsolved(out)
-            }
-            fitting = {i: p for i, p in prompts.items() if len(p.tokens) <= context.max_prompt_tokens[role]}
-            too_long |= set(prompts) - set(fitting)
+            fitting = dict[int, Prompt]()
+            # groups that have solutions but no correct one
+            for i in (i for i, group in enumerate(out) if group.success_rate == 0.0):
+                payload = groups[i].prompt.payload
+                hint = solutions[i][: round(len(solutions[i]) * share)]
+                asked = text({**payload, "question": f"{payload['question']}{self.introduction}{hint}"})
+                tokens = tokenize(context.tokenizers[role], asked)
+                if len(tokens) <= context.max_prompt_tokens[role]:
+                    fitting[i] = replace(groups[i].prompt, tokens=tokens, payload={**payload, "hint_share": share})
+                else:
+                    too_long.add(i)
             if not fitting:
                 continue
             own = replace(sampling, seed=context.seed_for(sampling.seed, "hint", share))
@@ -77,17 +82,3 @@ class Hints:
                 f"recipe.args.hints.field = {self.field!r}: problem {prompt.id} has no such text; map it in data.fields"
             )
         return solution
-
-    def _hinted(
-        self, context: RolloutContext, role: str, prompt: Prompt, solution: str, share: float,
-        text: Callable[[Mapping[str, Any]], str],
-    ) -> Prompt:  # fmt: skip
-        hint = solution[: round(len(solution) * share)]
-        asked = {**prompt.payload, "question": f"{prompt.payload['question']}{self.introduction}{hint}"}
-        tokens = tokenize(context.tokenizers[role], text(asked))
-        return Prompt(id=prompt.id, tokens=tokens, payload={**prompt.payload, "hint_share": share})
-
-
-def _unsolved(groups: Sequence[Group]) -> list[int]:
-    """Returns the indices of the groups that have solutions but no correct one."""
-    return [i for i, group in enumerate(groups) if group.success_rate == 0.0]

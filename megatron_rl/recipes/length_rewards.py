@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from megatron_rl.config.schema import ConfigError, config
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from megatron_rl.config.base import ConfigError, PositiveShare, config
 from megatron_rl.recipes.dynamic_sampling import Group
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.types import Rollout, Stop
@@ -17,16 +19,12 @@ class Overlong:
     """Settings for solutions close to sampling.max_tokens or truncated there (DAPO, arXiv 2503.14476)."""
 
     # number of tokens before max_tokens over which the penalty increases from 0 to `penalty`; 0: no penalty
-    cache: int = 0
-    penalty: float = 1.0  # penalty for a solution of max_tokens tokens
+    cache: NonNegativeInt = 0
+    penalty: NonNegativeFloat = 1.0  # penalty for a solution of max_tokens tokens
     # if True, truncated solutions are used in the comparison of their group, but not trained on
     leave_out_truncated: bool = False
 
     def __post_init__(self) -> None:
-        if self.cache < 0 or self.penalty < 0:
-            raise ConfigError(
-                f"recipe.args.overlong: cache = {self.cache} and penalty = {self.penalty}: neither is below 0"
-            )
         if not (self.cache or self.leave_out_truncated):
             raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
 
@@ -61,13 +59,10 @@ class Brevity:
     2505.18086; its code is not released, so the default size of the penalty may differ from the paper's).
     """
 
-    share: float = 0.2  # lambda: share of an update's groups with length rewards, those with the highest success rates
-    penalty: float = 0.2  # maximum penalty of a correct solution
-
-    def __post_init__(self) -> None:
-        for name in ("share", "penalty"):
-            if not 0.0 < vars(self)[name] <= 1.0:
-                raise ConfigError(f"recipe.args.brevity.{name} = {vars(self)[name]}: give a number above 0 and up to 1")
+    share: PositiveShare = (
+        0.2  # lambda: share of an update's groups with length rewards, those with the highest success rates
+    )
+    penalty: PositiveShare = 0.2  # maximum penalty of a correct solution
 
     def rewards(self, groups: Sequence[Group]) -> list[list[float]]:
         """Returns the length reward of each solution of [P] groups, 0 or below. A correct solution in a selected group

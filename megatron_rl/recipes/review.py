@@ -22,7 +22,7 @@ from megatron_rl.types import STEP, Annotations, Prompt, Rollout
 # function (step texts, payload) -> known correctness (gold label) of each step
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]
 Verification = Judgement[Solution, verdicts.Review]
-Reviewed = Literal["all", "undecided", "failed"]  # which groups of solutions are verified, see AskByGroup
+Reviewed = Literal["all", "undecided", "failed"]  # which groups of solutions are verified, see Reviews
 Judged = Sequence[Sequence[Verification]]  # for each solution, its verifications
 
 
@@ -50,10 +50,6 @@ class Reviewer:
         payload = {key: rollout.payload[key] for key in ("question", "answer") if key in rollout.payload}
         return Prompt(id=rollout.group, tokens=tokens, payload=payload)
 
-    def begin(self, context: RolloutContext, sampling: Sampling) -> Reviews:
-        """Returns an object that requests `sampling.n` verifications of each solution added to it."""
-        return Reviews(self, context, sampling)
-
     def read(self, solution: Solution, text: str) -> verdicts.Review:
         return verdicts.review(
             text,
@@ -75,27 +71,47 @@ class Reviewer:
 
 
 class Reviews:
-    """A stream of verification requests for solutions that are added one after the other."""
+    """A stream of verification requests for solutions that are added one after the other.
 
-    def __init__(self, reviewer: Reviewer, context: RolloutContext, sampling: Sampling) -> None:
+    `reviewed`: which groups of solutions are verified.
+        all        every group, each solution as soon as it is available
+        undecided  groups whose outcomes are all equal, so that comparing them gives no signal
+        failed     undecided groups without a correct solution
+        None       no group
+    Whether a group is verified is decided as soon as all of its `size` solutions are available. For groups with fewer
+    solutions, `finish` decides.
+    """
+
+    def __init__(
+        self, reviewer: Reviewer, context: RolloutContext, sampling: Sampling, *, reviewed: Reviewed | None = "all",
+        size: int = 1,
+    ) -> None:  # fmt: skip
+        """Prepares the requests for `sampling.n` verifications of each solution."""
         question = Question(prompt=lambda solution: reviewer.prompt(context, solution), read=reviewer.read)
         self._judging = Judging(context.engines[reviewer.role], context.tokenizers[reviewer.role], sampling, question)
-        self._watch = context.watch
+        self._watch, self._reviewed, self._size = context.watch, reviewed, size
         self._places: list[int] = []
+        self._waiting: dict[str, dict[int, Solution]] = {}
+        self.skipped = 0  # number of solutions that are not verified
 
     def add(self, place: int, solution: Solution) -> None:
-        """Requests a solution's verifications, unless its prompt is too long. `place` is the index of the solution."""
+        """Adds a solution. Its verifications are requested if its group is verified and the prompt is not too long.
+        `place` is the index of the solution."""
         self._places.append(place)
-        self._judging.ask(place, solution)
-
-    def skip(self, place: int) -> None:
-        """Registers the index of a solution that is not verified."""
-        self._places.append(place)
+        if self._reviewed == "all":
+            self._judging.ask(place, solution)
+            return
+        own = self._waiting.setdefault(solution.rollout.group, {})
+        own[place] = solution
+        if len(own) == self._size:
+            self._decide(self._waiting.pop(solution.rollout.group))
 
     def finish(self) -> list[list[Verification]]:
         """Waits for all verifications. Returns the n verifications of each added solution, ordered by index. A solution
-        that was skipped or whose prompt was too long has an empty list.
+        that is not verified or whose prompt was too long has an empty list.
         """
+        for own in self._waiting.values():
+            self._decide(own)
         start = time.perf_counter()
         found: dict[int, list[Verification]] = {}
         # verifications are parsed while other verifications are still being generated
@@ -105,52 +121,13 @@ class Reviews:
         self._watch.add("review", time.perf_counter() - start)
         return [found.get(place, []) for place in sorted(self._places)]
 
-
-class AskByGroup:
-    """Requests verifications only for the groups of solutions that `reviewed` selects, for instance groups that give no
-    signal by their outcomes.
-
-    `reviewed`: which groups are verified.
-        all        every group, each solution as soon as it is available
-        undecided  groups whose outcomes are all equal, so that comparing them gives no signal
-        failed     undecided groups without a correct solution
-        None       no group
-    Whether a group is verified is decided as soon as all of its `size` solutions are available. For groups with fewer
-    solutions, `finish` decides.
-    """
-
-    def __init__(self, reviews: Reviews, reviewed: Reviewed | None, size: int) -> None:
-        self._reviews, self._reviewed, self._size = reviews, reviewed, size
-        self._waiting: dict[str, dict[int, Solution]] = {}
-        self.skipped = 0  # number of solutions that are not verified
-
-    def add(self, place: int, solution: Solution) -> None:
-        if self._reviewed == "all":
-            self._reviews.add(place, solution)
-            return
-        own = self._waiting.setdefault(solution.rollout.group, {})
-        own[place] = solution
-        if len(own) == self._size:
-            self._decide(self._waiting.pop(solution.rollout.group))
-
-    def finish(self) -> list[list[Verification]]:
-        """Waits for all verifications. Returns a list of verifications for each added solution, ordered by index. The
-        list of a solution that is not verified is empty.
-        """
-        for own in self._waiting.values():
-            self._decide(own)
-        return self._reviews.finish()
-
     def _decide(self, solutions: Mapping[int, Solution]) -> None:
         alike = len({s.rollout.rewards["outcome"] for s in solutions.values()}) == 1
         asked = self._reviewed is not None and alike
         asked = asked and not (self._reviewed == "failed" and any(s.correct for s in solutions.values()))
-        for place, solution in solutions.items():
-            if asked:
-                self._reviews.add(place, solution)
-            else:
-                self._reviews.skip(place)
-                self.skipped += 1
+        self.skipped += 0 if asked else len(solutions)
+        for place, solution in solutions.items() if asked else ():
+            self._judging.ask(place, solution)
 
 
 def with_verdicts(

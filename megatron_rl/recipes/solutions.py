@@ -82,17 +82,22 @@ def solve(
     start, draws = time.perf_counter(), Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
-    found: dict[int, tuple[Rollout, str, Graded]] = {}
+    found: dict[int, tuple[Rollout, Graded]] = {}
     solutions: dict[int, Solution] = {}
 
     def grade(batch: Sequence[tuple[int, list[Rollout]]]) -> None:
         places = [i * sampling.n + j for i, group in batch for j in range(len(group))]
-        read = [_read(rollout, context.tokenizers[role]) for _, group in batch for rollout in group]
-        graded = context.grade([text for _, text in read], [rollout.payload for rollout, _ in read])
-        for place, (rollout, text), result in zip(places, read, graded, strict=True):
-            found[place] = rollout, text, result
+        drawn = [rollout for _, group in batch for rollout in group]
+        decoded = [decode(context.tokenizers[role], rollout.response) for rollout in drawn]
+        graded = context.grade([own.text for own in decoded], [rollout.payload for rollout in drawn])
+        for place, rollout, own, result in zip(places, drawn, decoded, graded, strict=True):
+            annotated = annotate_steps(rollout, own)
+            found[place] = annotated, result
             if result.outcome is Outcome.SCORE:
-                solutions[place] = _solution(rollout, text, result)
+                payload = {**rollout.payload, "correct": result.correct, "grading": Outcome.SCORE.value}
+                rewards = {**rollout.rewards, **result.metrics, "outcome": result.score}
+                scored = replace(annotated, payload=payload, rewards=rewards)
+                solutions[place] = Solution(rollout=scored, text=own.text, correct=result.correct)
                 then(place, solutions[place])
         context.watch.beat()
 
@@ -100,11 +105,12 @@ def solve(
     context.watch.add("rollout", answered - start)
     # logs the time that grading takes after sampling has finished
     context.watch.add("reward", time.perf_counter() - answered)
-    gradings = [found[place][2] for place in sorted(found)]
+    gradings = [found[place][1] for place in sorted(found)]
     check_failures(gradings, context.max_failure_share)
-    rollouts = [rollout for rollout, _, _ in found.values()]
+    rollouts = [rollout for rollout, _ in found.values()]
     check_senior_share(rollouts, sampling.tandem)
-    metrics = {f"graded/{kind.value}": _count(gradings, kind) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
+    outcomes = [graded.outcome for graded in gradings]
+    metrics = {f"graded/{kind.value}": float(outcomes.count(kind)) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
     metrics["steps_per_solution"] = fmean(float(len(r.annotations_of(STEP))) for r in rollouts) if rollouts else 0.0
     return [solutions[place] for place in sorted(solutions)], metrics
 
@@ -168,42 +174,34 @@ def question_text(template: str, payload: Mapping[str, object]) -> str:
     return problem_text(read_template(template), asked)
 
 
-# upper bound of updates, group sizes and similar counts, because a schedule is a list with one entry per update
-MOST = 10**6
-
-
 def check_arguments(
-    recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
-    shares: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None, one_of: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Raises ConfigError for the first invalid argument of a recipe. The parameters are names of arguments:
+    recipe: Any, *, groups: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Raises ConfigError for the first invalid argument of a recipe. The bounds of single numbers are in the types of
+    the recipe's fields, such as Count and Share. The parameters are names of arguments:
 
-    `groups`: group sizes, which must be large enough for recipe.estimator and at most MOST.
-    `positive`, `natural`: numbers from 1 (positive) or 0 (natural) to MOST.
-    `shares`: numbers in [0, 1].
+    `groups`: group sizes, which must be large enough for recipe.estimator.
     `templates`: {argument: names}. The template that the argument names must exist and contain each name in braces. The
         text is required even if the problems are conversations, which do not use it.
-    `one_of`: boolean arguments of which at least one must be true.
     """
     # recipes without the argument `estimator`, such as distillation, do not compare rewards
-    compares = "estimator" in {each.name for each in fields(recipe)}
-    if compares:
+    if "estimator" in {each.name for each in fields(recipe)}:
         find_estimator(recipe.estimator)
-    smallest = 2 if compares and word_of(recipe.estimator) not in UNGROUPED else 1
-    for names, floor in ((groups, smallest), (positive, 1), (natural, 0)):
-        for name in names:
-            if not floor <= getattr(recipe, name) <= MOST:
-                asked = f"recipe.args.{name} = {getattr(recipe, name)}"
-                raise ConfigError(f"{asked}: give at least {floor}, and at most {MOST}")
-    for name in shares:
-        if not 0.0 <= getattr(recipe, name) <= 1.0:
-            raise ConfigError(f"recipe.args.{name} = {getattr(recipe, name)}: it is a share, from 0 to 1")
-    if one_of and not any(getattr(recipe, name) for name in one_of):
-        raise ConfigError(
-            f"recipe.args: {' and '.join(one_of)} are {'both' if len(one_of) == 2 else 'all'} false; set one to true"
-        )
+        if word_of(recipe.estimator) not in UNGROUPED and (alone := [n for n in groups if getattr(recipe, n) < 2]):
+            raise ConfigError(
+                f"recipe.args.{alone[0]} = {getattr(recipe, alone[0])}: give at least 2 for the samples of a group to "
+                "be compared"
+            )
     for name, needed in (templates or {}).items():
-        _check_template(name, getattr(recipe, name), needed)
+        try:
+            text = read_template(getattr(recipe, name))
+        except FileNotFoundError as error:
+            raise ConfigError(f"recipe.args.{name}: {error}") from None
+        if missing := [word for each in needed if (word := "{" + each + "}") not in text]:
+            raise ConfigError(
+                f"recipe.args.{name} = {getattr(recipe, name)!r}: the text has no {' and no '.join(missing)}; write "
+                "the name, with its braces, where that is to stand in the prompt"
+            )
 
 
 def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
@@ -239,35 +237,6 @@ def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
             f"roles.{role}.max_prompt_tokens = {own.max_prompt_tokens}: recipe.args.{name} has {length} tokens; raise "
             "the one, or shorten the other"
         )
-
-
-def _check_template(name: str, template: str, needed: Sequence[str]) -> None:
-    try:
-        text = read_template(template)
-    except FileNotFoundError as error:
-        raise ConfigError(f"recipe.args.{name}: {error}") from None
-    missing = [word for each in needed if (word := "{" + each + "}") not in text]
-    if missing:
-        raise ConfigError(
-            f"recipe.args.{name} = {template!r}: the text has no {' and no '.join(missing)}; write the name, with its "
-            "braces, where that is to stand in the prompt"
-        )
-
-
-def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
-    """Decodes the generated tokens of a rollout. Returns (rollout with annotated reasoning steps, generated text)."""
-    decoded = decode(tokenizer, rollout.response)
-    return annotate_steps(rollout, decoded), decoded.text
-
-
-def _solution(rollout: Rollout, text: str, graded: Graded) -> Solution:
-    payload = {**rollout.payload, "correct": graded.correct, "grading": Outcome.SCORE.value}
-    rewards = {**rollout.rewards, **graded.metrics, "outcome": graded.score}
-    return Solution(rollout=replace(rollout, payload=payload, rewards=rewards), text=text, correct=graded.correct)
-
-
-def _count(gradings: Sequence[Graded], kind: Outcome) -> float:
-    return float(sum(graded.outcome is kind for graded in gradings))
 
 
 def _beside(items: Iterable[Item], work: Callable[[Sequence[Item]], None]) -> float:

@@ -11,12 +11,12 @@ from typing import Any
 from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, Count, CountOrZero, Decay, Share
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
 from megatron_rl.recipes.held_out import BalancedSet
-from megatron_rl.recipes.review import AskByGroup, Judged, Reviewed, Reviewer, review_metrics, with_verdicts
+from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.text import read_template
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
@@ -34,49 +34,46 @@ class BaseTango(Recipe):
     role stay the same. A frozen verifier has no warm-up. Subclasses define what the generator generates.
     """
 
-    generator_updates: int = 300  # number of generator updates in the run
-    warmup_updates: int = 40  # verifier updates before the first cycle
-    generator_iterations: int = 3  # generator iterations per cycle
-    verifier_iterations: int = 1  # verifier iterations per full cycle
-    group_size: int = 5  # solutions per problem in a generator iteration
+    generator_updates: Count = 300  # number of generator updates in the run
+    warmup_updates: CountOrZero = 40  # verifier updates before the first cycle
+    generator_iterations: Count = 3  # generator iterations per cycle
+    verifier_iterations: CountOrZero = 1  # verifier iterations per full cycle
+    group_size: Count = 5  # solutions per problem in a generator iteration
     # number of verifications per solution in a verifier iteration, which samples one solution per problem
-    verifications: int = 5
-    alpha_start: float = 0.1  # alpha, the weight of the step advantages, at the first generator update
-    alpha_min: float = 1e-3
+    verifications: Count = 5
+    alpha_start: Share = 0.1  # alpha, the weight of the step advantages, at the first generator update
+    alpha_min: Share = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
-    reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see AskByGroup
+    reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see Reviews
     # Upper bound of the moving share of groups whose outcomes differ; null: no bound.
     # Solutions of generator iterations are verified only while this share is below the bound.
-    review_below: float | None = None
+    review_below: Share | None = None
     # if True, verifier iterations are skipped while solutions of generator iterations are not verified
     verifier_rests: bool = False
     greedy_verdicts: bool = False  # if True, the verifier decodes greedily in generator iterations
     estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
-    class_weight_decay: float = 0.8  # decay factor of the moving counts of correct and wrong solutions
+    class_weight_decay: Decay = 0.8  # decay factor of the moving counts of correct and wrong solutions
     train_generator: bool = True
     train_verifier: bool = True
     verifier_template: str = "tango_verifier"  # template with {question}, {solution}, {num_steps}
     # module:name of a function (step texts, payload) -> gold labels; used only for metrics
     step_labels: str | None = None
-    balanced_per_class: int = 128  # number of correct and of wrong solutions on which the verifier is evaluated
-    balanced_rounds: int = 8  # maximum number of samples per held-out problem to find these solutions
+    balanced_per_class: Count = 128  # number of correct and of wrong solutions on which the verifier is evaluated
+    balanced_rounds: Count = 8  # maximum number of samples per held-out problem to find these solutions
 
     def __post_init__(self) -> None:
-        sometimes = [] if self.review_below is None else ["review_below"]
-        base.check_arguments(
-            self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_iterations"],
-            templates={"verifier_template": ["question", "solution"]},
-            positive=["generator_updates", "generator_iterations", "balanced_per_class", "balanced_rounds"],
-            shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
-        )  # fmt: skip
+        templates = {"verifier_template": ["question", "solution"]}
+        base.check_arguments(self, groups=["group_size", "verifications"], templates=templates)
+        if not (self.train_generator or self.train_verifier):
+            raise ConfigError("recipe.args: train_generator and train_verifier are both false; set one to true")
         # a test call, which raises ConfigError for an invalid estimator or alpha
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
         if self.verifier_rests and not self.review_below:
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             raise ConfigError(f"recipe.args.verifier_rests: {text}")
-        self._counts = ClassCounts().updated([], self.class_weight_decay)
+        self._counts = ClassCounts()
         self._signal = 0.0  # moving average of the share of groups whose outcomes differ, in generator iterations
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
@@ -140,9 +137,8 @@ class BaseTango(Recipe):
         review = sampling_for(context, iteration, VERIFIER, asked)
         if iteration.role == self.solver and self.greedy_verdicts:
             review = replace(review, temperature=0.0)
-        reviews = self._reviewer.begin(context, review)
         own = sampling_for(context, iteration, self.solver, n)
-        asking = AskByGroup(reviews, self._reviewed(iteration), n)
+        asking = Reviews(self._reviewer, context, review, reviewed=self._reviewed(iteration), size=n)
         solutions, metrics = self.draw(context, source.take(), own, asking.add)
         judged = asking.finish()
         written = metrics.get("tokens_drawn", float(sum(s.rollout.length for s in solutions)))
@@ -197,11 +193,8 @@ class BaseTango(Recipe):
         sizes = Counter(s.rollout.group for s in solutions)
         compared = [s for s in solutions if sizes[s.rollout.group] > 1]
         if compared:
-            self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(compared) - self._signal)
-
-    def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
-        """Returns the share of an iteration's problems whose solutions have different outcomes."""
-        return 1 - without_signal([s.rollout for s in solutions], "outcome")
+            share = 1 - without_signal([s.rollout for s in compared], "outcome")
+            self._signal += (1 - SIGNAL_DECAY) * (share - self._signal)
 
     def _alpha(self, update: int) -> float:
         total = self.generator_updates

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, Count
 from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.episode_rollouts import EpisodesGraded, OverEpisodes
-from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, check_arguments, pass_over
+from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over
 from megatron_rl.recipes.tango import BaseTango
 from megatron_rl.recipes.transcripts import Transcript, TranscriptForm, transcripts
 from megatron_rl.training.iteration import RecipeRole, RolloutContext
@@ -25,14 +25,13 @@ class TangoAgents(OverEpisodes, BaseTango):
     """
 
     role: str = GENERATOR  # the generator's role name in the environment
-    agents: int = 1  # number of generator agents in an episode; each is judged separately
+    agents: Count = 1  # number of generator agents in an episode; each is judged separately
     verifier_template: str = "tango_turns_verifier"  # template with {question}, {solution}, {num_steps}
     # format of one turn of a conversation in {solution}; `told_form` formats the environment's text before it
     turn_form: str = "Turn {number}:\n{text}\n\n"
     told_form: str = "The environment said:\n{text}\n\n"
 
     def __post_init__(self) -> None:
-        check_arguments(self, positive=["agents", "workers"])
         if self.role == VERIFIER:
             raise ConfigError(f"recipe.args.role = {self.role!r} is the verifier's: give the generator another")
         for name in ("turn_form", "told_form"):

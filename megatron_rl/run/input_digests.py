@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,6 +51,18 @@ def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
     named = {name: model.path for name, model in models.items() if not Path(model.path).exists()}
     heads = {name: (path, hub_cache.head(path, "models")) for name, path in named.items()}
     return {name: {"path": path, "revision": head} for name, (path, head) in heads.items() if head is not None}
+
+
+def tell_changes(
+    file: Path, settings: Mapping[str, Any], models: Mapping[str, Model], *, begun: bool, what: str
+) -> dict[str, Input]:
+    """Returns the inputs of a command that makes `what`, such as "samples", and records them in `file`. Prints which
+    inputs have changed since an earlier, interrupted command began (`begun`)."""
+    record = InputRecord(file, done=f"a part of the {what}" if begun else None, accept=True)
+    found = read_files(settings) | read_revisions(models)
+    for change in record.compare(FILES, found):
+        print(f"changed since {what} were made, which are made again: {change}", file=sys.stderr, flush=True)
+    return found
 
 
 class InputRecord:

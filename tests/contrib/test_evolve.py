@@ -293,8 +293,8 @@ def test_evaluation_measures_the_solver_on_held_out_problems(texts):
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"answers": 0}, "answers = 0: give at least 1"),
-        ({"reference_share": 1.5}, "reference_share = 1.5: it is a share"),
+        ({"answers": 0}, "answers = 0: give a value greater than or equal to 1"),
+        ({"reference_share": 1.5}, "reference_share = 1.5: give a value less"),
         ({"pool_size": 0}, "pool_size = 0"),
         ({"practice": "all"}, "args.practice = 'all'"),
         ({"solver_template": "none_such"}, "solver_template: no prompt template 'none_such'"),

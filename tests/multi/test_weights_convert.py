@@ -397,7 +397,7 @@ def test_weights_of_an_interrupted_conversion_leave_nothing_and_say_so(tmp_path,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversions, "_run", convert_and_stop)
         with pytest.raises(SystemExit) as ended:
-            conversions.run("to-hf", SimpleNamespace(target=tmp_path / "out"))
+            conversions.run(SimpleNamespace(form="to-hf", target=tmp_path / "out"))
     assert (
         ended.value.code == 128 + signal.SIGTERM
         and "nothing was left" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def estimated(rewards, groups, estimator="grpo", tokens=None):
 
 
 def step_values(rollouts, **settings):
-    found = step_advantages(rollouts, **settings)
+    found = [*step_advantages(rollouts, **settings)]
     return [per_token(values, r) for values, r in zip(found, rollouts, strict=True)]
 
 
@@ -365,7 +365,7 @@ def test_a_step_that_ends_outside_the_tokens_is_refused(end):
     """An end of 0 would put the reward on the last token, by Python's negative index."""
     t = dataclasses.replace(solution("+", 1.0), annotations={STEP: Annotations([(0, end)], [1.0])})
     with pytest.raises(ValueError, match=f"a step ends at {end}"):
-        step_advantages([t])
+        [*step_advantages([t])]
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, float("nan")])
@@ -451,17 +451,6 @@ def test_an_empty_batch_does_not_wipe_the_class_counts():
         and ClassCounts().updated([], 0.8) == ClassCounts()
         and counts.weights([]) == []
     )
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_a_decay_that_never_or_wrongly_moves_is_refused(decay):
-    with pytest.raises(ValueError, match="decay"):
-        ClassCounts().updated([True], decay)
-
-
-def test_weights_before_any_count_are_refused():
-    with pytest.raises(ValueError, match="updated"):
-        ClassCounts().weights([True])
 
 
 def test_the_compared_reward_is_kept_by_the_name_that_metrics_and_console_show():

@@ -142,7 +142,7 @@ def test_the_preflight_tries_functions_where_the_form_of_an_answer_is_known(make
         ({"config": {"recipe.args.template": "none_of_this_name"}}, "no prompt template 'none_of_this_name'"),
         ({"model": "/no/such/model"}, "no /no/such/model/config.json"),
         ({"model": {"solver": "x"}}, "model names the role 'solver'"),
-        ({"updates": 0}, "recipe.args.updates = 0: give at least 1"),
+        ({"updates": 0}, "updates = 0: give a value greater than or equal to 1"),
         ({"reward": "megatron_rl.rewards.tiny_task:grad"}, "did you mean 'grade'?"),
         ({"dataset": "/no/such/rows.jsonl"}, "/no/such/rows.jsonl"),
         ({"dataset": []}, "data has no rows"),

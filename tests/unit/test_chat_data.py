@@ -167,7 +167,7 @@ BAD = [
     ([said("user", "a"), {"role": "user"}], "prompt.1 has no content; it has role"),
     ([said("user", "a"), said("bot", "b")], "prompt.1.role is 'bot': give one of system, developer, user"),
     ([said("user", 3)], "prompt.0.content is 3, not text"),
-    ([said("user", [{"type": "image", "url": "x"}])], "prompt.0.content has a part that is not a text"),
+    ([said("user", [{"type": "image", "url": "x"}])], "prompt.0.content is a list, not text"),
     ([said("user", "\ud800")], "prompt.0.content has a lone surrogate"),
     ([said("user", " ")], "the content of prompt.0, the last user's message, is empty"),
     ([said("user", "a"), said("system", "s")], "the last message of 'prompt' is a system's"),

@@ -64,7 +64,7 @@ TANGO = "megatron_rl.recipes.tango_agents:TangoAgents"
         (TASK, CALCULATOR, {"solver": 1}, "recipe.args.agents names solver, and ToolTask"),
         (TASK, CALCULATOR, {"agent": 1, "judge": 1}, "recipe.args.agents names agent, judge, and ToolTask"),
         (f"{__name__}:NamedPair", {}, {"red": 2}, "names red, and NamedPair (recipe.args.environment) asks red, blue"),
-        (ONCE, {}, {"agent": 0}, "recipe.args.agents.agent = 0: give at least 1"),
+        (ONCE, {}, {"agent": 0}, "agents.agent = 0: give a value greater than or equal to 1"),
     ],
 )
 def test_agents_that_are_not_the_environments_are_refused_before_the_run(target, env, named, says):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.evaluation import statistics as est
+from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 
 
 @pytest.mark.parametrize(
@@ -138,3 +139,12 @@ def test_a_confidence_that_is_kept_is_calibrated():
     wrong = est.calibration([1.0, 1.0], [False, False])
     assert wrong is not None and wrong.ece == 1.0 and wrong.brier == 1.0
     assert est.calibration([], []) is None
+
+
+def test_f1_is_the_harmonic_mean_of_the_class_accuracies():
+    counts = confusion([(True, True), (True, False), (False, False), (None, False), (None, True), (True, True)])
+    assert counts == Confusion(tp=2, fp=1, tn=2, fn=1) and counts.f1 == pytest.approx(2 / 3)
+    assert confusion([(False, True), (True, False)]).f1 == 0.0 and confusion([(True, True)]).f1 is None
+    assert step_confusion([[True, False], [True]], [[True, True], [True, True]]) == Confusion(
+        tp=1, fn=1
+    )  # the second is not aligned

@@ -74,7 +74,7 @@ def test_cases_a_lone_survivor_learns_nothing_and_moves_nobody(estimator, place)
 def test_cases_steps_of_one_judged_solution_are_compared_with_nothing(estimator, credit):
     pair = [rollout(1.0, group="a", steps=[0.5, -0.5]), rollout(0.0, group="a", steps=[-0.5, -0.5])]
     survivor = [rollout(1.0, group="b", steps=[0.5, -0.5]), rollout(0.0, group="b", unjudged=2)]
-    found = step_advantages([*pair, *survivor], estimator=estimator, credit=credit)
+    found = [*step_advantages([*pair, *survivor], estimator=estimator, credit=credit)]
     assert [np.abs(values).max() for values in found[2:]] == [0.0, 0.0]
     for mine, whole in zip(step_advantages(pair, estimator=estimator, credit=credit), found[:2], strict=True):
         assert np.array_equal(mine, whole)
@@ -83,11 +83,11 @@ def test_cases_steps_of_one_judged_solution_are_compared_with_nothing(estimator,
 def test_faults_a_failed_verification_is_no_return_of_0_to_reinforce_pp():
     """Its solution had pulled the mean of all step returns, and learned minus that mean."""
     judged = [rollout(1.0, group="a", steps=[0.5, 0.5]), rollout(0.0, group="a", steps=[-0.5, 0.5])]
-    found = step_advantages([*judged, rollout(0.0, group="a", unjudged=2)], estimator="reinforce_pp")
+    found = [*step_advantages([*judged, rollout(0.0, group="a", unjudged=2)], estimator="reinforce_pp")]
     assert found[2] == 0.0
     for mine, whole in zip(step_advantages(judged, estimator="reinforce_pp"), found, strict=False):
         assert np.array_equal(mine, whole)
-    without_steps = step_advantages([*judged, rollout(0.0, group="a")], estimator="reinforce_pp")
+    without_steps = [*step_advantages([*judged, rollout(0.0, group="a")], estimator="reinforce_pp")]
     assert without_steps[2] < 0, "a solution without steps has the return 0, as released"
 
 

@@ -139,7 +139,7 @@ def test_faults_a_config_json_that_no_model_has_is_refused_by_name(tmp_path, cap
     ("given", "said"),
     [
         ("roles.generator.layout.tp=1000000000", "layout.tp = 1000000000: give a value less than or equal to 65536"),
-        ("recipe.args.updates=1000000000", "recipe.args.updates = 1000000000: give at least 1, and at most 1000000"),
+        ("recipe.args.updates=1000000000", "updates = 1000000000: give a value less than or equal to 1000000"),
         (
             f"run.prompts_per_iteration={10**30}",
             "run.prompts_per_iteration = 1000000000000000000000000000000: give a number of",

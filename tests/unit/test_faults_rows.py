@@ -7,8 +7,8 @@ import logging
 import re
 
 import pytest
+from scripted_rollouts import by_row, context_of, reader_of
 from specs import spec_of
-from test_methods_sampling import by_row, context_of, reader_of
 from test_self_play import Tasks, recipe_of
 from test_self_play import context_of as self_play_table
 from test_self_play import texts as self_play_texts  # noqa: F401

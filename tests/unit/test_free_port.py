@@ -19,7 +19,7 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_take():
 
 
 def test_a_free_port_where_outgoing_connections_may_take_all(monkeypatch):
-    monkeypatch.setattr(host_address, "_first_outgoing_port", lambda: 1024)
+    monkeypatch.setattr(host_address, "first_outgoing_port", lambda: 1024)
     assert 0 < host_address.free_port("127.0.0.1") < 65536
 
 
@@ -28,7 +28,7 @@ def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         monkeypatch.setattr(host_address, "PORTS", (port, port + 1))
-        monkeypatch.setattr(host_address, "_first_outgoing_port", lambda: port + 1)
+        monkeypatch.setattr(host_address, "first_outgoing_port", lambda: port + 1)
         assert host_address.free_port("127.0.0.1") != port
 
 

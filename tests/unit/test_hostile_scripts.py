@@ -81,6 +81,6 @@ def test_hostile_clock_does_not_keep_ranks_from_being_told(tmp_path):
     """A rank compared a file's time, which another host may have set, with its own clock."""
     (tmp_path / "hang.s").touch()
     watchdog = Watchdog(tmp_path, "s", 1, 100.0)
-    assert not watchdog._told_to_end(), "an earlier start left the file"
+    assert not watchdog.told_to_end(), "an earlier start left the file"
     os.utime(tmp_path / "hang.s", (1.0, 1.0))
-    assert watchdog._told_to_end()
+    assert watchdog.told_to_end()

@@ -252,13 +252,13 @@ def test_a_student_is_told_what_its_teacher_thinks_of_what_it_wrote(context, top
 
 def test_arguments_that_cannot_be_are_refused():
     for args, says in (
-        ({"updates": 0}, "recipe.args.updates = 0: give at least 1"),
-        ({"updates": 1, "group_size": 0}, "recipe.args.group_size = 0: give at least 1"),
-        ({"updates": 1, "top_k": -1}, "recipe.args.top_k = -1: give at least 0"),
+        ({"updates": 0}, "updates = 0: give a value greater than or equal to 1"),
+        ({"updates": 1, "group_size": 0}, "group_size = 0: give a value greater than or equal to 1"),
+        ({"updates": 1, "top_k": -1}, "top_k = -1: give a value greater"),
         ({"updates": 1, "template": "nowhere"}, "recipe.args.template"),
     ):
         with pytest.raises(ConfigError, match=says):
-            Distil(**args)
+            plugins.build(plugins.Use(target="megatron_rl.recipes.distil:Distil", args=args))
 
 
 def own_objective(live, batch):

@@ -220,8 +220,6 @@ def test_role_baselines_go_on_from_a_checkpoint():
     resumed = RoleBaselines(**json.loads(json.dumps(dataclasses.asdict(middle))))
     second, again = resumed.credit(episodes[5:], "outcome", decay=0.5)
     assert [r.advantages for r in first + second] == [r.advantages for r in whole] and again == end
-    with pytest.raises(ValueError, match=r"decay = 1.0"):
-        end.credit(episodes, "outcome", decay=1.0)
     with pytest.raises(ValueError, match=r"no reward 'worth'.*outcome"):
         end.credit(episodes, "worth")
 
@@ -233,7 +231,7 @@ def test_solvers_are_compared_within_a_problem_and_proposers_within_their_task()
     credited = compare_peers([*proposers, *solvers], peers, "outcome")
     assert [r.advantages for r in credited] == pytest.approx([-0.2, 0.2, 0.0, 2 / 3, -1 / 3, -1 / 3, 0.0])
     assert [r.group for r in credited] == ["0", "1", "2", "s0", "s1", "s2", "s3"]
-    with pytest.raises(ValueError, match="1 peers for 2 rollouts"):
+    with pytest.raises(ValueError, match="shorter"):
         compare_peers(solvers[:2], ["x"], "outcome")
 
 

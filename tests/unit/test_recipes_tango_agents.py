@@ -431,12 +431,12 @@ def test_schedule_and_parts_are_tangos(recipe):
     ("args", "message"),
     [
         ({"role": "verifier"}, "recipe.args.role = 'verifier'"),
-        ({"agents": 0}, "agents = 0: give at least 1"),
+        ({"agents": 0}, "agents = 0: give a value greater than or equal to 1"),
         ({"group_size": 1}, "group_size = 1: give at least 2"),
         ({"rewards": {}}, "rewards is empty"),
         ({"turn_form": "turn"}, "turn_form = 'turn': it needs {text}"),
         ({"dialogue": "talk"}, "dialogue = 'talk'"),
-        ({"alpha_start": 2.0}, "alpha_start = 2.0: it is a share"),
+        ({"alpha_start": 2.0}, "alpha_start = 2.0: give a value less"),
         (
             {"environment": {"target": "megatron_rl.contrib.calculator:Calculator"}},
             "is no environment: name a class",

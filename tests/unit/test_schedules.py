@@ -53,19 +53,10 @@ def test_linear_and_cosine_may_end_at_zero():
     )
 
 
-@pytest.mark.parametrize(
-    ("schedule", "update", "change", "message"),
-    [
-        ("exponential", 0, {"floor": 0.0}, "floor"),  # was silently a line
-        ("linear", 0, {"floor": -0.1}, "floor"),
-        ("linear", 0, {"total": 0}, "total = 0"),
-        ("linear", -1, {}, "update -1"),
-        ("step", 3, {}, "exponential, linear or cosine"),
-    ],
-)
-def test_impossible_schedules_are_refused(schedule, update, change, message):
-    with pytest.raises(ValueError, match=message):
-        step_weight(schedule, update, **{**PAPER, **change})
+def test_an_exponential_schedule_to_0_is_refused():
+    """It was silently a line."""
+    with pytest.raises(ValueError, match="floor"):
+        step_weight("exponential", 0, **{**PAPER, "floor": 0.0})
 
 
 def test_a_weight_that_starts_at_0_may_have_the_floor_0_with_any_schedule():

@@ -109,9 +109,9 @@ def test_the_commands_refuse_them_too(name, gpus_here, capsys):
 
 
 def test_check_only_notes_them_where_there_is_no_gpu(no_gpus_here):
-    from megatron_rl.commands.check import _gpu_notes
+    from megatron_rl.commands.check import gpu_notes
 
-    [note] = _gpu_notes(spec_of(other("eval", "engine.replicas=2")), Host(1, False))
+    [note] = gpu_notes(spec_of(other("eval", "engine.replicas=2")), Host(1, False))
     assert note.startswith("note: refused on a host with GPUs: engine.gpus is empty")
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import characters
 
-from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, fingerprint, replay, resumed, switches
+from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, fingerprint, replay, switches
 from megatron_rl.text import load_tokenizer
 
 NONE = frozenset[int]()
@@ -85,7 +85,7 @@ def state(pen):
 def test_a_replay_is_the_live_path(rule, ids, key, text):
     half = len(text) // 2
     pen = written(rule, ids, text[:half], key)
-    again = resumed(rule, frozenset(ids), key, text[:half])
+    again = Pen(rule, frozenset(ids), key, text[:half])
     assert state(pen) == state(again)
     live = [pen.senior == pen.write(token) for token in text[half:]]
     assert all(live)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.base import Share
 from megatron_rl.contrib.voting import elected
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.solutions import GENERATOR, Solution, check_arguments, sampling_for, solve
+from megatron_rl.recipes.solutions import GENERATOR, Solution, sampling_for, solve
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
 from megatron_rl.types import Rollout
@@ -23,11 +24,7 @@ class MajorityGrpo(Grpo):
     that a correct answer that stands alone earns more than a wrong one of the majority while the weight is below 1.
     """
 
-    majority_weight: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_arguments(self, shares=["majority_weight"])
+    majority_weight: Share = 0.5
 
     def rollout(
         self, iteration: Iteration, source: PromptSource, context: RolloutContext

@@ -22,10 +22,8 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
     pens = []
     for row in rows:
         own = sampling_seeds.request_seed(row.sampling.seed, row.key) + row.sample
-        pen = Pen(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed)
-        if tandem.written:
-            pen.resume(row.tokens[-tandem.written :])
-        pens.append(pen)
+        written = row.tokens[-tandem.written :] if tandem.written else ()
+        pens.append(Pen(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed, written))
     return pens
 
 

@@ -23,7 +23,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, resumed
+from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries
 from megatron_rl.config.schema import Strategy
 from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.text import load_tokenizer
@@ -177,7 +177,7 @@ class Authors(LogitsProcessor):
             return None
         rule, key, written = rule_from(settings), settings.get("seed", params.seed), settings.get("written", 0)
         before = prompt or []
-        text = Text(resumed(rule, self.boundaries(rule.strategy), key, before[len(before) - written :]), output)
+        text = Text(Pen(rule, self.boundaries(rule.strategy), key, before[len(before) - written :]), output)
         if self.keep:
             self.kept[key] = text.authors
         return text
