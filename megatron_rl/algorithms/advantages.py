@@ -97,13 +97,8 @@ def assign_advantages(
     if alphas is None or all(r.annotations_of(STEP).scores is None for r in rollouts):
         return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
     found = step_advantages(rollouts, estimator=estimator, credit=steps)
-    out = []
-    for r, total, o, s, w, a in zip(rollouts, rewards.tolist(), outcomes, found, factors, alphas, strict=True):
-        mixed = w * ((1 - a) * o + a * s)
-        in_loss = isinstance(mixed, np.ndarray)  # tokens that are not in the loss get 0
-        own = np.where(r.weights != 0, mixed, 0.0).astype(np.float32) if in_loss else float(mixed)
-        out.append(_credited(r, total, own))
-    return out
+    mixed = (w * ((1 - a) * o + a * s) for o, s, w, a in zip(outcomes, found, factors, alphas, strict=True))
+    return [*map(_credited, rollouts, rewards.tolist(), mixed)]
 
 
 def step_rewards(
@@ -259,4 +254,9 @@ def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Ro
 
 
 def _credited(rollout: Rollout, reward: float, advantages: np.ndarray | float) -> Rollout:
+    """Returns a rollout with its total reward and its advantages, which are 0 for tokens that are not in the loss."""
+    if isinstance(advantages, np.ndarray):
+        advantages = np.where(rollout.weights != 0, advantages, 0.0).astype(np.float32)
+    else:
+        advantages = float(advantages)
     return replace(rollout, rewards={**rollout.rewards, TRAINED: reward}, advantages=advantages)

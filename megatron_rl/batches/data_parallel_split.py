@@ -145,10 +145,8 @@ def split_over_replicas(
     orders = [np.array([i for micro in share for i in micro], np.int64) for share in shares_of]
     micros = [[len(micro) for micro in share] for share in shares_of]
     mixed = found.mixed if rescore else np.zeros(len(rollouts), bool)
-    counts = [
-        Counts(len(order), int(found.spans[order].sum()), int(found.lengths[order].sum()), len(micro))
-        for order, micro in zip(orders, micros, strict=True)
-    ]
+    sizes = [(len(order), int(found.spans[order].sum()), int(found.lengths[order].sum())) for order in orders]
+    counts = [Counts(*size, len(micro)) for size, micro in zip(sizes, micros, strict=True)]
     outline = Outline(form=form, steps=steps, counts=counts, rescored=bool(mixed.any()))
     return ReplicaShares(
         outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed,
