@@ -90,8 +90,7 @@ def assign_advantages(
     if not rollouts:
         return []
     rewards = np.array([total_reward(rollout, reward) for rollout in rollouts])
-    tokens = np.array([rollout.num_trainable for rollout in rollouts], np.int64)
-    groups = _groups(rollouts)
+    tokens, groups = np.array([rollout.num_trainable for rollout in rollouts], np.int64), _groups(rollouts)
     outcomes = _estimated(estimator, rewards, groups, tokens, members=np.bincount(groups)[groups])
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
     if alphas is None or all(r.annotations_of(STEP).scores is None for r in rollouts):
