@@ -34,9 +34,9 @@ class Host:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         _prepare(settings)
-        self._env = load_environment(resolve_env_config(_with_agents(settings)))
+        self.env = load_environment(resolve_env_config(_with_agents(settings)))
         self._tasks: list[Any] = []
-        self._coming = iter(self._env.taskset)
+        self._coming = iter(self.env.taskset)
         self._roles = settings["agents"]
 
     def task(self, index: int) -> Any:
@@ -49,10 +49,6 @@ class Host:
         if not 0 <= index < len(self._tasks):
             raise IndexError(f"there is no task {index}: the task set has {len(self._tasks)}")
         return self._tasks[index]
-
-    def serving(self) -> Any:
-        """Returns the asynchronous context manager in which episodes can be played."""
-        return self._env.serving()
 
     async def result(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Plays one episode and returns its result as a JSON object. Errors are returned as results, too."""
@@ -89,7 +85,7 @@ class Host:
         context = ModelContext(
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
-        episode = await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=agent)
+        episode = await self.env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=agent)
         episode.traces.sort(key=lambda trace: begun[trace.id])  # in the order in which the agents began
         return episode
 
@@ -125,31 +121,23 @@ def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
 
 
 async def _serve(host: Host, out: Any) -> None:
-    lines: asyncio.Queue[str] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
     def say(line: dict[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
-    def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        loop.call_soon_threadsafe(lines.put_nowait, "")
-        threading.Event().wait(LEAVE_S)
-        os._exit(1)  # a running episode did not end in time
-
     async def play(line: str) -> None:
         say(await host.result(json.loads(line)))
 
-    async with host.serving():
+    async with host.env.serving():
         say({"ready": True})
-        threading.Thread(target=read, daemon=True).start()
         playing: set[asyncio.Task[None]] = set()
-        while line := await lines.get():
+        while line := await asyncio.to_thread(sys.stdin.readline):
             task = asyncio.create_task(play(line))
             playing.add(task)
             task.add_done_callback(playing.discard)
+        leave = threading.Timer(LEAVE_S, os._exit, (1,))  # in case a running episode does not end in time
+        leave.daemon = True
+        leave.start()
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
