@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +41,18 @@ class Exchange:
     tools: Sequence[Tool]
 
 
-class Dialogue(Protocol):
-    """Converts messages to tokens and answers to messages, for one tokenizer."""
+class Dialogue(ABC):
+    """Converts messages to tokens and answers to messages, for one tokenizer. Tool calls are not parsed; they are part
+    of the text."""
 
-    stop_tokens: tuple[int, ...]  # tokens that end an answer, in addition to the model's end tokens
+    stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, in addition to the model's end tokens
 
+    def __init__(self, tokenizer: Any, frame: str = "") -> None:
+        """`frame`: a rendered conversation, which shows the control tokens of the tokenizer's chat template."""
+        self._tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer, frame)
+
+    @abstractmethod
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         """Returns the tokens [T] int32 of a conversation, up to the beginning of the model's answer.
 
@@ -52,6 +60,7 @@ class Dialogue(Protocol):
         """
         ...
 
+    @abstractmethod
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         """Returns the tokens [T] between an answer and the agent's next answer: the end of the turn, and the new
         messages.
@@ -63,7 +72,8 @@ class Dialogue(Protocol):
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
         """Parses the tokens [T] of an answer to `prompt` [T]."""
-        ...
+        text = decode(self._tokenizer, answer).text
+        return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
 
 
 def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
@@ -103,17 +113,11 @@ def _renderer_name(kind: str) -> str:
     return name
 
 
-class TextDialogue:
+class TextDialogue(Dialogue):
     """A dialogue that concatenates the texts of messages without any template, for base models.
 
     The texts themselves mark the turns and may contain control tokens, except in quoted parts (see `quoting`).
     """
-
-    stop_tokens: tuple[int, ...] = ()
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._control = ControlTokens(tokenizer)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         if tools:
@@ -126,9 +130,6 @@ class TextDialogue:
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         return _ids(self._tokenizer, "".join(map(self._text, new)))
 
-    def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        return _plain_reply(self._tokenizer, answer)
-
     def _text(self, message: Message) -> str:
         """Returns the text of a message. Raises ChatError if its content is not a text."""
         text = message.get("content")
@@ -139,9 +140,8 @@ class TextDialogue:
         return text
 
 
-class ChatDialogue:
-    """A dialogue that renders messages with the tokenizer's chat template. Tool calls are not parsed; they are part of
-    the text.
+class ChatDialogue(Dialogue):
+    """A dialogue that renders messages with the tokenizer's chat template.
 
     The tokens between two answers are found by rendering the conversation twice with a placeholder as the answer: up to
     the end of the answer, and up to the beginning of the next answer. The difference is the text between the two
@@ -150,11 +150,8 @@ class ChatDialogue:
     message.
     """
 
-    stop_tokens: tuple[int, ...] = ()
-
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._control = ControlTokens(tokenizer, _frame(lambda messages: render(tokenizer, messages, header=True)))
+        super().__init__(tokenizer, _frame(lambda messages: render(tokenizer, messages, header=True)))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         spelled = [self._control.spell_message(message) for message in messages]
@@ -181,11 +178,8 @@ class ChatDialogue:
             between = between.removeprefix(self._tokenizer.decode([token]))
         return _ids(self._tokenizer, between)
 
-    def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        return _plain_reply(self._tokenizer, answer)
 
-
-class RendererDialogue:
+class RendererDialogue(Dialogue):
     """A dialogue that renders messages with a renderer of the library `renderers`, which also parses tool calls.
 
     The content of a message cannot produce control tokens.
@@ -194,11 +188,10 @@ class RendererDialogue:
     def __init__(self, tokenizer: Any, name: str) -> None:
         from renderers import config_from_name, create_renderer
 
-        self._tokenizer = tokenizer
         settings: Any = config_from_name(name)
         self._renderer: Any = create_renderer(tokenizer, settings)
         self.stop_tokens = tuple(self._renderer.get_stop_token_ids())
-        self._control = ControlTokens(tokenizer, _frame(lambda messages: tokenizer.decode(self._rendered(messages))))
+        super().__init__(tokenizer, _frame(lambda messages: tokenizer.decode(self._rendered(messages))))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         return np.asarray(self._rendered(self._spelled(messages), tools), np.int32)
@@ -215,7 +208,7 @@ class RendererDialogue:
         try:
             parsed = self._renderer.parse_response(answer.tolist(), tools=_tools(tools), prompt_ids=prompt.tolist())
         except UNREADABLE:  # e.g. a tool call whose JSON has a number of 5,000 digits, or 2,000 nested brackets
-            return _plain_reply(self._tokenizer, answer)
+            return super().read(prompt, answer, tools)
         calls = [_call(found) for found in parsed.tool_calls]
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning_content:
@@ -236,12 +229,6 @@ class RendererDialogue:
 
 
 _STAND_IN = "0"
-
-
-def _plain_reply(tokenizer: Any, answer: np.ndarray) -> Reply:
-    """Returns an answer parsed as a text without tool calls."""
-    text = decode(tokenizer, answer).text
-    return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
 
 
 def _frame(render_text: Callable[[Sequence[Message]], str]) -> str:
