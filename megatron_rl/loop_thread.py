@@ -30,8 +30,9 @@ class LoopThread:
         return self.start(work).result()
 
     def close(self) -> None:
-        """Cancels the coroutines that are running, waits for them, and ends the thread. Later calls are no-ops."""
-        if self.loop.is_closed():
+        """Cancels the coroutines that are running, waits for them and for the threads that the loop has started, and
+        ends the loop's thread. Later calls are no-ops."""
+        if not self._thread.is_alive():  # in a forked child there is no such thread, either
             return
         self.run(_end_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -44,3 +45,5 @@ async def _end_all() -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()  # asynchronous generators hold connections
+    await asyncio.get_running_loop().shutdown_default_executor()  # its threads resolve host names

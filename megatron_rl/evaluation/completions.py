@@ -16,6 +16,7 @@ from megatron_rl.data.rows import BadRow, json_rows
 from megatron_rl.evaluation.set_metrics import CORRECT
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.atomic_files import write_text
+from megatron_rl.run.json_lines import append
 
 CHUNK = 256  # number of rows that are graded before their grades are written to disk
 # Outcome of a malformed row. The outcome of a valid row is a value of rewards.grading_pool.Outcome.
@@ -56,7 +57,7 @@ def grade_file(
     directory.mkdir(parents=True, exist_ok=True)
     out = directory / GRADED
     done = _done(out)
-    counts, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
+    tally, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
     correct = sum(row["score"] > CORRECT for row in done)
     rows = (_row(*line) for line in json_rows(source))
     for number, old in enumerate(done, start=1):
@@ -66,22 +67,18 @@ def grade_file(
             raise ConfigError(
                 f"{out}:{number} is the grade of {old['id']!r}, {source} has {there}: give --out another directory"
             )
-    with out.open("a", encoding="utf-8") as file:
-        while chunk := list(itertools.islice(rows, CHUNK)):
-            answers = _graded(chunk, grade)
-            file.writelines(json.dumps(answer) + "\n" for answer in answers)
-            file.flush()
-            os.fsync(file.fileno())
-            counts.update(answer["outcome"] for answer in answers)
-            total += sum(answer["score"] for answer in answers)
-            correct += sum(answer["score"] > CORRECT for answer in answers)
-            say(sum(counts.values()))
-    count = sum(counts.values())
-    if not count:
+    while chunk := list(itertools.islice(rows, CHUNK)):
+        answers = _graded(chunk, grade)
+        append(out, "\n".join(map(json.dumps, answers)).encode())
+        tally.update(answer["outcome"] for answer in answers)
+        total += sum(answer["score"] for answer in answers)
+        correct += sum(answer["score"] > CORRECT for answer in answers)
+        say(tally.total())
+    if not (count := tally.total()):
         raise ConfigError(
             f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
         )
-    summary = {"rows": count, "accuracy": correct / count, "reward": total / count, "outcomes": dict(counts)}
+    summary = {"rows": count, "accuracy": correct / count, "reward": total / count, "outcomes": dict(tally)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 

@@ -8,7 +8,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import queue
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server_log import end_of
 from megatron_rl.key_value_store.store_server import descriptors
+from megatron_rl.loop_thread import LoopThread
 
 LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts of a request when all servers ask the client to wait
 # If a request is in progress on this many servers when they are lost, the request is considered the cause.
@@ -91,9 +91,9 @@ class Dispatcher:
         self._queue = RequestQueue(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
         self._looks: dict[Member, asyncio.Future[None]] = {}  # checks in progress
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"requests-{members.role}", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(f"requests-{members.role}")
+        self._loop = self._thread.loop
+        self._loop.call_soon_threadsafe(self._tick)
         members.changed = self.look
         shared.add(members.role, self.look)
 
@@ -101,11 +101,7 @@ class Dispatcher:
         """Cancels the requests in progress and stops the thread. Close the pool's members first, which makes the
         requests fail.
         """
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.close()
         self._lookers.shutdown(cancel_futures=True)
 
     def submit(self, work: Outstanding, task: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
@@ -113,7 +109,7 @@ class Dispatcher:
         members are closed.
         """
         self.members.check_open()
-        work.add(asyncio.run_coroutine_threadsafe(task(*arguments), self._loop))
+        work.add(self._thread.start(task(*arguments)))
 
     def look(self) -> None:
         """Makes the requests in the queue look for a free server again. Thread-safe."""
@@ -187,33 +183,12 @@ class Dispatcher:
             look.add_done_callback(lambda _: self._looks.pop(member, None))
         await asyncio.shield(look)
 
-    def _run(self) -> None:
-        """Runs the event loop, on a separate thread, until `close`."""
-        asyncio.set_event_loop(self._loop)
-        self._loop.call_soon(self._tick)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
     def _tick(self) -> None:
         """Lets the queue check its requests periodically, because a request may become pointless without a
         notification.
         """
         self._queue.look()
         self._loop.call_later(self._look_s, self._tick)
-
-
-async def _end_all() -> None:
-    """Cancels all other tasks of the running event loop, and waits until the tasks and the loop's threads have
-    ended.
-    """
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()  # async generators hold connections
-    await asyncio.get_running_loop().shutdown_default_executor()  # the executor resolves host names
 
 
 def _with_log(said: str, member: Member) -> str:
