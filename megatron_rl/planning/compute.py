@@ -163,9 +163,16 @@ def pass_seconds(
     layers += recomputed_seconds(actor, cluster, batch, tokens, recompute) if backward else 0.0
     # how often the output layer's time is counted: the backward pass computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
-    head = again * _head_seconds(actor, cluster, tokens * batch.labels / batch.tokens)
+    rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.vocab / parallel.tp  # logits of this rank
+    device = cluster.device
+    # computing log-probs reads or writes the float32 logits about six times
+    head = rows * 2 * shape.sizes.hidden / (device.flops * device.dense_share) + rows * 4 * 6 / (device.hbm * HBM_SHARE)
+    hop = 0.0  # sending a micro-batch's residual stream to the next pipeline stage and back
+    if parallel.pp > 1:
+        size = 2 * tokens / parallel.cp * shape.sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
+        hop = 2 * parallel.vpp * size / cluster.link(2, parallel.tp * parallel.cp * parallel.dp)
     host = 0.0 if batch.full else MICRO_S
-    stage = layers * shape.sizes.num_layers / parallel.pp + head + host + _hop(actor, cluster, tokens)
+    stage = layers * shape.sizes.num_layers / parallel.pp + again * head + host + hop
     return (count + (parallel.pp - 1) / parallel.vpp) * stage
 
 
@@ -405,16 +412,6 @@ def refit_cost(
     return RefitCost(sent=sent, seconds=max(each, senders) / network)
 
 
-def _head_seconds(actor: Actor, cluster: Cluster, tokens: float) -> float:
-    """Returns the seconds of the output layer and the log-probs in a forward pass.
-
-    Computing log-probs reads or writes the float32 logits about six times.
-    """
-    sizes, parallel, device = actor.shape.sizes, actor.parallel, cluster.device
-    rows = tokens / parallel.cp * sizes.vocab / parallel.tp
-    return rows * 2 * sizes.hidden / (device.flops * device.dense_share) + rows * 4 * 6 / (device.hbm * HBM_SHARE)
-
-
 def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     """Returns the seconds of tensor- and context-parallel communication in a layer's forward pass.
 
@@ -446,12 +443,3 @@ def _expert_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     inside = (ranks - 1) / ranks - outside
     each = outside / (device.network * NETWORK_SHARE) + inside / (device.nvlink * NVLINK_SHARE)
     return wire * each + 4 * REDUCE_S
-
-
-def _hop(actor: Actor, cluster: Cluster, tokens: float) -> float:
-    """Returns the seconds of sending a micro-batch's residual stream to the next pipeline stage and back."""
-    shape, parallel = actor.shape, actor.parallel
-    if parallel.pp == 1:
-        return 0.0
-    size = 2 * tokens / parallel.cp * shape.sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
-    return 2 * parallel.vpp * size / cluster.link(2, parallel.tp * parallel.cp * parallel.dp)

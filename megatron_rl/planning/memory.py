@@ -167,12 +167,15 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     if lora is not None:  # the norms of a frozen model do not keep their normalised input
         numbers = replace(numbers, norm=min(numbers.norm, 4))
     actor = actor._replace(numbers=numbers)
-    for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
+    sizes = shape.sizes  # the keys and values of shared prompts that attention on this rank keeps
+    heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
+    value = sizes.head_dim if numbers.pads_values else sizes.value_width
+    for like, number in Counter(map(sizes.is_sparse, layers)).items():
         whole = layer_bytes(actor, load.tokens, sparse=like)
         # an adapter keeps A x of every token, and keeps the matrix's input in place of the frozen matrix
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
-        seen = numbers.attended * load.behind * _kept_widths(actor)
+        seen = numbers.attended * load.behind * heads * (sizes.head_dim + value)
         whole += seen
         if WHOLE in load.recompute:
             kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
@@ -193,15 +196,10 @@ def _reference(actor: Actor, tokens: int) -> float:
     with the live weights.
     """
     shape, parallel, numbers, _ = actor
-    largest = numbers.width * shape.sizes.vocab * shape.sizes.hidden / parallel.tp
-    return min(largest, EXCHANGE) + _widest_layer(actor, tokens)
-
-
-def _widest_layer(actor: Actor, tokens: int) -> float:
-    """Returns the bytes of activations of the layer that keeps the most."""
-    sizes = actor.shape.sizes
+    sizes = shape.sizes
+    largest = numbers.width * sizes.vocab * sizes.hidden / parallel.tp
     kinds = {sizes.is_sparse(number) for number in (0, sizes.num_layers - 1)}
-    return max(layer_bytes(actor, tokens, sparse=kind) for kind in kinds)
+    return min(largest, EXCHANGE) + max(layer_bytes(actor, tokens, sparse=kind) for kind in kinds)
 
 
 def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
@@ -235,13 +233,6 @@ def _latent(actor: Actor, tokens: int) -> float:
     low = stream * (ranks * (numbers.norm + w) + 4 * (2 if sizes.q_rank else 1) + w * sizes.rope_dim)
     attended = numbers.attended * (2 * sizes.head_dim + 2 * value)
     return low + own * heads * (attended + w * sizes.value_dim + 4)
-
-
-def _kept_widths(actor: Actor) -> float:
-    """Returns the number of elements of keys and values that attention on a rank keeps per token."""
-    sizes = actor.shape.sizes
-    heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / actor.parallel.tp
-    return heads * (sizes.head_dim + (sizes.head_dim if actor.numbers.pads_values else sizes.value_width))
 
 
 def _attention(actor: Actor, tokens: int) -> float:
