@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from megatron_rl.commands.settings import load
+from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import ConfigError, GenerateConfig, SftConfig, TrainConfig
 
 
@@ -87,8 +88,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.settings:
         config = load(args.settings)[1]
         spec, problems = specify(config, config.launch.nproc)
-        if problems:
-            raise ConfigError("\n  ".join(problems))
+        refuse(*problems)
     checks = doctor.examine(spec, site, quick=args.quick, environment=os.environ)
     doctor.show(
         checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ

@@ -59,15 +59,13 @@ def resolve(source: PromptSet) -> PromptSet:
         return dataclasses.replace(source, fields={"question": "question", "entry": "entry", **source.fields})
     if source.settings is None:
         return source
-    table = settings_table()
-    if source.settings not in table:
-        raise ConfigError(f"data.settings = {source.settings!r} is not known; there are {', '.join(table)}")
-    ready = table[source.settings]
-    if "messages" in source.fields:
-        ready = dataclasses.replace(ready, fields={k: v for k, v in ready.fields.items() if k != "question"})
+    ready = settings_table().get(source.settings)
+    if ready is None:
+        raise ConfigError(f"data.settings = {source.settings!r} is not known; there are {', '.join(settings_table())}")
+    left_out = {"question"} if "messages" in source.fields else {}
     return dataclasses.replace(
         source,
-        fields={**ready.fields, **source.fields},
+        fields={**{key: name for key, name in ready.fields.items() if key not in left_out}, **source.fields},
         filters={**ready.filters, **source.filters},
         **{name: getattr(ready, name) for name in _SINGLE if getattr(source, name) is None},
     )

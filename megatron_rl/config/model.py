@@ -65,6 +65,19 @@ class Layout:
         """Returns the number of ranks that together hold one copy of all experts: expert_tp x ep x pp."""
         return self.expert_tp * self.ep * self.pp
 
+    def rank_problems(self, ranks: int) -> Iterator[str]:
+        """Yields an error message if the layout does not divide `ranks` ranks."""
+        if ranks % self.model_ranks:
+            yield (
+                f"tp {self.tp} x cp {self.cp} x pp {self.pp} = {self.model_ranks} does not divide {ranks} ranks: start "
+                "a multiple of it (launch.nproc, or the launcher's), or change the layout"
+            )
+        elif ranks % self.expert_ranks:
+            yield (
+                f"etp {self.expert_tp} x ep {self.ep} x pp {self.pp} = {self.expert_ranks} does not divide {ranks} "
+                "ranks: lower ep or etp (null is tp), or start a multiple of it"
+            )
+
 
 @config
 class Model:

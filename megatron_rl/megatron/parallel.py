@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
 from megatron_rl.weights.parameter_mapping import Shard
@@ -103,8 +104,8 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
     groups. Collective over all ranks.
 
     Groups are shared because they are expensive: a layout has about 24 groups, each with NCCL communicators or with
-    gloo threads that wake up a hundred times a second. Raises ValueError if tp * cp * pp or etp * ep * pp does not
-    divide the number of ranks.
+    gloo threads that wake up a hundred times a second. Raises ConfigError if tp * cp * pp or etp * ep * pp does
+    not divide the number of ranks.
     """
     global _world
     if dist.group.WORLD is not _world:
@@ -119,16 +120,7 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
 def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
     """Creates the groups of a layout with Megatron-core's function, and restores core's globals afterwards."""
     world = dist.get_world_size()
-    if world % layout.model_ranks:
-        raise ValueError(
-            f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {world} ranks: "
-            "start a multiple, or change the layout"
-        )
-    if world % layout.expert_ranks:
-        raise ValueError(
-            f"etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not divide {world} "
-            "ranks: lower layout.ep or layout.etp (null is tp), or start a multiple"
-        )
+    refuse(*layout.rank_problems(world))
     before = _snapshot()
     # resets Megatron-core's globals only: the groups of other layouts keep working
     parallel_state.destroy_model_parallel()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.schema import ConfigError, RoleConfig
+from megatron_rl.config.base import refuse
+from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import lora, offload, optimizer, platform, router_replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.parallel import Groups
@@ -140,8 +141,7 @@ class RoleModel:
         problems = trainer_problems(self.arch, Axes.of(role.layout), path)
         problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
         problems += adapter_problems(self.arch, role, path) + prefix_problems(role)
-        if problems:
-            raise ConfigError("\n  ".join(problems))
+        refuse(*problems)
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Builds this rank's model chunks and loads their weights. Returns Megatron-core's config and the chunks,

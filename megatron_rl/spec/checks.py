@@ -206,22 +206,13 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> Iterator[str]:
     """Yields error messages about a trained model: a parallel layout that is invalid on `ranks` ranks or for the model,
     and settings that the model does not support."""
-    layout, path = role.layout, role.model.path
-    if ranks % layout.model_ranks:
-        yield (
-            f"{place}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} "
-            "ranks: start a multiple of it (launch.nproc, or the launcher's), or change the layout"
-        )
-    elif ranks % layout.expert_ranks:
-        yield (
-            f"{place}: etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not "
-            f"divide {ranks} ranks: lower ep or etp (null is tp), or start a multiple of it"
-        )
+    path = role.model.path
+    yield from (f"{place}: {line}" for line in role.layout.rank_problems(ranks))
     problems, read = _read_model(place, path, to_come)
     yield from problems
     if read is not None:
         sizes, features = read
-        lines = trainer_problems(sizes, Axes.of(layout), path)
+        lines = trainer_problems(sizes, Axes.of(role.layout), path)
         lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
         lines += adapter_problems(sizes, role, path)
         yield from (f"{place}: {line}" for line in lines)

@@ -33,12 +33,9 @@ class Parallel:
     @classmethod
     def of(cls, layout: Layout, world: int, *, experts: bool) -> Parallel:
         """Resolves `layout` on `world` ranks. Raises ConfigError if the layout does not divide the ranks."""
+        refuse(*layout.rank_problems(world))
         same = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "sequence_parallel")}
-        made = cls(world=world, vpp=layout.vpp or 1, etp=layout.expert_tp if experts else 1, **same)
-        groups = {"tp x pp x cp": made.model_ranks, "etp x ep x pp": made.etp * made.ep * made.pp}
-        cure = f"does not divide the {world} GPUs of the trainer: change the layout or cluster"
-        refuse(*(f"{what} = {ranks} {cure}" for what, ranks in groups.items() if world % ranks))
-        return made
+        return cls(world=world, vpp=layout.vpp or 1, etp=layout.expert_tp if experts else 1, **same)
 
     @property
     def model_ranks(self) -> int:
