@@ -100,19 +100,10 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
     return own.layers + attention, own.experts, own.head
 
 
-def batch_flops(shape: Shape, batch: SequenceBatch) -> tuple[float, float, float]:
-    """Returns the mean floating-point operations of a forward pass per computed token of the batch: (dense layers,
-    experts, output layer).
-    """
-    own = flops.of_token(shape)
-    layers = own.layers + shape.sizes.num_layers * _batch_attention_flops(shape, batch)
-    return layers, own.experts, own.head * batch.labels / batch.tokens
-
-
-def _batch_attention_flops(shape: Shape, batch: SequenceBatch) -> float:
-    """Returns the mean floating-point operations of one layer's attention per computed token of the batch."""
+def _attention_flops(shape: Shape, batch: SequenceBatch) -> float:
+    """Returns the mean floating-point operations of attention per computed token of the batch in a forward pass."""
     whole, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
-    return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens / shape.sizes.num_layers
+    return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens
 
 
 def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) -> float:
@@ -120,28 +111,9 @@ def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) ->
 
     `lora`: LoRA settings, or None. With LoRA, the model's weights are frozen and have no gradients (see `flops.count`).
     """
-    forward = sum(batch_flops(shape, batch)) * batch.tokens
-    if lora is None:
-        return 3 * forward
-    scores = shape.sizes.num_layers * _batch_attention_flops(shape, batch) * batch.tokens
-    return 2 * (forward - scores) + 3 * (batch.tokens * _adapter_flops(shape, lora) + scores)
-
-
-def _adapter_flops(shape: Shape, lora: Lora) -> float:
-    """Returns the floating-point operations of one token's products with the LoRA matrices in a forward pass."""
-    return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
-
-
-def _layers_share(actor: Actor, batch: SequenceBatch) -> float:
-    """Returns the ratio of the layers' time in a forward and backward pass to their forward time, without
-    recomputation."""
-    shape, lora = actor.shape, actor.lora
-    if lora is None:
-        return 3.0
-    dense, experts, _ = batch_flops(shape, batch)
-    scores = shape.sizes.num_layers * _batch_attention_flops(shape, batch)
-    forward = dense + experts
-    return (2 * (forward - scores) + 3 * (_adapter_flops(shape, lora) + scores)) / forward
+    own, adapters = flops.of_token(shape), None if lora is None else flops.of_adapters(shape, lora)
+    products = own.layers + own.experts + own.head * batch.labels / batch.tokens
+    return batch.tokens * flops.training(products, _attention_flops(shape, batch), adapters)
 
 
 def pass_seconds(
@@ -159,8 +131,11 @@ def pass_seconds(
     count = batch.micro_batches(parallel)
     tokens = batch.tokens / parallel.dp / count
     layers = layer_seconds(actor, cluster, batch, tokens)
-    layers *= _layers_share(actor, batch) if backward else 1
-    layers += recomputed_seconds(actor, cluster, batch, tokens, recompute) if backward else 0.0
+    if backward:
+        own, scores = flops.of_token(shape), _attention_flops(shape, batch)
+        products, adapters = own.layers + own.experts, None if lora is None else flops.of_adapters(shape, lora)
+        layers *= flops.training(products, scores, adapters) / (products + scores)
+        layers += recomputed_seconds(actor, cluster, batch, tokens, recompute)
     # how often the output layer's time is counted: the backward pass computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
     rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.vocab / parallel.tp  # logits of this rank
@@ -179,7 +154,7 @@ def pass_seconds(
 def layer_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: float) -> float:
     """Returns the mean seconds of a layer's forward pass over a micro-batch of `tokens` tokens."""
     shape, parallel = actor.shape, actor.parallel
-    dense, _, _ = batch_flops(shape, batch)
+    dense = flops.of_token(shape).layers + _attention_flops(shape, batch)
     own = tokens / parallel.cp
     seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
     return seconds + _tensor_seconds(actor, cluster, own) + _routed_seconds(actor, cluster, batch, own)
@@ -198,12 +173,12 @@ def recomputed_seconds(
     shape, parallel = actor.shape, actor.parallel
     sizes, own = shape.sizes, tokens / parallel.cp
     sparse = sizes.expert_layers / sizes.num_layers
-    flops = {
-        "core_attn": _batch_attention_flops(shape, batch),
+    parts = {
+        "core_attn": _attention_flops(shape, batch) / sizes.num_layers,
         "mlp": (1 - sparse) * 2.0 * 3 * sizes.hidden * sizes.ffn,
         "shared_experts": sparse * 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
     }
-    dense = sum(flops.get(name, 0.0) for name in modules)
+    dense = sum(parts.get(name, 0.0) for name in modules)
     routed = _routed_seconds(actor, cluster, batch, own) if "moe" in modules else 0.0
     return own * dense / parallel.tp / _dense_rate(cluster, batch, own) + routed
 
@@ -214,7 +189,7 @@ def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: f
     The mean is over all layers, including layers without experts. The result is 0 for a model without experts.
     """
     sizes, travel = actor.shape.sizes, _expert_seconds(actor, cluster, own)
-    _, experts, _ = batch_flops(actor.shape, batch)
+    experts = flops.of_token(actor.shape).experts
     if not experts:
         return travel
     rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
@@ -272,7 +247,7 @@ def decode_step_seconds(
         experts = touched * sizes.expert_layers * sizes.experts * 3 * sizes.hidden * sizes.expert_ffn
         weights += experts * HBM_SHARE / EXPERT_HBM_SHARE
     memory = (width * weights + rows * context * kv_bytes(shape, width)) / engine.tp / (device.hbm * HBM_SHARE)
-    flops = rows * sum(forward_flops(shape, 0)) / engine.tp / (device.flops * device.dense_share)
+    computed = rows * sum(forward_flops(shape, 0)) / engine.tp / (device.flops * device.dense_share)
     calls = 2 * sizes.num_layers * (0 if engine.tp == 1 else 1)
     wire = 2 * rows * sizes.hidden * width * (engine.tp - 1) / engine.tp
     link = cluster.link(engine.tp)
@@ -281,7 +256,7 @@ def decode_step_seconds(
     waiting = STEP_S if engine.compiled else STEP_S + sizes.num_layers * kernels_s
     reduced = calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S))
     sampled = SAMPLING_PASSES * 4 * rows * sizes.vocab / (device.hbm * HBM_SHARE)  # every rank processes all logits
-    computing, host = max(memory, flops) + reduced + sampled, ROW_S * rows
+    computing, host = max(memory, computed) + reduced + sampled, ROW_S * rows
     return waiting + (max(computing, host) if engine.overlapped else computing + host)
 
 

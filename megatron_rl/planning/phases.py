@@ -88,17 +88,18 @@ def plan_iteration(
     `actors`: role -> model of the role in the trainer.
     `engines`: role -> engines that generate the role's answers.
     """
+    roles = case.roles
     # a role whose answers come from an endpoint has no cost, because the endpoint's hardware is unknown
-    own = [draw for draw in work.draws if case.roles[draw.role].endpoint is None]
+    own = [draw for draw in work.draws if roles[draw.role].endpoint is None]
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in own}
     phases = _generation(case, work, costs)
     reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
     phases["reward"] = reward_s / (1 if case.servers is None else 8)
     trained: dict[str, list[Draw]] = {}
     for draw in work.trained:
-        trained.setdefault(case.roles[draw.role].owner, []).append(draw)
+        trained.setdefault(roles[draw.role].owner, []).append(draw)
     for name, draws in trained.items():
-        update = _training(case.roles[name], case.cluster, draws, actors[name])
+        update = _training(roles[name], case.cluster, draws, actors[name])
         phases |= {phase: phases.get(phase, 0.0) + seconds for phase, seconds in update.items()}
     if case.colocated:
         phases["sleep and wake"] = _changes_of_place(case, list(trained), actors, engines)
@@ -113,10 +114,8 @@ def plan_iteration(
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     ahead = case.spec.loop.rollouts.max_staleness > 0
-    flops = [
-        compute.train_flops(case.models[d.role], batch_of(case.roles[d.role], d, d.samples), case.roles[d.role].lora)
-        for d in work.trained
-    ]
+    batches = [(d.role, batch_of(roles[d.role], d, d.samples)) for d in work.trained]
+    flops = [compute.train_flops(case.models[name], batch, roles[name].lora) for name, batch in batches]
     return IterationPlan(
         role=work.role, times=work.times, phases=phases,
         hidden=min(drawn, sum(phases.values()) - drawn) if ahead else 0.0,
@@ -125,10 +124,7 @@ def plan_iteration(
         flops=sum(flops), sent=sum(refit.sent for refit in refits),
         rows={name: cost.rows for name, cost in costs.items()},
         longest={name: cost.longest for name, cost in costs.items()},
-        episodes=[
-            _episode(case.roles[draw.role], draw, costs[draw.role])
-            for draw in work.draws if draw.role in costs and draw.episode.answers > 1
-        ],
+        episodes=[_episode(roles[d.role], d, costs[d.role]) for d in own if d.episode.answers > 1],
     )  # fmt: skip
 
 

@@ -6,9 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
 from itertools import accumulate
-from operator import or_
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import refusing
@@ -91,12 +89,12 @@ def cycle_work(
     # A long warm-up may consist of many short cycles, so that the middle of the list of cycles may be in the warm-up.
     ends = list(accumulate(len(cycle) for cycle in schedule))
     iterations = [tuple(roles) for roles in schedule[bisect_right(ends, ends[-1] // 2)]]
-    drawn = {name: Counter[str](part.drawn or {name: part.samples}) for name, part in parts.items()}
-    alike = {name: Counter[str](part.per_prompt) for name, part in parts.items()}
     out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
-        # the largest count of each role suffices, because the roles of an iteration share one set of samples
-        said, same = (reduce(or_, (counts[name] for name in roles)) for counts in (drawn, alike))
+        said, same = Counter[str](), Counter[str]()
+        for name in roles:  # the largest count suffices, because the roles of an iteration share one set of samples
+            said |= Counter(parts[name].drawn or {name: parts[name].samples})
+            same |= Counter(parts[name].per_prompt)
         own = {**said, **{to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}}
         found = _draws(spec, own, same, fills or {}, episodes)
         trained = [

@@ -100,7 +100,19 @@ def count(
     tokens = float(lengths.sum() - behind.sum())
     scores = float((attention(shape, lengths) - attention(shape, behind)).sum())
     products = tokens * (own.layers + own.experts) + (tokens if labels is None else labels) * own.head
-    if lora is None:
-        return PassFlops(forward=products + scores, training=3 * (products + scores))
-    added = tokens * 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
-    return PassFlops(forward=products + added + scores, training=2 * products + 3 * (added + scores))
+    added = None if lora is None else tokens * of_adapters(shape, lora)
+    return PassFlops(forward=products + (added or 0.0) + scores, training=training(products, scores, added))
+
+
+def of_adapters(shape: Shape, lora: Lora) -> float:
+    """Returns the floating-point operations of one token's products with the LoRA matrices in a forward pass."""
+    return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
+
+
+def training(products: float, scores: float, adapters: float | None) -> float:
+    """Returns the floating-point operations of a forward and a backward pass together.
+
+    The arguments are operations of the forward pass: of the products with weights, of attention, and of the products
+    with LoRA matrices (None if the whole model is trained).
+    """
+    return 3 * (products + scores) if adapters is None else 2 * products + 3 * (adapters + scores)

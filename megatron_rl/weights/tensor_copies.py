@@ -100,8 +100,3 @@ def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
 def all_finite(tensor: Tensor) -> bool:
     """Checks whether every element is finite."""
     return all(bool(torch.isfinite(block).all()) for block in blocks(tensor))
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Checks whether two tensors are equal in shape, dtype and every element."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
