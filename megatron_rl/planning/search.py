@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +81,8 @@ def advice(case: Case, made: RunPlan) -> list[str]:
         if tried is not None and not tried.problems and tried.cycle_s < (1 - WORTH) * made.cycle_s:
             saved = 1 - tried.cycle_s / made.cycle_s
             words = nodes_words(case, other) if tried.ranks != made.ranks else []
-            words += [] if other.servers is None else _place_words(other.servers, case.spec.engine.settings)
+            words += [] if other.servers is None else engine_words(other.servers, case.spec.engine.settings)
+            words = [word for word in words if word not in text]
             also = f" ({' '.join(words)})" if words else ""
             line = f"{text}{also}: {tried.cycle_s:.0f} s a cycle instead of {made.cycle_s:.0f} ({saved:.0%} less)"
             paying.append((tried.cycle_s, line))
@@ -172,25 +175,28 @@ def engine_choices(case: Case) -> Iterator[Case]:
             yield case.with_engine(replace(settings, urls={}, gpus=(), **own))
 
 
+def setting_words(place: str, before: Any, after: Any) -> list[str]:
+    """Returns the config overrides that change the settings `before` to `after`, two dataclasses of the same type.
+
+    `place`: dotted name of the settings. No override can remove `urls` from a config.
+    """
+    words = list[str]()
+    for name, now in vars(after).items():
+        was = vars(before)[name]
+        if was == now or name in ("urls", "servers"):
+            continue
+        if dataclasses.is_dataclass(now) and type(was) is type(now):
+            words += setting_words(f"{place}.{name}", was, now)
+        else:
+            words.append(f"{place}.{name}={now if isinstance(now, str) else json.dumps(now, separators=(',', ':'))}")
+    return words
+
+
 def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
     """Returns the config overrides that change the engine `asked` to the servers `engine`."""
-    words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
-    words += [f"engine.colocate={str(engine.colocate).lower()}", f"engine.memory_share={engine.memory_share:g}"]
-    return words + _place_words(engine, asked)
-
-
-def _place_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the config overrides that change the GPUs of the servers, and whether the run starts the servers, from
-    `asked` to `engine`.
-
-    No override can remove `urls` from a config.
-    """
-    before, words = asked if isinstance(asked, Servers) else default_servers(), list[str]()
-    if engine.gpus != before.gpus:
-        words.append(f"engine.gpus=[{','.join(map(str, engine.gpus))}]")
-    if engine.start != before.start:
-        words.append(f"engine.start={str(engine.start).lower()}")
-    return words
+    if isinstance(asked, Servers):
+        return setting_words("engine", asked, engine)
+    return [f"engine.kind={engine.kind}", *setting_words("engine", default_servers(), engine)]
 
 
 def nodes_words(asked: Case, case: Case) -> list[str]:
@@ -340,8 +346,7 @@ def _cures(case: Case, made: RunPlan) -> list[str]:
     other = case.with_engine(servers).beside_trainer()
     tried = make_or_none(other)
     if tried is not None and not tried.problems and other.servers is not None:
-        places = _place_words(other.servers, case.spec.engine.settings) + nodes_words(case, other)
-        words = " ".join([f"engine.kind={servers.kind}", f"engine.replicas={replicas}", *places])
+        words = " ".join(engine_words(other.servers, case.spec.engine.settings) + nodes_words(case, other))
         lines.append(
             "vLLM servers on half of the GPUs in place of the embedded engine fit "
             f"({words}): {tried.cycle_s:.0f} s a cycle"
@@ -373,21 +378,6 @@ def _overrides(asked: Case, case: Case) -> list[str]:
     """Returns the config overrides that turn the run `asked` into `case`, including the number of the trainer's
     nodes.
     """
-    out = list[str]()
-    for name in case.held:
-        role, before = case.roles[name], asked.roles[name]
-        layout, model = role.layout, role.model
-        if layout != before.layout:
-            etp, together = "null" if layout.etp is None else layout.etp, str(layout.sequence_parallel).lower()
-            sizes = f"tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}"
-            out.append(f"roles.{name}.layout={{{sizes}, sequence_parallel: {together}}}")
-        if model.recompute != before.model.recompute:
-            out.append(f"roles.{name}.model.recompute={model.recompute}")
-        if model.recompute == "selective" and model.recompute_modules != before.model.recompute_modules:
-            out.append(f"roles.{name}.model.recompute_modules=[{', '.join(model.recompute_modules)}]")
-        if role.micro_batch_tokens != before.micro_batch_tokens:
-            out.append(f"roles.{name}.micro_batch_tokens={role.micro_batch_tokens}")
-        out += [f"roles.{name}.sleep=true"] if role.sleep != before.sleep else []
-    if case.servers is not None and case.servers != asked.spec.engine.settings:
-        out += engine_words(case.servers, asked.spec.engine.settings)
+    out = [word for name in case.held for word in setting_words(f"roles.{name}", asked.roles[name], case.roles[name])]
+    out += [] if case.servers is None else engine_words(case.servers, asked.spec.engine.settings)
     return out + nodes_words(asked, case)
