@@ -8,6 +8,7 @@ are listed here under the names that save_pretrained would use.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.config.base import ConfigError, read_object, refuse, refusing
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import CONFIG as ADAPTER
+from megatron_rl.models.partitions import Source
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER
+from megatron_rl.models.sizes import Sizes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -98,24 +101,36 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     except (OSError, ValueError):
         return found
     out = dict(found)
-    for layer in range(sizes.num_layers if sizes.experts else 0):
+    for name, shape, expert, parts in stacked(sizes) if sizes.experts else ():
+        if name not in found:
+            continue
+        stack, first = found[name], 0
+        if stack.shape != shape:
+            raise ConfigError(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
+        out.pop(name, None)
+        for own in parts:
+            part = (name, expert, first)
+            out[own.name] = Stored(stack.file, stack.dtype, (own.rows, own.columns), part)
+            first += own.rows
+    return out
+
+
+def stacked(sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...], int | None, list[Source]]]:
+    """Yields the tensors that transformers 5 holds in memory in place of several tensors of the files.
+
+    A stack of experts is yielded once per expert: (name of the stack, shape of the stack, index of the expert or None,
+    the files' tensors that are concatenated along the rows).
+    """
+    for layer in range(sizes.num_layers):
         prefix = HF_LAYER.format(layer)
         for row in layer_rows(sizes, layer):
-            name = f"{prefix}{row.in_memory}"
-            if name not in found or row.in_memory == row.sources[0].name:
+            if row.in_memory is None or row.in_memory == row.sources[0].name:
                 continue
-            rows, columns = sum(source.rows for source in row.sources), row.sources[0].columns
-            shape, stack = (*([row.experts] if row.experts else []), rows, columns), out.pop(name)
-            if stack.shape != shape:
-                raise ConfigError(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
+            one = sum(source.rows for source in row.sources), row.sources[0].columns
+            shape = (row.experts, *one) if row.experts else one
             for number in range(row.experts or 1):
-                first = 0
-                for source in row.sources:
-                    part = (name, number if row.experts else None, first)
-                    own = Stored(stack.file, stack.dtype, (source.rows, source.columns), part)
-                    out[prefix + source.name.replace(EXPERT, str(number))] = own
-                    first += source.rows
-    return out
+                parts = [s._replace(name=prefix + s.name.replace(EXPERT, str(number))) for s in row.sources]
+                yield prefix + row.in_memory, shape, number if row.experts else None, parts
 
 
 def read_file(file: Path) -> dict[str, Stored]:

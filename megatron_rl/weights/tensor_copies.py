@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.models.registry import layer_rows
-from megatron_rl.models.rows import EXPERT, HF_LAYER
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Rect, padding
+from megatron_rl.weights.safetensors_headers import stacked
 
 # Type of a function that returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
 Read = Callable[[Rect], Tensor]
@@ -67,17 +66,11 @@ def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     file's name, as in transformers 4, are returned unchanged.
     """
     out = dict(tensors)
-    for layer in range(sizes.num_layers):
-        prefix = HF_LAYER.format(layer)
-        for row in layer_rows(sizes, layer):
-            held = None if row.in_memory is None else tensors.get(prefix + row.in_memory)
-            if held is None:
-                continue
-            del out[f"{prefix}{row.in_memory}"]
-            for number, one in enumerate(held if row.experts else [held]):
-                parts = one.split([source.rows for source in row.sources])
-                names = (prefix + source.name.replace(EXPERT, str(number)) for source in row.sources)
-                out |= zip(names, parts, strict=True)
+    for name, _, expert, parts in stacked(sizes):
+        if name in tensors:
+            out.pop(name, None)
+            whole = tensors[name] if expert is None else tensors[name][expert]
+            out |= zip((own.name for own in parts), whole.split([own.rows for own in parts]), strict=True)
     return out
 
 
