@@ -68,25 +68,22 @@ def advice(case: Case, made: RunPlan) -> list[str]:
 
     The most useful line is first.
     """
+    changes = [(other, plan) for other in _changes(case, made) if (plan := make_or_none(other)) and not plan.problems]
+    changes.sort(key=lambda change: change[1].cycle_s)
     if made.problems:
-        return _cures(case, made) or ["no single change makes it fit: --search looks at all of them together"]
+        fitting = [f"it fits with {_told(case, other)}: {plan.cycle_s:.0f} s a cycle" for other, plan in changes[:MOST]]
+        return fitting or ["no single change makes it fit: --search looks at all of them together"]
     phases = made.phases
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
     total = sum(phases.values())
     lines = [f"{name} is {seconds / total:.0%} of the work of a cycle, all generation {drawn / total:.0%}"]
-    paying = list[tuple[float, str]]()
-    for text, other in _changes(case, made):
-        tried = make_or_none(other)
-        if tried is not None and not tried.problems and tried.cycle_s < (1 - WORTH) * made.cycle_s:
-            saved = 1 - tried.cycle_s / made.cycle_s
-            words = nodes_words(case, other) if tried.ranks != made.ranks else []
-            words += [] if other.servers is None else engine_words(other.servers, case.spec.engine.settings)
-            words = [word for word in words if word not in text]
-            also = f" ({' '.join(words)})" if words else ""
-            line = f"{text}{also}: {tried.cycle_s:.0f} s a cycle instead of {made.cycle_s:.0f} ({saved:.0%} less)"
-            paying.append((tried.cycle_s, line))
-    lines += [text for _, text in sorted(paying)[:MOST]] + _waits(case, made)
+    for other, plan in changes[:MOST]:
+        saved = 1 - plan.cycle_s / made.cycle_s
+        if saved > WORTH:
+            cycles = f"{plan.cycle_s:.0f} s a cycle instead of {made.cycle_s:.0f} ({saved:.0%} less)"
+            lines.append(f"{_told(case, other)}: {cycles}")
+    lines += _waits(case, made)
     node = made.cluster.per_node
     lines += [
         f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network"
@@ -294,84 +291,34 @@ def _micro_batches(role: RoleConfig) -> list[int]:
     return sorted({own, *(tokens for tokens in MICRO_BATCHES if tokens >= min(own, longest))}, reverse=True)
 
 
-def _changes(case: Case, made: RunPlan) -> Iterator[tuple[str, Case]]:
-    """Yields (description, changed run) of single changes to the run that may save time."""
+def _changes(case: Case, made: RunPlan) -> Iterator[Case]:
+    """Yields the run with single changes: of one role, of all roles alike, and of the engines."""
     node = made.cluster.per_node
-    for name in case.held:
-        role = case.roles[name]
-        full = role.model.recompute == "full"
-        if full:
-            model = replace(role.model, recompute="none")
-            yield f"{name} fits without recomputation (model.recompute=none)", case.with_role(name, model=model)
-        for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
-            yield f"{name} fits with micro_batch_tokens={tokens}", case.with_role(name, micro_batch_tokens=tokens)
-        for layout in layouts(role, case.models[name], made.ranks, node):
-            if layout != role.layout and layout.model_ranks <= role.layout.model_ranks:
-                yield f"{name} fits at {_words(layout)}", case.with_role(name, layout=layout)
-        if full and role.layout.tp > 1 and not role.layout.sequence_parallel:
-            layout = replace(role.layout, sequence_parallel=True)
-            yield f"{name} with layout.sequence_parallel=true", case.with_role(name, layout=layout)
-    engine = case.servers
-    if engine is not None and not engine.colocate:
-        more = max(1, node // (engine.tp * len(case.spec.engine.server_roles)))
-        other = case.with_engine(replace(engine, replicas=engine.replicas + more))
-        yield (
-            f"{more} engine replicas more for each role, by engine.replicas={engine.replicas + more}",
-            other.beside_trainer() if engine.gpus else other,
-        )
-
-
-def _cures(case: Case, made: RunPlan) -> list[str]:
-    """Returns lines of advice: single changes, of one role or of all roles alike, with which the run fits into
-    memory.
-    """
-    lines = list[str]()
     for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
-        if lines and len(names) > 1:
-            break  # one role's change is enough
-        for words, changes in _smaller_roles(case.roles[names[0]], case.models[names[0]], made):
+        role, shape = case.roles[names[0]], case.models[names[0]]
+        sleep: list[dict[str, Any]] = [] if role.sleep else [{"sleep": True}]
+        recomputed = [{"recompute": kind} for kind in ("none", "full") if kind != role.model.recompute]
+        tokens = [{"micro_batch_tokens": number} for number in _micro_batches(role) if number > role.micro_batch_tokens]
+        cut = [{"layout": layout} for layout in layouts(role, shape, made.ranks, node) if layout != role.layout]
+        for change in [*sleep, *recomputed, *tokens, *cut]:
             other = case
             for name in names:
-                full = {"model": replace(case.roles[name].model, recompute="full")} if "model" in changes else {}
-                other = other.with_role(name, **{**changes, **full})
-            tried = make_or_none(other)
-            if tried is not None and not tried.problems:
-                fit = f"fit{'s' * (len(names) == 1)}"
-                lines.append(f"{' and '.join(names)} {fit} with {words}: {tried.cycle_s:.0f} s a cycle")
-                break
-    if case.servers is not None:
-        return lines
-    replicas = max(1, made.cluster.gpus // 2 // len(case.spec.engine.server_roles))
-    servers = replace(default_servers(), replicas=replicas)
-    other = case.with_engine(servers).beside_trainer()
-    tried = make_or_none(other)
-    if tried is not None and not tried.problems and other.servers is not None:
-        words = " ".join(engine_words(other.servers, case.spec.engine.settings) + nodes_words(case, other))
-        lines.append(
-            "vLLM servers on half of the GPUs in place of the embedded engine fit "
-            f"({words}): {tried.cycle_s:.0f} s a cycle"
-        )
-    return lines
+                model = {"model": replace(case.roles[name].model, **change)} if "recompute" in change else change
+                other = other.with_role(name, **model)
+            yield other
+    sets, engine = len(case.spec.engine.server_roles), case.servers
+    if engine is None:  # servers on half of the GPUs in place of the embedded engine
+        yield case.with_engine(
+            replace(default_servers(), replicas=max(1, made.cluster.gpus // 2 // sets))
+        ).beside_trainer()
+    elif not engine.colocate:
+        other = case.with_engine(replace(engine, replicas=engine.replicas + max(1, node // (engine.tp * sets))))
+        yield other.beside_trainer() if engine.gpus else other
 
 
-def _smaller_roles(role: RoleConfig, shape: Shape, made: RunPlan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (description, changed fields) of changes that reduce the memory of a role, the least costly change
-    first."""
-    if not role.sleep:
-        yield "sleep=true", {"sleep": True}
-    if role.model.recompute != "full":
-        yield "model.recompute=full", {"model": replace(role.model, recompute="full")}
-    for layout in sorted(
-        layouts(role, shape, made.ranks, made.cluster.per_node),
-        key=lambda layout: (layout.model_ranks, layout.expert_ranks),
-    ):
-        yield f"layout {_words(layout)}", {"layout": layout}
-
-
-def _words(layout: Layout) -> str:
-    numbers = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
-    words = [f"{axis}={size}" for axis, size in numbers.items() if size > 1 or axis == "tp"]
-    return " ".join(words + ([f"etp={layout.etp}"] if layout.etp is not None else []))
+def _told(asked: Case, case: Case) -> str:
+    """Returns the config overrides that turn the run `asked` into `case`, as words of a command line."""
+    return " ".join(_overrides(asked, case))
 
 
 def _overrides(asked: Case, case: Case) -> list[str]:
