@@ -3,6 +3,11 @@
 There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of one host. The sender
 writes a message into a slot and announces it on the store. The receiver opens the slot, reads the message, and marks
 the slot as free.
+
+A medium allocates slots. A slot is memory for one message, and its address is a JSON value. `allocate` returns a slot's
+address and memory, uint8 [at least size]. `publish` makes the message in a slot visible to the receiver, and returns
+the address with which the receiver's `open` returns the memory of the slot. `open` raises OSError or RuntimeError if
+the slot cannot be opened, for example because the sender has ended. `free` frees the memory of a slot.
 """
 
 from __future__ import annotations
@@ -14,9 +19,9 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,41 +29,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.refit.refit_store import RefitStore
-from megatron_rl.refit.transport import Deadline, TransportError
+from megatron_rl.refit.transport import Deadline, Handle, TransportError
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_SLOT = 1 << 16  # minimum size of a slot in bytes
-
-
-class Medium(Protocol):
-    """A kind of memory in which slots are allocated. A slot is memory for one message, which the sender writes and the
-    receiver reads. The address of a slot is a JSON value.
-    """
-
-    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        """Allocates a slot (memory for one message).
-
-        Returns (address of the slot, memory of the slot as uint8 [at least size]).
-        """
-        ...
-
-    def publish(self, address: Any, message: Tensor) -> Any:
-        """Makes the message in a slot visible to the receiver. Returns the address with which the receiver opens the
-        slot.
-        """
-        ...
-
-    def open(self, address: Any, device: torch.device) -> Tensor:
-        """Returns the memory of a slot as uint8 [bytes], for the receiver. `address`: the address that `publish`
-        returned to the sender.
-
-        Raises OSError or RuntimeError if the slot cannot be opened, for example because the sender has ended.
-        """
-        ...
-
-    def free(self, address: Any) -> None:
-        """Frees the memory of a slot."""
-        ...
 
 
 class SharedMemory:
@@ -178,6 +152,9 @@ class CudaIpc:
         return None  # the memory is freed with its tensor
 
 
+Medium = SharedMemory | Disk | CudaIpc
+
+
 class Slots:
     """A transport that sends a message by copying it into a slot of a medium, such as shared memory, from which the
     receiver reads it. Implements transport.Transport.
@@ -190,6 +167,8 @@ class Slots:
         self._slots: list[_Slot] = []
         self._sent: dict[int, itertools.count[int]] = {}
         self._came: dict[int, itertools.count[int]] = {}
+
+    takes_pieces = False  # a message is sent by copying it into a slot anyway
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         free = [s for s in self._slots if s.key is None]
@@ -207,28 +186,36 @@ class Slots:
         self._slots.append(slot)
         return slot.memory[:size]
 
-    @property
-    def takes_pieces(self) -> bool:
-        return False  # a message is sent by copying it into a slot anyway
-
-    @property
-    def streams(self) -> bool:
-        return False
-
     def send(
         self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
-    ) -> _Announced:
+    ) -> Handle:
         slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
         slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"
         slot.what = f"{label} to {peer}"
         self._store.put(slot.key, [self._medium.publish(slot.address, message), len(message)])
-        return _Announced(lambda deadline: self._wait_free(slot, deadline), message)
+
+        def wait(deadline: Deadline) -> Tensor:
+            self._wait_free(slot, deadline)
+            return message
+
+        return Handle(wait)
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
-    ) -> _Awaited:
+    ) -> Handle:
         key = f"{peer}-{self._rank}/{next(self._came.setdefault(peer, itertools.count()))}"
-        return _Awaited(self._store, self._medium, key, f"{label} from {peer}", device)
+
+        def wait(deadline: Deadline) -> Tensor:
+            failure = _await(self._store, key, deadline)
+            if failure is not None:
+                raise TransportError(f"{label} from {peer}: {failure}")
+            try:
+                address, size = self._store.peek(key)
+                return self._medium.open(address, device)[:size]
+            except (TransportError, OSError, RuntimeError) as error:
+                raise TransportError(f"{label} from {peer}: {error}") from error
+
+        return Handle(wait, lambda: self._store.put(f"{key}/free", True))
 
     def close(self) -> None:
         for slot in self._slots:
@@ -256,40 +243,6 @@ class _Slot:
         # store key that announces the message in the slot, until the receiver has read the message
         self.key: str | None = None
         self.what = ""
-
-
-class _Announced:
-    """The handle of a sent message, whose `wait` blocks until the receiver has read it. Implements transport.Handle."""
-
-    def __init__(self, taken: Callable[[Deadline], None], message: Tensor) -> None:
-        self._taken, self._message = taken, message
-
-    def wait(self, deadline: Deadline) -> Tensor:
-        self._taken(deadline)
-        return self._message
-
-    def release(self) -> None:
-        return None
-
-
-class _Awaited:
-    """A message to be received, whose `wait` blocks until the sender has sent it. Implements transport.Handle."""
-
-    def __init__(self, store: RefitStore, medium: Medium, key: str, what: str, device: torch.device) -> None:
-        self._store, self._medium, self._key, self._what, self._device = store, medium, key, what, device
-
-    def wait(self, deadline: Deadline) -> Tensor:
-        failure = _await(self._store, self._key, deadline)
-        if failure is not None:
-            raise TransportError(f"{self._what}: {failure}")
-        try:
-            address, size = self._store.peek(self._key)
-            return self._medium.open(address, self._device)[:size]
-        except (TransportError, OSError, RuntimeError) as error:
-            raise TransportError(f"{self._what}: {error}") from error
-
-    def release(self) -> None:
-        self._store.put(f"{self._key}/free", True)
 
 
 @contextlib.contextmanager

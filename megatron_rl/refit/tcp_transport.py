@@ -28,7 +28,7 @@ from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.task_thread import TaskThread
-from megatron_rl.refit.transport import RECHECK_S, Deadline, TransportError
+from megatron_rl.refit.transport import RECHECK_S, Deadline, Handle, TransportError
 
 # A sender's first bytes (hello): a signature of the receiver's challenge and the sender's rank, followed by the rank.
 HELLO = struct.Struct("<32sI")
@@ -82,7 +82,7 @@ class Tcp:
 
     def send(
         self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
-    ) -> _TcpHandle:
+    ) -> Handle:
         lane, size = self._lane("to", peer), 0
         blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
         for piece in pieces:
@@ -96,16 +96,33 @@ class Tcp:
             _send(blocks, to)
             return message
 
-        return _TcpHandle(lane, lane.submit(send), f"{label} to {peer}", self._buffers)
+        return self._handle(lane, lane.submit(send), f"{label} to {peer}")
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
-    ) -> _TcpHandle:
+    ) -> Handle:
         lane = self._lane("from", peer)
         done = lane.submit(
             functools.partial(self._receive, None if size is None else self.buffer(size, device), pieces)
         )
-        return _TcpHandle(lane, done, f"{label} from {peer}", self._buffers)
+        return self._handle(lane, done, f"{label} from {peer}")
+
+    def _handle(self, lane: _Lane, done: futures.Future[Tensor], what: str) -> Handle:
+        """Returns the handle of a message. `done`: the result of its transfer. `what`: its name in errors."""
+
+        def wait(deadline: Deadline) -> Tensor:
+            failure = "given up"
+            try:
+                failure = deadline.until(lambda seconds: not futures.wait([done], seconds).not_done)
+                failure = failure or (str(error) if (error := done.exception()) else None)
+            finally:  # clean up also when a callback of the deadline raises an exception
+                if failure is not None:
+                    lane.end()
+            if failure is not None:
+                raise TransportError(f"{what}: {failure}")
+            return done.result()
+
+        return Handle(wait, lambda: self._buffers.give_back(done.result()))
 
     def _receive(self, message: Tensor | None, pieces: Sequence[Tensor | int], of: socket.socket) -> Tensor:
         """Receives one message and its pieces. Returns the message. `message`: its memory, or None if its size is not
@@ -320,28 +337,6 @@ class _Lane:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-
-
-class _TcpHandle:
-    """A message in flight over TCP. Implements transport.Handle."""
-
-    def __init__(self, lane: _Lane, done: futures.Future[Tensor], what: str, buffers: Buffers) -> None:
-        self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
-
-    def wait(self, deadline: Deadline) -> Tensor:
-        failure = "given up"
-        try:
-            failure = deadline.until(lambda seconds: not futures.wait([self._done], seconds).not_done)
-            failure = failure or (str(error) if (error := self._done.exception()) else None)
-        finally:  # clean up also when a callback of the deadline raises an exception
-            if failure is not None:
-                self._lane.end()
-        if failure is not None:
-            raise TransportError(f"{self._what}: {failure}")
-        return self._done.result()
-
-    def release(self) -> None:
-        self._buffers.give_back(self._done.result())
 
 
 def _configure(made: socket.socket) -> None:

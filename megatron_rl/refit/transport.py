@@ -214,19 +214,15 @@ class Deadline:
         return None
 
 
-class Handle(Protocol):
+@dataclass(frozen=True)
+class Handle:
     """A message whose transfer has been started, but may not be complete."""
 
-    def wait(self, deadline: Deadline) -> Tensor:
-        """Waits until the message has been sent or received, and returns the message, uint8 [size].
-
-        Raises TransportError if the message was not delivered before the deadline.
-        """
-        ...
-
-    def release(self) -> None:
-        """Releases the memory of the message for reuse. Call it after the last use of the message."""
-        ...
+    # Waits until the message has been sent or received, and returns the message, uint8 [size]. Raises TransportError if
+    # the message was not delivered before the deadline.
+    wait: Callable[[Deadline], Tensor]
+    # Releases the memory of the message for reuse. Called after the last use of the message.
+    release: Callable[[], None] = lambda: None
 
 
 class Transport(Protocol):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
-from megatron_rl.refit.process_group_transport import PointToPoint
+from megatron_rl.refit.nccl_transport import Nccl
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.shared_memory_transport import CudaIpc, Disk, SharedMemory, Slots
 from megatron_rl.refit.tcp_transport import Tcp
@@ -99,7 +99,7 @@ class Wiring:
         for kind in self.kinds:
             own, number = store.under(kind), self._numbers[here]
             if kind == "nccl":
-                made = PointToPoint(own, number, len(members), backend=kind, settings=settings)
+                made = Nccl(own, number, len(members), settings)
             elif kind == "tcp":
                 made = Tcp(own, number, settings)
             else:

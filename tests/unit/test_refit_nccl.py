@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
-from megatron_rl.refit import process_group_transport
-from megatron_rl.refit.process_group_transport import QUIET, PointToPoint
+from megatron_rl.refit import nccl_transport
+from megatron_rl.refit.nccl_transport import QUIET, Nccl
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import Deadline, TransportError
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
@@ -79,7 +79,7 @@ def test_a_late_message_does_not_end_the_process(nccl, store, monkeypatch):
     """torch's watchdog ended it after `message_timeout_s`, before the refit could leave the engine out."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS).close()
+    Nccl(store, 0, 2, SETTINGS).close()
     (group,) = Group.made
     assert group.environment == dict.fromkeys(QUIET, "0")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3" and "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
@@ -89,7 +89,7 @@ def test_a_late_message_does_not_end_the_process(nccl, store, monkeypatch):
 def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, store):
     """The call that starts the first message waited for it without end."""
     announce(store)
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    transport = Nccl(store, 0, 2, SETTINGS)
     found: list[str] = []
 
     def send() -> None:
@@ -108,7 +108,7 @@ def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, store):
 
 
 def test_a_message_that_is_started_late_still_comes(nccl, store):
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=60.0))
+    transport = Nccl(store, 0, 2, RefitConfig(message_timeout_s=60.0))
     handle = transport.receive(1, "bucket 0", 8, torch.device("cpu"))
     Group.made[0].come.set()
     announce(store)
@@ -120,7 +120,7 @@ def test_a_message_that_is_started_late_still_comes(nccl, store):
 def test_nccl_is_not_called_for_a_peer_that_never_comes(nccl, store):
     """NCCL's wait for the peer had no end: every engine that died before its first message left a thread behind."""
     before = {*threading.enumerate()}
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    transport = Nccl(store, 0, 2, SETTINGS)
     handle = transport.receive(1, "bucket 0", 8, torch.device("cpu"))
     with pytest.raises(TransportError, match=r"bucket 0 from 1: no answer within 0\.3 s"):
         handle.wait(Deadline.start(60.0, SETTINGS.message_timeout_s))
@@ -134,8 +134,8 @@ def test_nccl_is_not_called_for_a_peer_that_never_comes(nccl, store):
 
 def test_an_abort_that_never_returns_does_not_hold_the_trainer(nccl, store, monkeypatch, caplog):
     """NCCL's abort may wait for the abort of a peer that is dead; torch waits for it as long as for a message."""
-    monkeypatch.setattr(process_group_transport, "ABORT_S", 0.1)
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    monkeypatch.setattr(nccl_transport, "ABORT_S", 0.1)
+    transport = Nccl(store, 0, 2, SETTINGS)
     (group,) = Group.made
     group.aborts.clear()
     closing = threading.Thread(target=transport.close, daemon=True)
@@ -147,7 +147,7 @@ def test_an_abort_that_never_returns_does_not_hold_the_trainer(nccl, store, monk
 
 
 def test_an_abort_that_fails_is_logged(nccl, store, monkeypatch, caplog):
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    transport = Nccl(store, 0, 2, SETTINGS)
 
     def fail() -> None:
         raise RuntimeError("NCCL error: unhandled\nand much else")
@@ -173,7 +173,7 @@ def test_a_message_is_started_on_the_stream_of_its_sender(nccl, store, monkeypat
         torch.cuda, "current_stream", lambda device: SimpleNamespace(name=CURRENT.stream, device=device)
     )
     announce(store)
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=60.0))
+    transport = Nccl(store, 0, 2, RefitConfig(message_timeout_s=60.0))
     (group,) = Group.made
     group.come.set()
     message = SimpleNamespace(is_cuda=True, device=gpu)
@@ -186,7 +186,7 @@ def test_a_message_is_started_on_the_stream_of_its_sender(nccl, store, monkeypat
 
 def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, store, monkeypatch):
     announce(store)
-    transport = PointToPoint(store, 0, 2, backend="nccl", settings=SETTINGS)
+    transport = Nccl(store, 0, 2, SETTINGS)
     group, failed = Group.made[0], RuntimeError("the peer is gone\nand much else")
     for works, said in (
         (SimpleNamespace(is_completed=lambda: True, exception=lambda: failed), "bucket 0 to 1: the peer is gone"),

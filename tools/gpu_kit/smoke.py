@@ -33,7 +33,7 @@ from megatron_rl.megatron.adam import FusedAdam
 from megatron_rl.megatron.kernels import choice, varlen
 from megatron_rl.megatron.kernels.products import add_product
 from megatron_rl.megatron.vocab_statistics import vocab_parallel_statistics
-from megatron_rl.refit.process_group_transport import PointToPoint
+from megatron_rl.refit.nccl_transport import Nccl
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.shared_memory_transport import CudaIpc
 from megatron_rl.refit.transport import Deadline, TransportError
@@ -307,7 +307,7 @@ def _wait_for_nobody(answers: Any) -> None:
     torch.cuda.set_device(0)
     store, _ = RefitStore.host("127.0.0.1")
     start = time.monotonic()
-    group = PointToPoint(store, 0, 2, backend="nccl", settings=RefitConfig(message_timeout_s=3.0, timeout_s=6.0))
+    group = Nccl(store, 0, 2, RefitConfig(message_timeout_s=3.0, timeout_s=6.0))
     handle = group.receive(1, "a message that nobody sends", MESSAGE, torch.device("cuda", 0))
     try:
         handle.wait(Deadline.start(6.0, 3.0))

@@ -1,0 +1,197 @@
+"""A transport over an NCCL process group, between GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config.schema import RefitConfig
+from megatron_rl.refit.buffers import Buffers
+from megatron_rl.refit.refit_store import RefitStore
+from megatron_rl.refit.task_thread import TaskThread
+from megatron_rl.refit.transport import RECHECK_S, Deadline, Handle, TransportError
+
+_log = logging.getLogger(__name__)
+POLL_S = 0.0002  # interval in seconds at which NCCL operations are polled for completion
+ABORT_S = 5.0  # longest wait in seconds for NCCL to abort a group
+# NCCL's timeout of a message. Longer than any refit, because torch ends the whole process when it expires.
+NCCL_TIMEOUT = timedelta(days=30)
+# Environment variables that torch reads when it creates an NCCL group. With them, torch reports errors of the group to
+# callers that wait for messages, and to nobody else. By default, torch ends the whole process when a peer is lost, when
+# a message is late, or some 16 minutes after a call of `abort` that does not return. Without the dump of debugging
+# information, torch does not ask the key-value store for requests of dumps every second.
+QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class Nccl:
+    """A transport over a separate NCCL process group of `size` ranks. Implements transport.Transport.
+
+    NCCL connects two ranks at their first message, and the call blocks until the other side has called too. Therefore
+    messages are started in a thread, one after another. A message that is not started in time is treated as lost. The
+    thread calls NCCL only after both ranks have announced on the key-value store that they are about to connect: the
+    wait on the store ends when the transport is closed, NCCL's own wait for a peer that never comes does not.
+    """
+
+    takes_pieces = False  # packing slices into one message costs a GPU less time than a further message
+
+    def __init__(self, store: RefitStore, rank: int, size: int, settings: RefitConfig) -> None:
+        """Creates the process group. Collective over its ranks.
+
+        Raises TransportError unless all ranks join within `message_timeout_s`.
+        """
+        self._rank, self._buffers, come = rank, Buffers(), settings.message_timeout_s
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = NCCL_TIMEOUT
+        try:
+            # the reference keeps the object alive, because torch refers only to its C++ half
+            self._store = store.rank_store(timedelta(seconds=come))
+            with _quiet():
+                self._group = dist.ProcessGroupNCCL(dist.PrefixStore(store.prefix, self._store), rank, size, options)
+        except RuntimeError as error:
+            raise TransportError(
+                f"NCCL group of {size} ranks: not all of them came within {come:.0f} s ({error})"
+            ) from error
+        self._starter = TaskThread()
+        self._connecting, self._connected = store.under("connecting"), set[int]()  # peers that NCCL may connect
+        self._closed = threading.Event()
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._buffers.take(size, device)
+
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> Handle:
+        starts = []
+        if not size_known:
+            length = torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8)
+            starts.append(self._start("send", length, peer))
+        starts.append(self._start("send", message, peer))
+
+        def wait(deadline: Deadline) -> Tensor:
+            _finish(starts, f"{label} to {peer}", deadline)
+            return message
+
+        return Handle(wait, lambda: self._buffers.give_back(message))
+
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> Handle:
+        # A message of unknown size is received after its length.
+        message = torch.zeros(8, dtype=torch.uint8, device=device) if size is None else self.buffer(size, device)
+        start = self._start("recv", message, peer)
+
+        def wait(deadline: Deadline) -> Tensor:
+            nonlocal message, start
+            _finish([start], f"{label} from {peer}", deadline)
+            if size is None:
+                message = self.buffer(int(message.cpu().view(torch.int64)[0]), device)
+                start = self._start("recv", message, peer)
+                _finish([start], f"{label} from {peer}", deadline)
+            return message
+
+        return Handle(wait, lambda: self._buffers.give_back(message))
+
+    def close(self) -> None:
+        self._buffers.clear()
+        self._closed.set()
+        self._starter.end()
+        # The group is aborted, because kernels that wait for a dead peer would spin forever. NCCL's abort may not
+        # return if the peer does not abort, too. The abandoned thread keeps the group alive: torch's destructor of
+        # the group would wait for the abort.
+        aborting = threading.Thread(target=_abort, args=(self._group,), daemon=True)
+        aborting.start()
+        aborting.join(ABORT_S)
+        if aborting.is_alive():
+            _log.warning(
+                "NCCL has not aborted the group of a refit within %.0f s and is left behind: its memory stays "
+                "allocated on the GPU, and kernels may go on waiting for a lost engine",
+                ABORT_S,
+            )
+
+    def _start(self, verb: str, message: Tensor, peer: int) -> futures.Future[Any]:
+        """Starts one send or receive (`verb`: "send" or "recv"). Returns a Future of the torch Work, which raises
+        RuntimeError if the connection is lost.
+        """
+        # NCCL waits for the work on the current stream, which is the caller's and not that of the starting thread
+        stream = torch.cuda.current_stream(message.device) if message.is_cuda else None
+        return self._starter.submit(lambda: self._start_connected(verb, message, peer, stream))
+
+    def _start_connected(self, verb: str, message: Tensor, peer: int, stream: torch.cuda.Stream | None) -> Any:
+        """Waits until the peer is about to connect, then starts one send or receive after the work on `stream`. Returns
+        the torch Work. Raises TransportError if the transport was closed before the peer came.
+        """
+        if peer not in self._connected:
+            self._connecting.put(f"{self._rank}-{peer}", True)
+            while not self._connecting.has(f"{peer}-{self._rank}", RECHECK_S):
+                if self._closed.is_set():
+                    raise TransportError(f"the group was closed before rank {peer} came")
+            self._connected.add(peer)
+        if stream is not None:
+            torch.cuda.set_device(stream.device)  # the current device is per thread
+        with torch.cuda.stream(stream):
+            return getattr(self._group, verb)([message], peer, 0)
+
+
+def _finish(starts: Sequence[futures.Future[Any]], what: str, deadline: Deadline) -> None:
+    """Waits until all sends or receives of one message are done. Raises TransportError when one fails or is late."""
+    failure = deadline.until(lambda seconds: not futures.wait(starts, seconds).not_done)
+    errors: list[BaseException] = []
+    if failure is None:
+        errors = [error for start in starts if (error := start.exception()) is not None]
+    if failure is None and not errors:
+        works = [start.result() for start in starts]
+        failure = deadline.until(lambda seconds: _poll(works, seconds))
+        errors = [error for work in works if failure is None and (error := work.exception()) is not None]
+    if failure is not None or errors:
+        raise TransportError(f"{what}: {failure or _first_line(errors[0])}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Context manager. An NCCL group that is created in the block never ends the process (see QUIET)."""
+    before = {name: os.environ.get(name) for name in QUIET}
+    os.environ.update(QUIET)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _abort(group: Any) -> None:
+    """Aborts an NCCL group. Logs an error instead of raising it."""
+    try:
+        group.abort()
+    except RuntimeError as error:
+        _log.warning("NCCL could not abort the group of a refit: %s", _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _poll(works: Sequence[Any], seconds: float) -> bool:
+    """Waits up to `seconds` for all torch Works. Returns whether all of them are done."""
+    end = time.monotonic() + seconds
+    while not all(work.is_completed() for work in works):
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
