@@ -108,13 +108,16 @@ class OpenAiServer(Server):
         """Implements `Server.score`. Raises EngineError if the endpoint does not return the log-probs of prompts, or
         identifies the most likely tokens only by their text.
         """
+        problem = None
         if not self._endpoint.token_prompts:
-            raise EngineError(f"{self.url} takes text alone (token_prompts: false): it cannot score tokens")
-        if k and not self._endpoint.extensions:
-            raise EngineError(
-                f"{self.url} names the likeliest tokens by their text (extensions: false), which does not tell which "
-                "they are; set extensions: true for a server of vLLM's, or give the role an engine of its own"
+            problem = "takes text alone (token_prompts: false): it cannot score tokens"
+        elif k and not self._endpoint.extensions:
+            problem = (
+                "names the likeliest tokens by their text (extensions: false), which does not tell which they are; set "
+                "extensions: true for a server of vLLM's, or give the role an engine of its own"
             )
+        if problem is not None:
+            raise EngineError(f"{self.url} {problem}")
         longer = [tokens.tolist() for tokens in sequences if len(tokens) > 1]
         body = {"model": self._endpoint.model, "prompt": longer, "echo": True, "max_tokens": 0, "temperature": 1.0}
         body |= {"logprobs": max(1, k)} | ({"return_token_ids": True} if self._endpoint.extensions else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -27,17 +28,7 @@ NOTE_S = 5.0  # seconds between two checks of a starting server's shared memory
 POLL_S = 0.2
 # Variables of torchrun that a server must not inherit, because it is not a rank. With TORCHELASTIC_USE_AGENT_STORE its
 # processes would wait forever for torchrun's store.
-LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
+LAUNCHER = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ROLE)_.*")
 METADATA = "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n"
 
 
@@ -64,11 +55,7 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         own = str(_only_this_package(imports, command.entry_points))
         path = os.pathsep.join(filter(None, (own, inherited.get("PYTHONPATH"))))
-        kept = {
-            name: value
-            for name, value in inherited.items()
-            if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
-        }
+        kept = {name: value for name, value in inherited.items() if not LAUNCHER.fullmatch(name)}
         # The fault handler writes the stack of a crash in compiled code to the log.
         environment = {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": path, **command.environment}
         shared_memory_cleanup.clear()

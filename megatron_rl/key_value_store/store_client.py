@@ -123,15 +123,12 @@ class KeyValueClient:
             raise KeyValueError(f"the key-value store at {self.host}:{self.port} is gone: {error}") from error
         with self._lock:
             self._idle.append(connection)
+        if status == bytes([Reply.DONE]):
+            return answer
+        kind, said = KeyValueError, f"refuses: {b' '.join(answer).decode()[:200]}"
         if status == bytes([Reply.LATE]):
-            raise KeyValueTimeout(
-                f"the key-value store at {self.host}:{self.port} did not get the keys within {wait_s:.1f} s"
-            )
-        if status != bytes([Reply.DONE]):
-            raise KeyValueError(
-                f"the key-value store at {self.host}:{self.port} refuses: {b' '.join(answer).decode()[:200]}"
-            )
-        return answer
+            kind, said = KeyValueTimeout, f"did not get the keys within {wait_s:.1f} s"
+        raise kind(f"the key-value store at {self.host}:{self.port} {said}")
 
 
 class _Connection:

@@ -178,35 +178,15 @@ class Exchange:
         bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
         transport, peer = self._route(bucket.source, bucket.destination)
         label = f"a first message, rank {bucket.source} to engine rank {bucket.destination},"
-        if out:
-            handle = transport.send(peer, label, transport.buffer(size, self._side.device), size_known=True)
-            return self._sent(handle, bucket, lost, deadline)
-        handle = transport.receive(peer, label, size, self._side.device)
+        if not out:
+            handle = transport.receive(peer, label, size, self._side.device)
+            return _completion(handle, bucket.source, lost, deadline)
+        handle = transport.send(peer, label, transport.buffer(size, self._side.device), size_known=True)
+        return _completion(handle, bucket.destination, lost, self._patient(deadline, bucket))
 
-        def finish() -> None:
-            try:
-                if bucket.source not in lost:
-                    handle.wait(deadline)
-                    handle.release()
-            except TransportError as error:
-                lost[bucket.source] = str(error)
-
-        return finish
-
-    def _sent(
-        self, handle: Handle, bucket: RefitBucket, lost: dict[int, str], deadline: Deadline
-    ) -> Callable[[], None]:
-        """Returns a function that waits until a message has been sent, and records a failure in `lost`."""
-
-        def finish() -> None:
-            try:
-                if bucket.destination not in lost:
-                    handle.wait(replace(deadline, pulse=lambda: self._pulse(bucket.destination)))
-                    handle.release()
-            except TransportError as error:
-                lost[bucket.destination] = str(error)
-
-        return finish
+    def _patient(self, deadline: Deadline, bucket: RefitBucket) -> Deadline:
+        """Returns the deadline for sending a bucket: it is extended while the engine rank is alive and waiting."""
+        return replace(deadline, pulse=lambda: self._pulse(bucket.destination))
 
     def _copy_locally(self, message: BucketMessage, run: _Run) -> None:
         """Copies and verifies the slices of a message whose source and destination are both in this process."""
@@ -284,7 +264,7 @@ class Exchange:
             return lambda: None
         out.full += size
         out.sent += end if head else size
-        return self._sent(handle, bucket, out.lost_destinations, run.deadline)
+        return _completion(handle, bucket.destination, out.lost_destinations, self._patient(run.deadline, bucket))
 
     def _receive(self, message: BucketMessage, run: _Run) -> Callable[[], None]:
         """Starts to receive a message.
@@ -306,23 +286,16 @@ class Exchange:
             peer, message.label(order.version), size if size_known else None, self._side.device, pieces=pieces
         )
 
-        def finish() -> None:
-            if bucket.source in out.lost_sources:
-                return
+        def land(whole: Tensor) -> None:
             try:
-                whole = handle.wait(run.deadline).to(self._side.device)
-                self._land(message, joined, loose, whole, run)
-            except TransportError as error:
-                out.lost_sources.setdefault(bucket.source, str(error))
+                self._land(message, joined, loose, whole.to(self._side.device), run)
             except ValueError as error:
-                out.lost_sources.setdefault(bucket.source, f"{message.label(order.version)} {error}")
+                raise TransportError(f"{message.label(order.version)} {error}") from error
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
-            else:
-                _synchronize(self._side.device)  # after this call, the sender may overwrite the memory of the message
-                handle.release()
+            _synchronize(self._side.device)  # after this call, the sender may overwrite the memory of the message
 
-        return finish
+        return _completion(handle, bucket.source, out.lost_sources, run.deadline, land)
 
     def _land(
         self, message: BucketMessage, joined: Sequence[SliceRun], loose: Sequence[SliceRun], whole: Tensor, run: _Run
@@ -438,6 +411,24 @@ def _synchronize(device: torch.device) -> None:
     """Waits until all work on the current CUDA stream of `device` is done. A no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _completion(
+    handle: Handle, rank: int, lost: dict[int, str], deadline: Deadline, land: Callable[[Tensor], None] = lambda _: None
+) -> Callable[[], None]:
+    """Returns a function that waits for a message, calls `land` with it, and releases its memory. A failure is recorded
+    in `lost` under the `rank` of the other side. The function is a no-op if the other side is lost already.
+    """
+
+    def complete() -> None:
+        try:
+            if rank not in lost:
+                land(handle.wait(deadline))
+                handle.release()
+        except TransportError as error:
+            lost[rank] = str(error)
+
+    return complete
 
 
 def _finish(waiting: Sequence[Callable[[], None]]) -> None:

@@ -230,23 +230,22 @@ class Tcp:
         """Checks the hello (proof that the caller knows the secret) of a new connection, and passes the connection to
         the lane of its peer.
         """
-        try:
-            said, end = bytearray(), time.monotonic() + HELLO_S
-            while len(said) < HELLO.size:
+        said, end, lane = bytearray(), time.monotonic() + HELLO_S, None
+        with contextlib.suppress(OSError, TransportError):
+            while len(said) < HELLO.size and time.monotonic() < end:
                 made.settimeout(max(0.01, end - time.monotonic()))
-                came = made.recv(HELLO.size - len(said))
-                if not came or time.monotonic() > end:
-                    raise TransportError("a stranger")
+                if not (came := made.recv(HELLO.size - len(said))):
+                    break
                 said += came
-            _, peer = HELLO.unpack(said)
-            if not hmac.compare_digest(said, hello(self._store, self._challenge.hex(), peer)):
-                raise TransportError("a stranger")
-            _configure(made)
-            self._forget(made)
-            self._lane("from", peer).give(made)
-        except (OSError, TransportError):
-            self._forget(made)
+            peer = HELLO.unpack(said)[1] if len(said) == HELLO.size else 0
+            if hmac.compare_digest(said, hello(self._store, self._challenge.hex(), peer)):
+                _configure(made)
+                lane = self._lane("from", peer)
+        self._forget(made)
+        if lane is None:
             made.close()
+        else:
+            lane.give(made)
 
 
 def hello(store: RefitStore, challenge: str, rank: int) -> bytes:

@@ -22,7 +22,7 @@ from megatron_rl.engines.embedded.scheduler import ContinuousBatch
 from megatron_rl.engines.embedded.stop_conditions import Ends
 from megatron_rl.engines.embedded.tandem_writers import Writers, pens_of
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens, TopScores
 from megatron_rl.host_to_device import upload
 from megatron_rl.weights import hf_model
 
@@ -142,8 +142,15 @@ class EmbeddedEngine:
         sampling_seeds.check(sampling)
         if sampling.stop_strings and self._tokenizer is None:
             raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
-        if sampling.tandem is not None:
-            self._check_tandem(sampling.tandem)
+        if sampling.tandem is not None and self._junior is None:
+            raise ValueError(
+                "sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)"
+            )
+        if sampling.tandem is not None and self._tokenizer is None:
+            rule = sampling.tandem.rule
+            raise ValueError(
+                f"sampling.tandem with strategy {rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine"
+            )
         self._check_tokens(tokens, f"prompt {key}")
         if sampling.stop_tokens:
             self._check_tokens(np.array(sampling.stop_tokens), "stop_tokens")
@@ -202,17 +209,14 @@ class EmbeddedEngine:
 
     def _batch(self, decoder: Decoder, rows: Sequence[Row], kind: Sampling) -> ContinuousBatch:
         ends = Ends(self._eos, kind, self._tokenizer, self.arch.vocab)
-        if kind.tandem is None:
-            return ContinuousBatch(
-                [decoder], rows, ends=ends, max_batch=self._max_batch, tells_experts=self._tells_experts,
-                recorder=self._recorder,
-            )  # fmt: skip
-        assert self._junior is not None, "checked when asked"
-        pens = pens_of(rows, kind.tandem, self._boundaries(kind.tandem.rule.strategy))
-        pair = (decoder, self._junior)
+        decoders, writers = [decoder], None
+        if kind.tandem is not None:
+            assert self._junior is not None, "checked when asked"
+            pens = pens_of(rows, kind.tandem, self._boundaries(kind.tandem.rule.strategy))
+            decoders, writers = [decoder, self._junior], Writers((decoder, self._junior), pens)
         return ContinuousBatch(
-            pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens),
-            tells_experts=self._tells_experts,
+            decoders, rows, ends=ends, max_batch=self._max_batch, writers=writers, tells_experts=self._tells_experts,
+            recorder=self._recorder,
         )  # fmt: skip
 
     def _scored(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
@@ -255,16 +259,6 @@ class EmbeddedEngine:
         scores[:, 1:][own], ids[:, 1:][own] = torch.cat(found).cpu().numpy(), torch.cat(likeliest).cpu().numpy()
         rows_of = zip(scores, ids, lengths.tolist(), strict=True)
         return [TopScores(logprobs=s[:n, 0].copy(), ids=i[:n], top_logprobs=s[:n, 1:].copy()) for s, i, n in rows_of]
-
-    def _check_tandem(self, tandem: TandemSampling) -> None:
-        if self._junior is None:
-            raise ValueError(
-                "sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)"
-            )
-        if self._tokenizer is None:
-            raise ValueError(
-                f"sampling.tandem with strategy {tandem.rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine"
-            )
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:

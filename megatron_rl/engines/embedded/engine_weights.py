@@ -170,22 +170,18 @@ def gather_weights(
     for name, tensor in stream:
         if (name == "lm_head.weight" and arch.tied) or family_of(arch).leaves_out(arch, name):
             continue
-        if name not in slots:
-            raise ValueError(
-                f"weight stream: unknown tensor {name!r} for a {arch.family} model; give Hugging Face names"
-            )
-        slot = slots[name]
-        if tuple(tensor.shape) != slot.shape:
-            raise ValueError(
-                f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {slot.shape}; "
-                "give full tensors"
-            )
-        if name in seen:
-            raise ValueError(f"weight stream: {name} came twice; give every tensor once")
+        slot, shape, problem = slots.get(name), tuple(tensor.shape), None
+        if slot is None:
+            problem = f"unknown tensor {name!r} for a {arch.family} model; give Hugging Face names"
+        elif shape != slot.shape:
+            problem = f"{name} has shape {shape}, the model needs {slot.shape}; give full tensors"
+        elif name in seen:
+            problem = f"{name} came twice; give every tensor once"
+        if slot is None or problem is not None:
+            raise ValueError(f"weight stream: {problem}")
         seen.add(name)
         slot.fill(tensor.detach())
-    missing = sorted(slots.keys() - seen)
-    if missing:
+    if missing := sorted(slots.keys() - seen):
         raise ValueError(
             f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; give the whole model"
         )

@@ -206,21 +206,17 @@ class ContinuousBatch:
         self._counts[part] += 1
         told = tokens.cpu().numpy()  # the step's only synchronization with the device
         ended = self._ends.table[told] | (self._counts[part] >= self._limits[places])
-        by_text = self._by_text(told, part) if self._ends.window else np.zeros(len(places), bool)
+        by_text = np.zeros(len(places), bool)  # whether the new token completes a stop string
+        if self._ends.window:
+            tails, living = self._tails[part], self._alive[part]
+            tails[:, :-1] = tails[:, 1:].copy()
+            tails[:, -1] = told
+            by_text[living] = self._ends.by_text(tails[living])
         authors = None if self._writers is None else self._writers.write(places, told)
         self._drawn.append(_Draw(places, offsets, tokens, logprobs, model_logprobs, authors))
         finished = np.flatnonzero((ended | by_text) & self._alive[part])
         if len(finished):
             self._finish(finished, part, told, by_text)
-
-    def _by_text(self, tokens: np.ndarray, part: slice) -> np.ndarray:
-        """Returns a bool array [B]: whether the new tokens [B] of the rows in slots `part` complete a stop string."""
-        tails = self._tails[part]
-        tails[:, :-1] = tails[:, 1:].copy()
-        tails[:, -1] = tokens
-        found, living = np.zeros(len(tokens), bool), self._alive[part]
-        found[living] = self._ends.by_text(tails[living])
-        return found
 
     def _finish(self, rows: np.ndarray, part: slice, tokens: np.ndarray, by_text: np.ndarray) -> None:
         """Marks `rows` (indices within the slots `part`) as ended, and stores the length and the stop reason of their

@@ -18,7 +18,8 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     """Returns the command line and environment of a server. Raises ConfigError for settings that vLLM does not support;
     some settings are unsupported only without a GPU.
     """
-    _refuse_without_gpu(settings, start)
+    if not start.on_gpu:
+        _refuse_without_gpu(settings, start)
     words = [
         start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
         "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
@@ -53,24 +54,18 @@ def command(settings: Vllm, start: ServerStart) -> Command:
 
 
 def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
-    """Raises ConfigError for settings that need a GPU, if the server has no GPU."""
-    if start.on_gpu:
-        return
-    if settings.colocate:
-        raise ConfigError(
-            "engine.colocate without a GPU: vLLM's sleep mode, which gives the trainer its memory back, needs CUDA; "
-            "set engine.colocate to false"
-        )
-    if settings.expert_parallel:
-        raise ConfigError(
-            "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; "
-            "set it to false, tp cuts experts too"
-        )
-    if start.tells_experts:
-        raise ConfigError(
-            "router_replay without a GPU: of vLLM's two model runners one tells the experts, "
-            "and that one needs Triton; set it to false"
-        )
+    """Raises ConfigError for a setting that needs a GPU."""
+    refused = {
+        "engine.colocate without a GPU: vLLM's sleep mode, which gives the trainer its memory back, needs CUDA; set "
+        "engine.colocate to false": settings.colocate,
+        "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; set it to false, tp cuts "
+        "experts too": settings.expert_parallel,
+        "router_replay without a GPU: of vLLM's two model runners one tells the experts, and that one needs Triton; "
+        "set it to false": start.tells_experts,
+    }
+    for problem, asked in refused.items():
+        if asked:
+            raise ConfigError(problem)
 
 
 def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:

@@ -9,6 +9,7 @@ junior's weights never change; a refit sends only the senior's weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +25,6 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries
-from megatron_rl.config.schema import Strategy
 from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf_model
@@ -137,7 +137,8 @@ class Authors(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._places = vllm_config.compilation_config.static_forward_context
         self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
-        self._boundaries: dict[Strategy, frozenset[int]] = {}
+        tokenizer = functools.partial(load_tokenizer, self._settings["tokenizer"])
+        self.boundaries = functools.cache(lambda strategy: boundaries(tokenizer(), strategy))  # tokens by strategy
         self.texts: dict[int, Text] = {}  # requests, by row of vLLM's batch
         self.keep = False  # whether to record the authors of tokens in `kept`
         # by key of a request: the authors of all its tokens except the last token
@@ -145,11 +146,6 @@ class Authors(LogitsProcessor):
 
     def is_argmax_invariant(self) -> bool:
         return False
-
-    def boundaries(self, strategy: Strategy) -> frozenset[int]:
-        if strategy not in self._boundaries:
-            self._boundaries[strategy] = boundaries(load_tokenizer(self._settings["tokenizer"]), strategy)
-        return self._boundaries[strategy]
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.texts, batch_update, self._begin)
