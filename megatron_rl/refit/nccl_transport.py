@@ -76,35 +76,13 @@ class Nccl:
     def send(
         self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
     ) -> Handle:
-        starts = []
-        if not size_known:
-            length = torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8)
-            starts.append(self._start("send", length, peer))
-        starts.append(self._start("send", message, peer))
-
-        def wait(deadline: Deadline) -> Tensor:
-            _finish(starts, f"{label} to {peer}", deadline)
-            return message
-
-        return Handle(wait, lambda: self._buffers.give_back(message))
+        return self._handle("send", peer, message, f"{label} to {peer}")
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
     ) -> Handle:
-        # A message of unknown size is received after its length.
-        message = torch.zeros(8, dtype=torch.uint8, device=device) if size is None else self.buffer(size, device)
-        start = self._start("recv", message, peer)
-
-        def wait(deadline: Deadline) -> Tensor:
-            nonlocal message, start
-            _finish([start], f"{label} from {peer}", deadline)
-            if size is None:
-                message = self.buffer(int(message.cpu().view(torch.int64)[0]), device)
-                start = self._start("recv", message, peer)
-                _finish([start], f"{label} from {peer}", deadline)
-            return message
-
-        return Handle(wait, lambda: self._buffers.give_back(message))
+        assert size is not None, "differences, whose size the receiver does not know, are not sent over NCCL"
+        return self._handle("recv", peer, self.buffer(size, device), f"{label} from {peer}")
 
     def close(self) -> None:
         self._buffers.clear()
@@ -123,15 +101,26 @@ class Nccl:
                 ABORT_S,
             )
 
-    def _start(self, verb: str, message: Tensor, peer: int) -> futures.Future[Any]:
-        """Starts one send or receive (`verb`: "send" or "recv"). Returns a Future of the torch Work, which raises
-        RuntimeError if the connection is lost.
-        """
+    def _handle(self, verb: str, peer: int, message: Tensor, what: str) -> Handle:
+        """Starts to send or to receive a message (`verb`: "send" or "recv"). `what`: name of the message in errors."""
         # NCCL waits for the work on the current stream, which is the caller's and not that of the starting thread
         stream = torch.cuda.current_stream(message.device) if message.is_cuda else None
-        return self._starter.submit(lambda: self._start_connected(verb, message, peer, stream))
+        start = self._starter.submit(lambda: self._start(verb, message, peer, stream))
 
-    def _start_connected(self, verb: str, message: Tensor, peer: int, stream: torch.cuda.Stream | None) -> Any:
+        def wait(deadline: Deadline) -> Tensor:
+            failure = deadline.until(lambda seconds: not futures.wait([start], seconds).not_done)
+            error = start.exception() if failure is None else None
+            if failure is None and error is None:
+                work = start.result()
+                failure = deadline.until(lambda seconds: _poll(work, seconds))
+                error = work.exception() if failure is None else None
+            if failure is not None or error is not None:
+                raise TransportError(f"{what}: {failure or _first_line(error)}")
+            return message
+
+        return Handle(wait, lambda: self._buffers.give_back(message))
+
+    def _start(self, verb: str, message: Tensor, peer: int, stream: torch.cuda.Stream | None) -> Any:
         """Waits until the peer is about to connect, then starts one send or receive after the work on `stream`. Returns
         the torch Work. Raises TransportError if the transport was closed before the peer came.
         """
@@ -145,20 +134,6 @@ class Nccl:
             torch.cuda.set_device(stream.device)  # the current device is per thread
         with torch.cuda.stream(stream):
             return getattr(self._group, verb)([message], peer, 0)
-
-
-def _finish(starts: Sequence[futures.Future[Any]], what: str, deadline: Deadline) -> None:
-    """Waits until all sends or receives of one message are done. Raises TransportError when one fails or is late."""
-    failure = deadline.until(lambda seconds: not futures.wait(starts, seconds).not_done)
-    errors: list[BaseException] = []
-    if failure is None:
-        errors = [error for start in starts if (error := start.exception()) is not None]
-    if failure is None and not errors:
-        works = [start.result() for start in starts]
-        failure = deadline.until(lambda seconds: _poll(works, seconds))
-        errors = [error for work in works if failure is None and (error := work.exception()) is not None]
-    if failure is not None or errors:
-        raise TransportError(f"{what}: {failure or _first_line(errors[0])}")
 
 
 @contextlib.contextmanager
@@ -183,14 +158,14 @@ def _abort(group: Any) -> None:
         _log.warning("NCCL could not abort the group of a refit: %s", _first_line(error))
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | None) -> str:
     return str(error).partition("\n")[0]
 
 
-def _poll(works: Sequence[Any], seconds: float) -> bool:
-    """Waits up to `seconds` for all torch Works. Returns whether all of them are done."""
+def _poll(work: Any, seconds: float) -> bool:
+    """Waits up to `seconds` for a torch Work. Returns whether it is done."""
     end = time.monotonic() + seconds
-    while not all(work.is_completed() for work in works):
+    while not work.is_completed():
         if time.monotonic() > end:
             return False
         time.sleep(POLL_S)

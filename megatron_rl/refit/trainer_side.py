@@ -163,8 +163,8 @@ class TrainerSide:
             hello = [
                 r for r in range(world) if (replicas is None or r // tp in replicas) and self._store.peek(f"hello/{r}")
             ]
-            whole = [r for r in hello if all(q in hello for q in _replica(r, tp))]
-            if whole and (self._awaited <= set(whole) or time.monotonic() > patience):
+            whole = _whole(hello, tp)
+            if whole and (self._awaited <= {*whole} or time.monotonic() > patience):
                 break
             if deadline.wait_s() <= 0.01:
                 where, waited = f"{self.address[0]}:{self.address[1]}", f"{self._settings.timeout_s:.0f} s"
@@ -181,7 +181,7 @@ class TrainerSide:
                 self._store.remove(f"hello/{rank}")  # an engine that finds its registration removed registers again
                 continue
             call.locations[rank], call.versions[rank] = RankLocation(*ready["location"]), ready["version"]
-        for rank in [r for r in call.locations if not all(q in call.locations for q in _replica(r, tp))]:
+        for rank in call.locations.keys() - _whole(call.locations, tp):
             del call.locations[rank]
         self._awaited = set(call.locations)
         return call
@@ -400,9 +400,9 @@ class TrainerSide:
         return result
 
 
-def _replica(rank: int, tp: int) -> Collection[int]:
-    """Returns the engine ranks of the replica that engine rank `rank` belongs to."""
-    return range(rank // tp * tp, rank // tp * tp + tp)
+def _whole(ranks: Collection[int], tp: int) -> list[int]:
+    """Returns those of the engine ranks whose replica has all its `tp` ranks among `ranks`."""
+    return [rank for rank in ranks if all(rank // tp * tp + place in ranks for place in range(tp))]
 
 
 def _copy_rate(device: torch.device) -> float:
