@@ -176,7 +176,12 @@ class Http:
                         )
                 return response.status, response.headers, bytes(data)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded
-            raise ServerLost(f"{self.url}{path}: {_why(error, timeout_s)}") from error
+            why = " ".join(str(error).split())[:SHOWN] or type(error).__name__
+            if isinstance(error, aiohttp.ConnectionTimeoutError):
+                why = f"no connection within {limits.connect:g} s"
+            elif isinstance(error, TimeoutError):
+                why = f"no answer within {timeout_s:g} s"
+            raise ServerLost(f"{self.url}{path}: {why}") from error
         except asyncio.CancelledError:
             if task in self._under_way:
                 raise
@@ -240,15 +245,6 @@ def _check(url: str, headers: Mapping[str, str]) -> None:
             f"{host}: the API key or a header of requests has a line break, or another character or space that HTTP "
             "does not allow there"
         )
-
-
-def _why(error: Exception, timeout_s: float) -> str:
-    """Returns the reason why there is no complete answer."""
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return f"no connection within {min(CONNECT_S, timeout_s):g} s"
-    if isinstance(error, TimeoutError):
-        return f"no answer within {timeout_s:g} s"
-    return " ".join(str(error).split())[:SHOWN] or type(error).__name__
 
 
 def _shown(data: bytes) -> str:

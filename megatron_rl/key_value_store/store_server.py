@@ -249,14 +249,9 @@ class _Peer(asyncio.Protocol):
         self.inbox += data
         try:
             if self.up is None and len(self.inbox) >= store_wire_format.ANSWER_BYTES:
-                proof, self.inbox = (
-                    self.inbox[: store_wire_format.ANSWER_BYTES],
-                    self.inbox[store_wire_format.ANSWER_BYTES :],
-                )
-                nonce, signature = (
-                    bytes(proof[: store_wire_format.NONCE_BYTES]),
-                    bytes(proof[store_wire_format.NONCE_BYTES :]),
-                )
+                proof = bytes(self.inbox[: store_wire_format.ANSWER_BYTES])
+                del self.inbox[: store_wire_format.ANSWER_BYTES]
+                nonce, signature = proof[: store_wire_format.NONCE_BYTES], proof[store_wire_format.NONCE_BYTES :]
                 self._transport.write(self._server.greet(self, nonce, signature))
                 self._late.cancel()
             if (request := self._request()) is not None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.key_value_store.store_server import configure
 from megatron_rl.refit.buffers import Buffers, parts
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.task_thread import TaskThread
@@ -36,7 +37,6 @@ HELLO = struct.Struct("<32sI")
 LENGTH = struct.Struct("<Q")
 JOIN_S = 1.0  # longest wait in seconds for the end of a thread that has no connection yet, and so accesses no message
 PAUSE_S = 0.1  # pause in seconds after a failed attempt to accept a connection
-IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
 HELLO_S = 5.0  # seconds after which a caller is refused if it has not sent its hello (proof that it knows the secret)
 MAX_CALLERS = 256  # maximum number of connections without a hello; each has a thread and a file descriptor
 # when MAX_CALLERS is reached, the oldest caller is disconnected if it has waited for more seconds than this
@@ -180,7 +180,8 @@ class Tcp:
         host, port, challenge = self._store.peek(str(peer))
         made = socket.create_connection((host, port), timeout=self._timeout_s)
         try:
-            _configure(made)
+            configure(made)
+            made.settimeout(None)
             made.sendall(hello(self._store, challenge, self._rank))
         except OSError:
             made.close()
@@ -239,7 +240,8 @@ class Tcp:
                 said += came
             peer = HELLO.unpack(said)[1] if len(said) == HELLO.size else 0
             if hmac.compare_digest(said, hello(self._store, self._challenge.hex(), peer)):
-                _configure(made)
+                configure(made)
+                made.settimeout(None)
                 lane = self._lane("from", peer)
         self._forget(made)
         if lane is None:
@@ -336,15 +338,6 @@ class _Lane:
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-
-
-def _configure(made: socket.socket) -> None:
-    """Sets the options of a connection: no send delay (TCP_NODELAY), and keepalive probes while it is idle."""
-    made.settimeout(None)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # keepalive is needed because a connection is idle between refits
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
 def _memory(block: Tensor) -> memoryview:
