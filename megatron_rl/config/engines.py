@@ -150,6 +150,11 @@ class RefitConfig:
     message_timeout_s: PositiveFloat = 60.0  # timeout of one message, in seconds
     directory: str | None = None  # directory for transport = disk; all ranks must be able to access it
 
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for a transport through files without a directory."""
+        if self.transport == "disk" and self.directory is None:
+            yield "refit.transport = disk: set refit.directory to a directory that trainer and engines see"
+
 
 @config
 class Rollouts:

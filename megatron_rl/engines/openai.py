@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines import response_parsing, sampling_seeds
-from megatron_rl.engines.http import CONTROL_BYTES, RequestRefused, ServerLost
+from megatron_rl.engines.http import RequestRefused
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.server_pool import ServerEngine, given
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopScores, empty
@@ -31,8 +31,6 @@ CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")
 TOKEN_ID = "token_id:"  # prefix of a token's id if the endpoint reports tokens as ids (`return_tokens_as_token_ids`)
 # A model's vocabulary size is the tokenizer's, rounded up to a multiple of at most this number.
 VOCAB_MULTIPLE = 1024
-# Seconds before a request is sent again. Doubled with each attempt. Used if the endpoint sends no Retry-After time.
-PAUSE_S = 0.5
 
 
 def open_endpoint(
@@ -75,7 +73,7 @@ class OpenAiServer(Server):
     log-probs of the completion are nan.
     """
 
-    health, speaker, retry_after_s = MODELS, "a completion", PAUSE_S
+    health, speaker, retry_after_s = MODELS, "a completion", 0.5
 
     def __init__(self, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], key: str | None) -> None:
         super().__init__(
@@ -178,23 +176,12 @@ class OpenAiServer(Server):
         return body
 
     async def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
-        """Sends a completion request and returns the choices in the answer, in order. Raises ServerLost (with the time
-        to wait before a retry), RequestRefused or ConfigError as `Http.ask` does.
-        """
-        answer = await self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
+        """Sends a completion request. Returns the choices in the answer, in order. Raises the errors of `Http.ask`."""
+        answer = await self._http.ask("POST", COMPLETIONS, body, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             self._check_count(choices, count)
         return choices
-
-    async def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
-        """Sends a request and returns the JSON of the answer. Raises the errors of `Http.ask`; ServerLost has the time
-        to wait before a retry.
-        """
-        try:
-            return await self._http.ask(method, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
-        except ServerLost as error:
-            raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
 
     def _drawn(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
         """Parses one choice of an answer as a completion of at most `room` tokens. Raises AnswerError and other errors
@@ -270,7 +257,7 @@ class OpenAiServer(Server):
     async def _ask_context(self, timeout_s: float) -> None:
         listed = None
         with contextlib.suppress(RequestRefused):  # the endpoint has no such route
-            listed = await self._call("GET", MODELS, None, timeout_s)
+            listed = await self._http.ask("GET", MODELS, timeout_s=timeout_s)
         entries = listed.get("data") if isinstance(listed, dict) else None
         told = [
             entry.get(name)

@@ -28,7 +28,7 @@ class AnswerError(ValueError):
 
 
 @contextlib.contextmanager
-def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[None]:
+def understood(url: str, whose: str) -> Iterator[None]:
     """A context manager for code that parses an answer. Errors that a malformed answer causes are raised as ServerLost,
     so that the request counts as failed.
     """
@@ -36,8 +36,7 @@ def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         kind = "" if isinstance(error, AnswerError) else f"{type(error).__name__} "
-        said = f"{url} sent an answer that is not {whose}: {kind}{str(error)[:400]}"
-        raise ServerLost(said, retry_after_s=retry_after_s) from error
+        raise ServerLost(f"{url} sent an answer that is not {whose}: {kind}{str(error)[:400]}") from error
 
 
 def require(valid: bool, problem: str) -> None:

@@ -41,7 +41,8 @@ class Server:
 
     health: ClassVar[str]  # route that answers successfully while the server is ready
     speaker: ClassVar[str]  # name of the engine in the possessive, for error messages, such as "vLLM's"
-    retry_after_s: ClassVar[float] = 0.0  # seconds before the next request to a server that sent an invalid answer
+    # seconds before a request is sent again if the server failed it and did not ask for another time
+    retry_after_s: ClassVar[float] = 0.0
 
     def __init__(
         self, url: str, headers: Mapping[str, str], *, ends: Collection[int], vocab: int, refused: str = REFUSED
@@ -121,7 +122,7 @@ class Server:
 
     def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager for code that parses an answer: if the answer is malformed, raises ServerLost."""
-        return response_parsing.understood(self.url, self.speaker, retry_after_s=self.retry_after_s)
+        return response_parsing.understood(self.url, self.speaker)
 
     def _post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
         return self._http.call("POST", path, body, timeout_s=timeout_s)

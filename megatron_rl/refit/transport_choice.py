@@ -102,8 +102,11 @@ class Wiring:
                 made = Nccl(own, number, len(members), settings)
             elif kind == "tcp":
                 made = Tcp(own, number, settings)
+            elif kind == "disk":
+                assert settings.directory is not None, "checked by the config"
+                made = Slots(own, number, Disk(Path(settings.directory)))
             else:
-                made = Slots(own, number, _medium(kind, settings))
+                made = Slots(own, number, SharedMemory() if kind == "shared_memory" else CudaIpc())
             self._transports[kind] = made
 
     def route(self, source: int, destination: int) -> tuple[Transport, int]:
@@ -147,17 +150,3 @@ def _check_nccl(locations: RankLocations, settings: RefitConfig) -> None:
     if settings.transport == "nccl":
         raise ConfigError(f"refit.transport = nccl: {what}; use auto, or the same torch on both sides")
     _log.warning("%s: weights go over TCP. The same torch on both sides makes refits faster", what)
-
-
-def _medium(kind: str, settings: RefitConfig) -> SharedMemory | Disk | CudaIpc:
-    """Returns the medium (kind of shared memory) through which the transport named `kind` sends messages.
-
-    Raises ConfigError if the transport is "disk" and no directory is set.
-    """
-    if kind == "shared_memory":
-        return SharedMemory()
-    if kind == "cuda_ipc":
-        return CudaIpc()
-    if settings.directory is None:
-        raise ConfigError("refit.transport = disk: set refit.directory to a directory that trainer and engines see")
-    return Disk(Path(settings.directory))

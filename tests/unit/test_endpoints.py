@@ -133,7 +133,7 @@ def test_requests_that_wait_for_the_context_wait_for_one_answer(tmp_path):
 
 
 def test_busy_and_broken_answers_are_asked_for_again_and_counted(opened, monkeypatch):
-    monkeypatch.setattr("megatron_rl.engines.openai.PAUSE_S", 0.01)
+    monkeypatch.setattr(OpenAiServer, "retry_after_s", 0.01)
     fake = FakeEndpoint()
     engine = opened(fake)
     fake.faults = [
@@ -147,7 +147,7 @@ def test_busy_and_broken_answers_are_asked_for_again_and_counted(opened, monkeyp
 
 
 def test_an_endpoint_that_fails_too_often_is_named(opened, monkeypatch):
-    monkeypatch.setattr("megatron_rl.engines.openai.PAUSE_S", 0.01)
+    monkeypatch.setattr(OpenAiServer, "retry_after_s", 0.01)
     fake = FakeEndpoint()
     engine = opened(fake, attempts=2)
     fake.faults = [(500, {}, "oh no"), (502, {}, "bad gateway")]

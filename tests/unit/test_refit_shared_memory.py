@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.shared_memory_transport import CudaIpc, Disk, SharedMemory, Slots
 from megatron_rl.refit.transport import TransportError
@@ -64,3 +65,9 @@ def test_no_slot_of_cuda_ipc_is_in_an_expandable_segment(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     CudaIpc().allocate(64, CPU)
     assert len(told) == 2
+
+
+def test_files_without_a_directory_are_refused_by_the_config():
+    """`check` accepted it, and the run ended at its first refit."""
+    with pytest.raises(ConfigError, match="refit.transport = disk: set refit.directory"):
+        RefitConfig(transport="disk")

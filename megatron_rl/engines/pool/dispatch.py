@@ -165,7 +165,7 @@ class Dispatcher:
                     raise EngineError(_with_log(said, member)) from error
                 if lost >= LOST_UNDER:
                     raise EngineError(_with_log(DEADLY.format(lost, request.what, error), member)) from error
-                pause_s = error.retry_after_s * 2.0 ** (len(failures) - 1)
+                pause_s = (error.retry_after_s or member.server.retry_after_s) * 2.0 ** (len(failures) - 1)
             finally:
                 self._queue.leave(member, request.sequences)
             if pause_s and all(m in failed for m in self.members.serving()):
