@@ -337,7 +337,8 @@ def test_close_does_not_wait_for_requests_under_way(run_engines: RunEngines):
     assert time.monotonic() - start < 10
     with pytest.raises(EngineError, match="was closed"):
         complete(pool, PROMPTS, SAMPLING)
-    assert not [t for t in threading.enumerate() if t.name.startswith(("requests-", "refits-", "registry-"))]
+    names = (f"requests-{ROLE}", f"refits-{ROLE}", f"registry-{ROLE}")
+    assert not [t for t in threading.enumerate() if t.name.startswith(names)]
 
 
 def test_close_does_not_wait_for_a_refit_under_way(run_engines: RunEngines):
