@@ -11,10 +11,10 @@ from typing import Any
 from megatron_rl.report import flips, run_sections
 from megatron_rl.report.curves import PALETTE, QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
 from megatron_rl.report.html_page import Block, as_json, write_page
-from megatron_rl.report.reading import RunMetrics, flatten, is_run, read_run
+from megatron_rl.report.reading import RunMetrics, is_run, read_run
 from megatron_rl.report.run_comparison import Arm, arms, differences_table, means_table, read_runs, runs_table
 from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
-from megatron_rl.run.run_directory import SWEEP
+from megatron_rl.run.run_directory import SWEEP, flatten
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
 SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js")

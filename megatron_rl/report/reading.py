@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
+from megatron_rl.run.run_directory import flatten
 
 PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not names of roles; EVAL is another one
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
@@ -144,14 +145,6 @@ def is_run(directory: Path) -> bool:
     """Returns whether the directory has metrics or the config of a run."""
     own = RunRecord(directory).directory
     return own.metrics.exists() or own.config.exists()
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested mappings to a dict such as {"run.seed": 1}. Empty mappings are dropped."""
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= flatten(inner, f"{prefix}{key}.") if isinstance(inner, Mapping) else {f"{prefix}{key}": inner}
-    return found
 
 
 class _Columns:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeGuard
 
-from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics, flatten
+from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics
 from megatron_rl.run.console import COLUMNS
 from megatron_rl.run.metrics import EVAL
+from megatron_rl.run.run_directory import flatten
 
 # Patterns of the names of settings that are shown at the top of the page.
 FACTS = (

@@ -59,7 +59,7 @@ class _Scope:
 class RunConsole(Sink):
     """A metric sink (see metrics.Sink) that shows metrics on the console and writes them to the log file `log_path`.
 
-    It is used on the driver rank only, and is a context manager that opens and closes itself. `total_iterations`:
+    It is used on the driver rank only, inside a `with` block. `total_iterations`:
     number of iterations of the whole run; None if unknown. `first_iteration`: number of iterations that were done
     before a resume. `stream`: the output, which shows a live table if it is a terminal. Warnings of the package's
     loggers are shown as lines of the console.
@@ -77,7 +77,7 @@ class RunConsole(Sink):
         self._evaluations: list[MetricsRow] = []  # the first and the last evaluation
         # pairs (number of completed iterations, time) at the ends of the most recent iterations
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
-        self._handler: logging.Handler | None = None
+        self._handler = _Forward(self)
         self._file: TextIO | None = None
         self._live: Live | None = None
         self._progress = Progress(
@@ -88,20 +88,30 @@ class RunConsole(Sink):
             "iterations", total=total_iterations, completed=first_iteration, cycle="", left=""
         )
 
-    def open(self) -> None:
-        """Opens the log file and, in a terminal, starts the live table. Further calls are no-ops."""
-        if self._handler is not None:
-            return
+    def __enter__(self) -> RunConsole:
+        """Opens the log file and, in a terminal, starts the live table."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._log_path.open("a", encoding="utf-8", buffering=1)
         if self._rich.is_terminal:
-            live = Live(self._render(), console=self._rich, refresh_per_second=4)
-            live.start()
-            self._live = live
-        self._handler = _Forward(self)
+            self._live = Live(self._render(), console=self._rich, refresh_per_second=4)
+            self._live.start()
         logger = logging.getLogger("megatron_rl")
         logger.addHandler(self._handler)
         logger.propagate = False  # otherwise the root logger's handler would print every line again
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the log file and stops the live table."""
+        logger = logging.getLogger("megatron_rl")
+        logger.removeHandler(self._handler)
+        logger.propagate = True
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+            self._live = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def log(self, row: MetricsRow) -> None:
         """Shows one metrics line on the console and writes it to the log file."""
@@ -131,29 +141,6 @@ class RunConsole(Sink):
         self._to_file(text)
         self._rich.print(text, markup=False, highlight=False)
 
-    def close(self) -> None:
-        """Closes the log file and stops the live table. Further calls are no-ops."""
-        if self._handler is None:
-            return
-        logger = logging.getLogger("megatron_rl")
-        logger.removeHandler(self._handler)
-        logger.propagate = True
-        self._handler = None
-        if self._live is not None:
-            self._live.update(self._render(), refresh=True)
-            self._live.stop()
-            self._live = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> RunConsole:
-        self.open()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _to_file(self, text: str) -> None:
         if self._file is None:
             return
@@ -176,14 +163,19 @@ class RunConsole(Sink):
         scopes = {name: scope for name, scope in self._scopes.items() if name not in NOTES and scope.values}
         seen = {column for scope in scopes.values() for column in scope.values}
         shown = [c for name in COLUMNS if name in seen for c in ((name, SMOOTH) if name == "reward" else (name,))]
-        rows = [[name, f"{scope.seconds:.1f}", *(_shown(scope, c) for c in shown)] for name, scope in scopes.items()]
+        rows = []
+        for name, scope in scopes.items():
+            values = {**scope.values, SMOOTH: scope.smoothed}
+            rows.append([name, f"{scope.seconds:.1f}", *(_cell(values.get(c), c) for c in shown)])
         parts = [_table((ROLE, SECONDS, *shown), rows)] if rows else []
         if self._evaluations:
-            parts.append(_comparison(self._evaluations))
+            heads = [f"iteration {one.iteration}" for one in self._evaluations]
+            names = [name for name in self._evaluations[-1].metrics if not _is_count(name)]
+            values = [[name, *(_cell(one.metrics.get(name)) for one in self._evaluations)] for name in names]
+            parts.append(_table(("evaluation", *heads), values))
         if "preflight" in self._scopes and not rows:
-            parts.append(
-                _table(("preflight", ""), [[k, _cell(v)] for k, v in self._scopes["preflight"].values.items()])
-            )
+            values = [[name, _cell(value)] for name, value in self._scopes["preflight"].values.items()]
+            parts.append(_table(("preflight", ""), values))
         return Group(*parts, self._progress)
 
 
@@ -241,22 +233,6 @@ def duration(seconds: float) -> str:
 def _is_count(name: str) -> bool:
     """Returns whether a metric of an evaluation is a count of problems or samples (`num_...`)."""
     return name.rpartition("/")[2].startswith("num_")
-
-
-def _shown(scope: _Scope, column: str) -> str:
-    return _cell(scope.smoothed if column == SMOOTH else scope.values.get(column), column)
-
-
-def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
-    """Returns a table with the metrics of the first and the last evaluation."""
-    first, last = evaluations[0], evaluations[-1]
-    names = [name for name in last.metrics if not _is_count(name)]
-    if last is first:
-        return _table(
-            ("evaluation", f"iteration {last.iteration}"), [[name, _cell(last.metrics[name])] for name in names]
-        )
-    rows = [[name, _cell(first.metrics.get(name)), _cell(last.metrics[name])] for name in names]
-    return _table(("evaluation", f"iteration {first.iteration}", f"iteration {last.iteration}"), rows)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run import Sinks
-from megatron_rl.run.metrics import MetricsRow, Sample, Sink, flat
+from megatron_rl.run.metrics import MetricsRow, Sample, Sink
 from megatron_rl.run.run_directory import WANDB_ID
 
 SAMPLE_COLUMNS = ("iteration", "group", "prompt", "response", "rewards", "length")
@@ -48,7 +48,7 @@ class TensorBoard(Sink):
         self._writer = SummaryWriter(str(self._directory), purge_step=self._first_iteration)
 
     def log(self, row: MetricsRow) -> None:
-        for name, value in flat(row).items():
+        for name, value in row.flat.items():
             self._writer.add_scalar(name, value, row.place[0])
         self._writer.flush()
 
@@ -102,7 +102,7 @@ class WandB(Sink):
 
     def log(self, row: MetricsRow) -> None:
         iteration, cycle = row.place
-        self._run.log({**flat(row), "iteration": iteration, "cycle": cycle})
+        self._run.log({**row.flat, "iteration": iteration, "cycle": cycle})
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
         """Sends a table of the samples."""

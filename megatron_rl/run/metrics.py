@@ -5,19 +5,19 @@ All values in metrics.jsonl are bitwise reproducible, except times and speeds.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from megatron_rl.run.json_lines import UNREADABLE, append, each
+from pydantic import PlainSerializer, StrictInt, StrictStr, TypeAdapter
+
+from megatron_rl.run.atomic_files import write_text
+from megatron_rl.run.json_lines import append, each
 
 SECONDS = "seconds/"  # prefix of metrics that are times; these metrics are written to the separate field `time`
 # Prefix of metrics that are rates or times of an update; these metrics are written to the separate field `speed`
@@ -25,6 +25,8 @@ SPEED = "speed/"
 FILE_NAME = "metrics.jsonl"
 EVAL = "eval"  # scope of evaluations
 _log = logging.getLogger(__name__)
+# JSON has no NaN and no infinities: they are written as the strings "nan", "inf" and "-inf"
+Value = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else repr(value))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +35,13 @@ class MetricsRow:
 
     # Index of the iteration over all roles, from 0 (SFT: of the optimizer step). For an evaluation: number of completed
     # iterations.
-    iteration: int
+    iteration: StrictInt
     # Index of the recipe's cycle, from 0 (SFT: of the optimizer step). For an evaluation: number of begun cycles.
-    cycle: int
-    scope: str  # origin of the metrics: a role, "eval", "sft", ...
-    time: Mapping[str, float]  # {phase: seconds}
-    metrics: Mapping[str, float]
-    speed: Mapping[str, float] = field(default_factory=dict)  # rates of the update, and seconds of its parts
+    cycle: StrictInt
+    scope: StrictStr  # origin of the metrics: a role, "eval", "sft", ...
+    time: dict[str, Value]  # {phase: seconds}
+    metrics: dict[str, Value]
+    speed: dict[str, Value] = field(default_factory=dict)  # rates of the update, and seconds of its parts
 
     @property
     def place(self) -> tuple[int, int]:
@@ -49,6 +51,15 @@ class MetricsRow:
         """
         before = self.scope == EVAL
         return self.iteration - before, self.cycle - before
+
+    @property
+    def flat(self) -> dict[str, float]:
+        """Returns the row's metrics, times and speeds as {scope/name: value}."""
+        parts = {"": self.metrics, SECONDS: self.time, SPEED: self.speed}
+        return {f"{self.scope}/{prefix}{name}": v for prefix, own in parts.items() for name, v in own.items()}
+
+
+_ROW = TypeAdapter(MetricsRow)
 
 
 def unlearned(iterations: Mapping[str, int], updates: Mapping[str, float]) -> list[str]:
@@ -104,16 +115,15 @@ class Tracker:
     """Writes metrics.jsonl and forwards every line to the sinks. A Tracker is used on the driver rank only.
 
     `failures`: number of failed calls of each sink. The first failure of each sink is logged as a warning; failures do
-    not stop the run. Every line is flushed to the disk when `log` returns. All lines of an iteration are logged before
-    the iteration's checkpoint is committed.
+    not stop the run. A sink that cannot be opened is not called again. Every line is flushed to the disk when `log`
+    returns. All lines of an iteration are logged before the iteration's checkpoint is committed.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self.path = path
         self.failures: dict[str, int] = {sink.name: 0 for sink in sinks}
         self._sinks = list(sinks)
-        self._opened: set[str] = set()
-        self._broken: set[str] = set()  # sinks that could not be opened
+        self._opened: list[Sink] | None = None  # None before the first line, at which the sinks are opened
         self._warned: set[str] = set()  # metrics for which a warning about a non-finite value was logged
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -122,24 +132,25 @@ class Tracker:
 
         Raises TypeError if a value is not a number, and DiskError if the line cannot be written.
         """
-        values: dict[str, float] = {}
+        parts: dict[str, dict[str, float]] = {SECONDS: {}, SPEED: {}, "": {}}
         for name, value in sorted(metrics.items()):
             try:
-                values[name] = float(value)
+                number = float(value)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"metric {name!r} is {value!r}: log a number") from error
+            prefix = next(prefix for prefix in parts if name.startswith(prefix))
+            parts[prefix][name.removeprefix(prefix)] = number
+            if not math.isfinite(number) and f"{scope}/{name}" not in self._warned:
+                self._warned.add(f"{scope}/{name}")
+                _log.warning("%s %s is %s at iteration %d (told once per metric)", scope, name, number, iteration)
         row = MetricsRow(
-            iteration=iteration,
-            cycle=cycle,
-            scope=scope,
-            time=_below(SECONDS, values),
-            metrics={name: value for name, value in values.items() if not name.startswith((SECONDS, SPEED))},
-            speed=_below(SPEED, values),
-        )
-        self._warn_not_finite(row)
-        append(self.path, _encode(row))
-        for sink in self._sinks:
-            self._send(sink, row)
+            iteration=iteration, cycle=cycle, scope=scope,
+            time=parts[SECONDS], metrics=parts[""], speed=parts[SPEED],
+        )  # fmt: skip
+        append(self.path, _ROW.dump_json(row, exclude_defaults=True))
+        if self._opened is None:
+            self._opened = [sink for sink in self._sinks if self._guarded(sink, sink.open)]
+        self._each(lambda sink: sink.log(row))
 
     @property
     def num_samples(self) -> int:
@@ -147,10 +158,8 @@ class Tracker:
         return max((sink.num_samples for sink in self._sinks), default=0)
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Passes sample rollouts of an iteration to the open sinks. Failures of a sink are counted in `failures`."""
-        for sink in self._sinks:
-            if sink.name in self._opened:
-                self._guarded(sink, partial(sink.show, iteration, scope, samples))
+        """Passes sample rollouts of an iteration to the open sinks."""
+        self._each(lambda sink: sink.show(iteration, scope, samples))
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Passes the function that returns the state of each engine server to the sinks, which call it from any
@@ -160,44 +169,39 @@ class Tracker:
 
     def keep_model(self, role: str, directory: Path) -> None:
         """Passes a trained model that the run has saved to the open sinks."""
-        for sink in self._sinks:
-            if sink.name in self._opened:
-                self._guarded(sink, partial(sink.keep_model, role, directory))
+        self._each(lambda sink: sink.keep_model(role, directory))
 
     def truncate(self, iteration: int) -> int:
         """Removes the lines of `iteration` and later iterations, before the run resumes at `iteration`.
 
         Damaged lines are also removed, and a warning is logged. Returns the number of removed lines.
         """
-        if not self.path.exists():
-            return 0
-        found = self.path.read_bytes().splitlines(keepends=True)
-        rows: list[MetricsRow | None] = [None] * len(found)  # None: the line is damaged or incomplete
-        for place, line in enumerate(found):
-            with suppress(*UNREADABLE):
-                rows[place] = _decode(json.loads(line)) if line.endswith(b"\n") else None
-        kept = [line for line, row in zip(found, rows, strict=True) if row is not None and row.iteration < iteration]
-        if None in rows[:-1]:  # a partial last line is normal after the process was killed
+        found = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        kept, damaged = list[bytes](), 0
+        for line in found:
+            try:
+                if not line.endswith(b"\n"):  # a partial last line is normal after the process was killed
+                    continue
+                row = _ROW.validate_json(line)
+            except ValueError:
+                damaged += 1
+                continue
+            if row.iteration < iteration:
+                kept.append(line)
+        if damaged:
             _log.warning(
                 "%s: %d damaged lines are removed; their metrics are lost where their iterations are not collected "
                 "again",
-                self.path, rows[:-1].count(None),
+                self.path, damaged,
             )  # fmt: skip
         if len(kept) < len(found):
-            temporary = self.path.with_name(f".{self.path.name}.tmp")
-            with temporary.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            write_text(self.path, b"".join(kept).decode())
         return len(found) - len(kept)
 
     def close(self) -> None:
         """Closes the sinks that were opened."""
-        for sink in self._sinks:
-            if sink.name in self._opened:
-                self._guarded(sink, sink.close)
-        self._opened.clear()
+        self._each(lambda sink: sink.close())
+        self._opened = []
 
     def __enter__(self) -> Tracker:
         return self
@@ -205,16 +209,9 @@ class Tracker:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _send(self, sink: Sink, row: MetricsRow) -> None:
-        if sink.name in self._broken:
-            self.failures[sink.name] += 1
-            return
-        if sink.name not in self._opened:
-            if not self._guarded(sink, sink.open):
-                self._broken.add(sink.name)
-                return
-            self._opened.add(sink.name)
-        self._guarded(sink, lambda: sink.log(row))
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in self._opened or ():
+            self._guarded(sink, lambda sink=sink: call(sink))
 
     def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
         """Calls a method of a sink, and returns whether the call raised no exception.
@@ -231,14 +228,6 @@ class Tracker:
             self.failures[sink.name] += 1
             return False
         return True
-
-    def _warn_not_finite(self, row: MetricsRow) -> None:
-        for name, value in (*row.metrics.items(), *row.time.items(), *row.speed.items()):
-            if not math.isfinite(value) and f"{row.scope}/{name}" not in self._warned:
-                self._warned.add(f"{row.scope}/{name}")
-                _log.warning(
-                    "%s %s is %s at iteration %d (told once per metric)", row.scope, name, value, row.iteration
-                )
 
 
 class Stopwatch:
@@ -286,44 +275,4 @@ def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | No
     Returns a message about the skipped lines, which are damaged or for which `take` raised ValueError; None if no line
     was skipped.
     """
-    return each(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
-
-
-def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Returns the values whose names begin with a prefix. The prefix is removed from the names."""
-    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-
-
-def _encode(row: MetricsRow) -> bytes:
-    """Returns a row as a line of JSON. Floats are written as the shortest text that is parsed to the same bits.
-
-    NaN and infinities, which JSON does not support, become strings.
-    """
-    line: dict[str, Any] = {"iteration": row.iteration, "cycle": row.cycle, "scope": row.scope}
-    for name, values in {"time": row.time, "metrics": row.metrics, "speed": row.speed}.items():
-        if values or name != "speed":
-            line[name] = {key: value if math.isfinite(value) else repr(value) for key, value in values.items()}
-    return json.dumps(line, allow_nan=False).encode()
-
-
-def _decode(raw: Any) -> MetricsRow:
-    """Converts a parsed JSON line to a row. Raises KeyError, TypeError, ValueError or AttributeError if it is not a
-    metrics line."""
-    iteration, cycle, scope = raw["iteration"], raw["cycle"], raw["scope"]
-    if type(iteration) is not int or type(cycle) is not int or not isinstance(scope, str):
-        raise TypeError("iteration and cycle are whole numbers, scope is a text")
-    return MetricsRow(
-        iteration=iteration,
-        cycle=cycle,
-        scope=scope,
-        time={name: float(value) for name, value in raw["time"].items()},
-        metrics={name: float(value) for name, value in raw["metrics"].items()},
-        speed={name: float(value) for name, value in raw.get("speed", {}).items()},
-    )
-
-
-def flat(row: MetricsRow) -> dict[str, float]:
-    """Returns a row's metrics, times and speeds as {scope/name: value}."""
-    times = {f"{row.scope}/{SECONDS}{name}": value for name, value in row.time.items()}
-    speeds = {f"{row.scope}/{SPEED}{name}": value for name, value in row.speed.items()}
-    return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times, **speeds}
+    return each(Path(run_dir) / FILE_NAME, lambda raw: take(_ROW.validate_python(raw)))

@@ -10,8 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,40 +45,19 @@ class RunBusy(RuntimeError):
     """Another process is using the run directory, so that this process cannot use it."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The paths of a run's files. The constructor accesses no file, so every rank may call it; only the driver rank
     writes files."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / FILE_NAME
-
-    @property
-    def refits(self) -> Path:
-        return self.path / "refits.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / FILE_NAME
+        self.refits = path / "refits.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.rollouts = path / "rollouts"
+        self.logs = path / "logs"
+        self.summary = path / "summary.json"
 
     def has_begun(self) -> bool:
         """Returns whether the run has logged metrics or saved a complete checkpoint."""
@@ -104,8 +82,8 @@ class RunDirectory:
             return {}
 
     def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Merges `values` into summary.json recursively, and returns the new content."""
-        merged = _merged(self.read_summary(), values)
+        """Writes `values` to summary.json, whose other keys stay, and returns the new content."""
+        merged = {**self.read_summary(), **values}
         write_json(self.summary, merged)
         return merged
 
@@ -124,24 +102,25 @@ def check_start(run: Run, config_text: str) -> list[str]:
     directory = RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.exists() else None
     saved = Checkpoints(directory.checkpoints).newest() is not None
+    changes = config_changes(old_text, config_text) if old_text is not None else []
+    wrong = None
     if run.resume == "must" and not saved:
-        raise RunError(
-            f"run.resume=must, but {directory.checkpoints} holds no complete checkpoint: start with run.resume=auto"
-        )
-    if run.resume == "never" and (old_text is not None or directory.metrics.exists()):
-        raise RunError(
+        wrong = f"run.resume=must, but {directory.checkpoints} holds no complete checkpoint: start with run.resume=auto"
+    elif run.resume == "never" and (old_text is not None or directory.metrics.exists()):
+        wrong = (
             f"run.resume=never, but {directory.path} holds a run: "
             "give another run.name, or continue it with run.resume=auto"
         )
-    if run.resume != "must" and old_text is None and directory.metrics.exists():
-        raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
-    changes = config_changes(old_text, config_text) if old_text is not None else []
-    if changes and saved and run.resume != "must":
+    elif run.resume != "must" and old_text is None and directory.metrics.exists():
+        wrong = f"{directory.path} has metrics of a run but no config.yaml: give another run.name"
+    elif changes and saved and run.resume != "must":
         listed = "\n  ".join(changes)
-        raise RunError(
+        wrong = (
             f"{directory.path} holds a run with another config:\n  {listed}\n"
             "give another run.name, put the values back, or continue with the new ones by run.resume=must"
         )
+    if wrong is not None:
+        raise RunError(wrong)
     return changes
 
 
@@ -189,35 +168,29 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
     lock after ENDING_S seconds. Two trainers would write the same files and send different weights to the same engines.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    here = directory_lock.own_name(job, restart)
+    here, until = directory_lock.own_name(job, restart), time.monotonic() + ENDING_S
     with (directory / "lock").open("a+", errors="replace") as file, contextlib.ExitStack() as stack:
-        try:
-            _take(lambda: stack.enter_context(directory_lock.held(file.fileno(), directory / "lock.held", here)))
-        except directory_lock.Taken as error:
-            file.seek(0)
-            who, cure = str(error) or file.read().strip() or "another process", f", or, {error.cure}" * bool(error.cure)
-            raise RunBusy(f"{directory} is being run by {who}: end that first{cure}") from None
+        while True:
+            try:
+                stack.enter_context(directory_lock.held(file.fileno(), directory / "lock.held", here))
+                break
+            except directory_lock.Taken as error:
+                if time.monotonic() > until:
+                    file.seek(0)
+                    who = str(error) or file.read().strip() or "another process"
+                    cure = f", or, {error.cure}" if error.cure else ""
+                    raise RunBusy(f"{directory} is being run by {who}: end that first{cure}") from None
+            time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
 
 
-def _take(take: Callable[[], None]) -> None:
-    """Calls `take` until it succeeds, for up to ENDING_S seconds. After that, the exception of `take` passes
-    through."""
-    until = time.monotonic() + ENDING_S
-    while time.monotonic() < until:
-        with contextlib.suppress(directory_lock.Taken):
-            return take()
-        time.sleep(0.1)
-    return take()
-
-
 def config_changes(old_text: str, new_text: str) -> list[str]:
     """Returns `key: old -> new` for every setting that differs between two YAML configs, except FREE_KEYS."""
     try:
-        old, new = (_flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
+        old, new = (flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
     except ConfigError as error:
         return [f"config.yaml of the run is damaged, so that its settings are not known: {error}"]
     absent = "(not set)"
@@ -296,21 +269,12 @@ class Interrupts:
                     os._exit(130)
 
 
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        key: _merged(old[key], new[key])
-        for key in new
-        if isinstance(new[key], Mapping) and isinstance(old.get(key), Mapping)
-    }
-    return {**old, **new, **both}
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens nested mappings, such as {"run": {"seed": 1}} to {"run.seed": 1}. Empty mappings stay as values."""
-    if not isinstance(value, Mapping) or not value:
+    if not isinstance(value, Mapping) or (prefix and not value):
         return {prefix: value}
     return {
         name: leaf
         for key, inner in value.items()
-        for name, leaf in _flatten(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+        for name, leaf in flatten(inner, f"{prefix}.{key}" if prefix else str(key)).items()
     }

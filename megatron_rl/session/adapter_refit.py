@@ -4,68 +4,37 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.engines.pool.server_pool import Pool
-from megatron_rl.engines.protocol import EngineError
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
-REFITS = 3  # maximum number of attempts to have at least one server load a new adapter version
 KEPT = 2  # adapter versions kept on disk: the newest, and the previous version, which running requests may still use
-# placeholder for the address of a weight store, because adapters are sent as files without a store
-NOWHERE = ("", 0, "")
 
 
-class AdapterRefit:
-    """Updates a role's servers by adapter files: writes each version in peft format and has the servers load the files.
+class AdapterFiles:
+    """The trainer's side of weight syncs by adapter files in peft format, `directory`/v{version}. Every rank has an
+    instance. The servers must be able to read `directory`."""
 
-    The adapter of a version is in `directory`/v{version}. The servers must be able to read `directory`. Every rank has
-    an instance. `pool`, the pool of the role's servers, is None except on the driver (rank 0).
-    """
+    address = ("", 0, "")  # placeholder for the address of a weight store, because adapters are sent without a store
 
-    def __init__(
-        self, world: World, role: str, policy: MegatronPolicy, pool: Pool | None, driver: Driver, directory: Path,
-        timeout_s: float,
-    ) -> None:  # fmt: skip
-        self._world, self._role, self._policy, self._pool = world, role, policy, pool
-        self._driver, self._directory, self._timeout_s = driver, directory, timeout_s
-        if pool is not None:
-            pool.refresh = self._refresh
+    def __init__(self, world: World, policy: MegatronPolicy, directory: Path) -> None:
+        self._world, self._policy, self._directory = world, policy, directory
+        self._begun = 0.0
 
-    def __call__(self, version: int) -> None:
-        """Writes the adapter of `version` to disk and has the servers load it. Collective. Waits until at least one
-        server is available.
+    def write(self, version: int) -> None:
+        """Writes the adapter of `version` to disk. Collective."""
+        self._begun = time.perf_counter()
+        self._policy.export.write_adapter(self._directory / f"v{version}")
 
-        Raises EngineError if no server becomes available in time, or if no server loads the adapter in REFITS
-        attempts."""
-        start, place = time.perf_counter(), self._directory / f"v{version}"
-        self._policy.export.write_adapter(place)
-        self._world.from_driver(self._bring, version, start)
-
-    def _bring(self, version: int, start: float) -> None:
-        assert self._pool is not None
-        for _ in range(REFITS):
-            self._pool.begin_refit(version, NOWHERE, None, wait_s=self._timeout_s)
-            if self._pool.end_refit():
-                size = sum(file.stat().st_size for file in (self._directory / f"v{version}").iterdir())
-                metrics: dict[str, Any] = {"refit/seconds": time.perf_counter() - start, "refit/gigabytes": size / 1e9}
-                self._driver.refitted({"role": self._role, "version": version, **metrics})
-                self._forget(version)
-                return
-        raise EngineError(f"{self._role}: no engine loaded the adapter of version {version}; see their logs")
-
-    def _refresh(self, replicas: list[int]) -> None:
-        """Has the servers with the indices `replicas` load the current adapter. The other servers continue to
-        generate."""
-        assert self._pool is not None
-        if self._pool.begin_refit(self._pool.version, NOWHERE, replicas, wait_s=self._timeout_s):
-            self._pool.end_refit()
-
-    def _forget(self, version: int) -> None:
-        """Deletes the adapter directories that are at least KEPT versions older than `version`."""
+    def __call__(self, version: int, replicas: Sequence[int]) -> dict[str, float]:
+        """Deletes the adapters that are at least KEPT versions older than `version`, and returns the metrics of the
+        weight sync. The servers load the files by themselves."""
+        if self._world.rank != 0:
+            return {}
         for place in self._directory.glob("v*"):
             if place.name[1:].isdecimal() and int(place.name[1:]) <= version - KEPT:
                 shutil.rmtree(place, ignore_errors=True)
+        size = sum(file.stat().st_size for file in (self._directory / f"v{version}").iterdir())
+        return {"refit/seconds": time.perf_counter() - self._begun, "refit/gigabytes": size / 1e9}

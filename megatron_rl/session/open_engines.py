@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.host_address import address_among_ranks, own_address
@@ -28,7 +29,7 @@ from megatron_rl.engines.static_servers import Addresses
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.session.adapter_refit import AdapterRefit
+from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.colocated_servers import ColocatedServers, start_servers
 from megatron_rl.session.eval_engines import embedded_engine, model_facts
 from megatron_rl.session.pool_refit import PoolRefit
@@ -76,6 +77,10 @@ class _Session:
     driver: Driver
     stack: contextlib.ExitStack  # closes the engines and servers when the run ends
     leave: Callable[[], bool]  # returns True if the run was asked to exit and should not wait for servers
+
+    def adapters(self, role: str) -> Path:
+        """Returns the directory of the versions of a role's LoRA adapter that its servers load."""
+        return (self.driver.directory.path / ENGINES / "adapters" / role).resolve()
 
 
 def open_engines(
@@ -181,15 +186,12 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
         if policy is None:
             continue
         if role.lora is not None and settings.serves_adapters:
-            place = driver.directory.path / ENGINES / "adapters" / name
-            run_engines.refits[name] = AdapterRefit(
-                session.world, name, policy, pool, driver, place, engines.refit.timeout_s
-            )
-            continue
-        layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
-        side = _trainer_side(session, name, policy, layout, settings.host)
+            side, present = AdapterFiles(session.world, policy, session.adapters(name)), contextlib.nullcontext
+        else:
+            layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
+            side, present = _trainer_side(session, name, policy, layout, settings.host), policy.memory.present
         run_engines.refits[name] = PoolRefit(
-            session.world, name, side, pool, driver, engines.refit.timeout_s, present=policy.memory.present
+            session.world, name, side, pool, driver, engines.refit.timeout_s, present=present
         )
     if settings.colocate:
         # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
@@ -231,8 +233,7 @@ def _pool(
     about = model_facts(role, load_tokenizer(role.model.tokenizer or role.model.path))
     if role.lora is not None and settings.serves_adapters:
         sharing = [other for other, own in engines.opened.items() if own.servers == role.servers]
-        place = (directory / "adapters" / name).resolve()
-        about = replace(about, adapters=Adapters(place, sharing.index(name), len(sharing)))
+        about = replace(about, adapters=Adapters(session.adapters(name), sharing.index(name), len(sharing)))
     client = connect(settings, token, engines.refit.timeout_s, about)
     pool = Pool(
         name, settings, ServerRegistry(directory), client, fixed=name not in session.policies,

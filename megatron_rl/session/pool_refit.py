@@ -9,6 +9,7 @@ from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import EngineError
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.transport import RefitError
+from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
@@ -21,10 +22,12 @@ class PoolRefit:
     Every rank has an instance. `pool`, the pool of the role's servers, is None except on the driver (rank 0)."""
 
     def __init__(
-        self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float, *,
+        self, world: World, role: str, side: TrainerSide | AdapterFiles, pool: Pool | None, driver: Driver,
+        timeout_s: float, *,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`present`: returns a context manager that keeps the policy's weights on the GPU inside its block."""
+        """`side`: sends the weights, or writes them to files. `present`: returns a context manager that keeps the
+        policy's weights on the GPU inside its block."""
         self._world, self._role, self._side, self._pool = world, role, side, pool
         self._driver, self._timeout_s, self._present = driver, timeout_s, present
         self._call = f"refit/{role}"
@@ -39,12 +42,14 @@ class PoolRefit:
         server becomes available in time, or if no server receives the weights in REFITS attempts.
         """
         why = None
+        if isinstance(self._side, AdapterFiles):  # the servers load the files as soon as the weight sync begins
+            self._side.write(version)
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version)
             if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights when restarted
                 return
             metrics, why = self._attempt((version, replicas))
-            if self._world.from_driver(self._end):
+            if self._world.from_driver(lambda: self._pool is not None and self._pool.end_refit()):
                 self._driver.refitted({"role": self._role, "version": version, **metrics})
                 return
         raise EngineError(
@@ -67,10 +72,6 @@ class PoolRefit:
         assert self._pool is not None
         return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s)
 
-    def _end(self) -> int:
-        assert self._pool is not None
-        return self._pool.end_refit()
-
     def _refresh(self, replicas: list[int]) -> None:
         """Sends the current weights to the servers with the indices `replicas`, while other servers generate. Called on
         the driver (rank 0)."""
@@ -78,5 +79,5 @@ class PoolRefit:
         begun = self._begin(self._pool.version, replicas)
         if begun:
             answers = self._world.call_all(self._call, [(self._pool.version, begun)] * self._world.size)
-            if self._end():
+            if self._pool.end_refit():
                 self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})

@@ -31,7 +31,7 @@ WIDE = """
   const free = (one) => one.closest(".scroll, svg, .plot, .tag") === null;
   const wide = [...document.querySelectorAll("main *")].filter((one) => free(one)
     && one.getBoundingClientRect().width > 0
-    && one.getBoundingClientRect().correct > document.documentElement.clientWidth + 0.5);
+    && one.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5);
 """
 LOOKS = (
     WIDE
@@ -42,6 +42,8 @@ LOOKS = (
   const parts = (one, what) => getComputedStyle(one)[what].match(/\\d+/g).slice(0, 3);
   const paint = (one, what) => parts(one, what).reduce((a, b) => a + Number(b), 0);
   return { plots: plots.length, painted: painted.length, width: document.documentElement.clientWidth,
+    left: [...document.querySelectorAll("td:not(:first-child)")].filter((one) => !["right", "center"]
+      .includes(getComputedStyle(one).textAlign)).map((one) => one.outerHTML.slice(0, 120)),
     scroll: document.documentElement.scrollWidth, wide: wide.slice(0, 5).map((one) => one.outerHTML.slice(0, 120)),
     paper: paint(document.body, "backgroundColor"), ink: paint(document.body, "color") };
 """
@@ -146,6 +148,7 @@ def test_all_is_drawn_and_nothing_is_wider_than_the_page(report, tmp_path, width
         seen = found.run(LOOKS)
         assert found.errors == [] and {address.split(":")[0] for address in found.requests} <= {"file", "about"}
     assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == []
+    assert seen["left"] == [], "numbers stand on the right of their cells"
     assert seen["plots"] == seen["painted"] >= 5
     assert (seen["paper"] < seen["ink"]) == dark, seen
 
