@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pydantic
+import pydantic_core
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.atomic_files import write_text
 
 Settings = Mapping[str, Any]
 _NEEDED = ("roles", "recipe", "data")  # sections without a default
@@ -61,7 +60,7 @@ class Config:
             case str() | Path():
                 return cls.from_yaml(given)
             case TrainConfig():
-                return cls(_plain("config", given))
+                return cls(pydantic_core.to_jsonable_python(given))
             case Mapping():
                 return cls(given)
         raise ConfigError(f"config is a {type(given).__name__}: give a Config, a mapping, or the path of a YAML file")
@@ -69,7 +68,7 @@ class Config:
     @property
     def settings(self) -> dict[str, Any]:
         """Returns a copy of the settings, without defaults, as nested mappings of plain values."""
-        return json.loads(json.dumps(self._tree))
+        return copy.deepcopy(self._tree)
 
     def resolve(self) -> TrainConfig:
         """Returns the complete config with all defaults, as `megatron-rl train` loads it from the YAML file. Raises
@@ -118,51 +117,33 @@ def _nested(key: Any, value: Any) -> dict[str, Any]:
     key is malformed or the value cannot be converted."""
     if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"config key {key!r}: it has the form a.b")
-    tree = _plain(key, value)
+    try:
+        tree = pydantic_core.to_jsonable_python(value)
+    except pydantic_core.PydanticSerializationError as error:
+        raise ConfigError(f"{key}: {error}: give numbers, texts, lists, mappings or sections of the schema") from error
     for part in reversed(key.split(".")):
         tree = {part: tree}
     return tree
 
 
-def _plain(key: str, value: Any) -> Any:
-    """Converts a value to numbers, texts, lists and dicts, as in JSON. Raises ConfigError for other values. `key`: the
-    setting's name for the message."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return pydantic.TypeAdapter(type(value)).dump_python(value, mode="json")
-    if isinstance(value, Mapping):
-        whole: dict[str, Any] = {}
-        for name, own in value.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"{key}.{name}: keys are texts")
-            whole[name] = _plain(f"{key}.{name}", own)
-        return whole
-    if isinstance(value, (list, tuple)):
-        return [_plain(f"{key}.{place}", own) for place, own in enumerate(value)]
-    if isinstance(value, Path):
-        return str(value)
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    raise ConfigError(f"{key} is a {type(value).__name__}: give a number, text, list, mapping or section of the schema")
-
-
 def _with_stubs(tree: Settings) -> dict[str, Any]:
     """Returns the settings with placeholders for missing required keys, so that the schema can check the others. Values
     that should be mappings and are not stay unchanged, so that the schema reports them."""
+
+    def filled(value: Any, key: str) -> Any:
+        return {key: "", **value} if isinstance(value, Mapping) else value
+
     whole = {"roles": {}, "recipe": {}, "data": {}, **tree}
-    whole["recipe"] = _filled(whole["recipe"], "target")
-    whole["data"] = _filled(whole["data"], "path")
+    whole["recipe"] = filled(whole["recipe"], "target")
+    whole["data"] = filled(whole["data"], "path")
     if isinstance(roles := whole["roles"], Mapping):
-        owners = [role["same_as"] for role in roles.values() if isinstance(role, Mapping) and role.get("same_as")]
-        whole["roles"] = {**{str(name): {} for name in owners}, **{name: _role(role) for name, role in roles.items()}}
+        mappings = {name: role for name, role in roles.items() if isinstance(role, Mapping)}
+        owners = {str(role["same_as"]): {} for role in mappings.values() if role.get("same_as")}
+        models = {
+            n: {**role, "model": filled(role["model"], "path")} for n, role in mappings.items() if "model" in role
+        }
+        whole["roles"] = {**owners, **roles, **models}
     evaluation = whole.get("evaluation")
     if isinstance(evaluation, Mapping) and "prompts" in evaluation:
-        whole["evaluation"] = {**evaluation, "prompts": _filled(evaluation["prompts"], "path")}
+        whole["evaluation"] = {**evaluation, "prompts": filled(evaluation["prompts"], "path")}
     return whole
-
-
-def _role(role: Any) -> Any:
-    return {**role, "model": _filled(role["model"], "path")} if isinstance(role, Mapping) and "model" in role else role
-
-
-def _filled(value: Any, key: str) -> Any:
-    return {key: "", **value} if isinstance(value, Mapping) else value

@@ -14,12 +14,13 @@ from typing import Any
 from megatron_rl.api import by_value
 from megatron_rl.api.by_value import DIGITS
 from megatron_rl.api.config import Settings
+from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import PromptSet
 from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION, prompt_fields
 from megatron_rl.data.rows import BadRow, rows_of
 from megatron_rl.rewards.reward_functions import CalledFunction, name_of
-from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.atomic_files import write_text
 
 FUNCTIONS = "megatron_rl.rewards.reward_functions:RewardFunctions"
 # Columns of a problem set that are recognized without an entry in the setting data.fields
@@ -59,19 +60,10 @@ def first_row(source: Settings) -> Mapping[str, Any] | None:
     return next((row for _, row in itertools.islice(rows, 100) if not isinstance(row, BadRow)), None)
 
 
-def is_raw_text(source: Settings, row: Mapping[str, Any] | None) -> bool:
-    """Returns whether a set's prompts are complete texts in a column `prompt`, which TRL passes to the model
-    unchanged."""
-    if row is None or source.get("settings") is not None or source.get("chat"):
-        return False
-    fields = dict(source.get("fields", {}))
-    return (prompt_fields(PromptSet(path="", fields=fields), row) or {}).get(QUESTION) == "prompt"
-
-
-def is_chat(source: Settings, row: Mapping[str, Any]) -> bool:
-    """Returns whether a set's prompts are conversations."""
-    fields = dict(source.get("fields", {}))
-    return source.get("chat") is not False and MESSAGES in (prompt_fields(PromptSet(path="", fields=fields), row) or {})
+def prompt_columns(source: Settings, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns {field of a prompt, such as QUESTION or MESSAGES: the set's column that it is read from}; {} if there is
+    no such column."""
+    return prompt_fields(PromptSet(path="", fields=dict(source.get("fields", {}))), row) or {}
 
 
 def column_fields(functions: Sequence[CalledFunction], source: Settings, row: Mapping[str, Any] | None) -> Settings:
@@ -106,91 +98,60 @@ def reward_settings(given: Reward, directory: Path) -> tuple[dict[str, Any], lis
         return dict(given), []
     if isinstance(given, str):
         return {"target": given, "args": {}}, []
-    pairs = [_weighed(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
-    if not pairs:
+    functions = given if isinstance(given, (list, tuple)) else [given]
+    if not functions:
         raise ConfigError("reward is an empty list: give at least one function")
-    if len(pairs) == 2 and isinstance(given, tuple) and isinstance(given[1], (int, float)):
+    if len(functions) == 2 and isinstance(given, tuple) and isinstance(given[1], (int, float)):
         raise ConfigError(f"reward = {given!r}: put the pair of function and weight into a list")
-    called, entries = [], []
-    for function, weight in pairs:
-        called.append(_called(_loaded(function), weight, [one.name for one in called]))
-        entries.append({"name": called[-1].name, "weight": weight, **_place(function, directory, called[-1].name)})
+    called, entries = list[CalledFunction](), []
+    for one in functions:
+        function, known = _called(one, [other.name for other in called])
+        called.append(known)
+        entries.append({"name": known.name, "weight": known.weight, **_place(function, directory, known.name)})
     return {"target": FUNCTIONS, "args": {"functions": entries}}, called
 
 
-def _weighed(one: Any) -> tuple[Any, float]:
-    if isinstance(one, (list, tuple)):
-        if len(one) != 2 or isinstance(one[1], bool) or not isinstance(one[1], (int, float)):
-            raise ConfigError(f"reward {one!r}: a pair is (function, weight)")
-        return one[0], float(one[1])
-    return one, 1.0
+def _called(given: Any, taken: Sequence[str]) -> tuple[Any, CalledFunction]:
+    """Returns (function as it was given, function with its parsed signature, name and weight).
 
-
-def _loaded(function: Any) -> Called:
-    """Returns a function; if it is given as package.module:name, imports it. Raises ConfigError for anything else."""
-    if isinstance(function, str):
-        from megatron_rl.config.plugins import find_function
-
-        return find_function(function)
+    `given`: a function, a name package.module:name, or a pair of one of them and a weight. `taken`: names of the other
+    functions. Raises ConfigError for anything else, and for a function that cannot be called as a reward.
+    """
+    pair = list(given) if isinstance(given, (list, tuple)) else [given, 1.0]
+    if len(pair) != 2 or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)):
+        raise ConfigError(f"reward {given!r}: a pair is (function, weight)")
+    function = plugins.find_function(pair[0]) if isinstance(pair[0], str) else pair[0]
     if not callable(function):
         raise ConfigError(
             f"reward {function!r} is a {type(function).__name__}: give a function, or package.module:name"
         )
-    return function
-
-
-def _called(function: Called, weight: float, taken: Sequence[str]) -> CalledFunction:
-    name = own = name_of(function)
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{own}_{number}"
+    own = name_of(function)
+    names = itertools.chain([own], (f"{own}_{number}" for number in itertools.count(2)))
     try:
-        return CalledFunction.of(function, name, weight=weight)
+        return pair[0], CalledFunction.of(function, next(n for n in names if n not in taken), weight=float(pair[1]))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward {own}: {error}") from error
 
 
 def _place(function: Any, directory: Path, name: str) -> dict[str, str]:
-    """Returns the setting by which ranks load a function: {"target": package.module:name}, or {"pickled": file}. The
-    file is written by this call."""
+    """Returns the setting by which ranks load a function: {"target": package.module:name} if another process can import
+    it, otherwise {"pickled": file}. The file is written by this call."""
     if isinstance(function, str):
         return {"target": function}
-    if (target := _importable(function)) is not None:
-        return {"target": target}
+    if isinstance(function, types.FunctionType) and not function.__module__.startswith("__"):
+        module, own = sys.modules.get(function.__module__), function.__qualname__
+        if module is not None and vars(module).get(own) is function and by_value.findable(module):
+            return {"target": f"{module.__name__}:{own}"}
     return {"pickled": str(by_value.write(function, directory, name))}
-
-
-def _importable(function: Any) -> str | None:
-    """Returns package.module:name of a function if another process can import it, otherwise None."""
-    if not isinstance(function, types.FunctionType):
-        return None
-    module, name = function.__module__, function.__qualname__
-    here = sys.modules.get(module)
-    if module.startswith("__") or here is None or vars(here).get(name) is not function:
-        return None
-    return f"{module}:{name}" if by_value.findable(here) else None
 
 
 def _jsonl(rows: Any, name: str) -> str:
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise ConfigError(f"{name} is a {type(rows).__name__}: give a list of rows, one split of a data set, or a path")
-    found = []
-    for number, row in enumerate(rows):
+    found = list(rows)
+    for number, row in enumerate(found):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{name}: row {number} is a {type(row).__name__}: a row is a mapping of columns")
-        found.append(row)
-    if not found:
-        raise ConfigError(f"{name} has no rows")
-    columns = dict.fromkeys(column for row in found for column in row)
-    whole = ({column: row.get(column) for column in columns} for row in found)
-    return "".join(_line(row, name, number) for number, row in enumerate(whole))
-
-
-def _line(row: Mapping[str, Any], name: str, number: int) -> str:
-    try:
-        return json.dumps(row, allow_nan=False, default=_plain, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError):
         for column, value in row.items():
             try:
                 json.dumps({column: value}, allow_nan=False, default=_plain)
@@ -199,7 +160,11 @@ def _line(row: Mapping[str, Any], name: str, number: int) -> str:
                     f"{name}: row {number}, column {column!r} ({type(value).__name__}) has no form in JSON ({error}): "
                     "take the column out, or make it text or numbers"
                 ) from error
-        raise
+    if not found:
+        raise ConfigError(f"{name} has no rows")
+    columns = dict.fromkeys(column for row in found for column in row)
+    whole = ({column: row.get(column) for column in columns} for row in found)
+    return "".join(json.dumps(row, default=_plain, ensure_ascii=False) + "\n" for row in whole)
 
 
 def _plain(value: Any) -> Any:

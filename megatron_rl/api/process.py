@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -17,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.base import ConfigError
@@ -78,38 +78,37 @@ class _Call:
         self.error: Event | None = None  # the event that reports the run's error
         self.said = ""  # the last SHOWN characters of the output
         self._told, self._shown = told, show
-        self._server: socket.socket | None = None
-        self._programs: list[connection.Connection] = []  # connections of the run's processes that send events
+        # The output, the socket for events, and its connections, each with the method that reads from it
+        self._sources = stack.enter_context(selectors.DefaultSelector())
         if told is not None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_"))
-            self._server = stack.enter_context(socket.socket(socket.AF_UNIX))
-            self._server.bind(address := f"{directory}/events")
-            self._server.listen()
+            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(address := f"{directory}/events")
+            server.listen()
+            self._sources.register(server, selectors.EVENT_READ, self._accept)
             words = [*words, "--events", address]
-        self._output, own = (None, None) if show and sys.stdout.isatty() else os.pipe()
+        output, own = (None, None) if show and sys.stdout.isatty() else os.pipe()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.process = start(words, own)
-        if own is not None:
-            os.close(own)
         stack.callback(self._close)
+        if own is not None and output is not None:
+            os.close(own)
+            self._sources.register(output, selectors.EVENT_READ, self._show)
 
     def serve(self) -> None:
         """Shows the output and answers events until the process has ended."""
-        while True:
+        ready, ended = [], False
+        while ready or not ended:
             ended = self.process.poll() is not None
-            waiting: list[Any] = [one for one in (self._output, self._server, *self._programs) if one is not None]
-            ready = connection.wait(waiting, timeout=0 if ended else LOOK_S)
-            for one in ready:
-                self._take(one)
-            if ended and not ready:
-                return
+            ready = self._sources.select(0 if ended else LOOK_S)
+            for key, _ in ready:
+                key.data(key.fileobj)
 
     def leave(self, *, interrupted: bool) -> None:
         """Asks the run to save and exit, and waits for its end. If another KeyboardInterrupt arrives, the run is
         killed."""
-        for one in self._programs:  # the run stops when its event connection is closed
-            one.close()
-        self._programs, self._told = [], None
+        self._told = None
+        self._drop(connection.Connection)  # the run stops when its event connection is closed
         try:
             if interrupted and self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)
@@ -117,19 +116,14 @@ class _Call:
         except KeyboardInterrupt:
             self._kill()
 
-    def _take(self, one: Any) -> None:
-        if one is self._server:
-            accepted, _ = one.accept()
-            self._programs.append(connection.Connection(accepted.detach()))
-        elif one is self._output:
-            self._show(os.read(one, 1 << 16))
-        else:
-            self._answer(one)
+    def _accept(self, server: socket.socket) -> None:
+        accepted, _ = server.accept()
+        self._sources.register(connection.Connection(accepted.detach()), selectors.EVENT_READ, self._answer)
 
-    def _show(self, data: bytes) -> None:
-        if not data and self._output is not None:
-            os.close(self._output)
-            self._output = None
+    def _show(self, output: int) -> None:
+        data = os.read(output, 1 << 16)
+        if not data:
+            self._drop(int)
         text = self._decode(data, final=not data)
         self.said = (self.said + text)[-SHOWN:]
         if self._shown:
@@ -140,7 +134,7 @@ class _Call:
         try:
             event = json.loads(program.recv_bytes())
         except (EOFError, OSError):
-            self._programs.remove(program)
+            self._sources.unregister(program)
             program.close()
             return
         if event["event"] == "error":
@@ -149,13 +143,17 @@ class _Call:
         with contextlib.suppress(OSError):  # the process has ended
             program.send_bytes(json.dumps({"stop": stop}).encode())
 
+    def _drop(self, kind: type) -> None:
+        """Closes the sources of a kind: int is the output, Connection the connections of the run's processes."""
+        for source in [key.fileobj for key in self._sources.get_map().values() if isinstance(key.fileobj, kind)]:
+            self._sources.unregister(source)
+            os.close(source) if isinstance(source, int) else source.close()
+
     def _close(self) -> None:
         if self.process.poll() is None:
             self._kill()
-        for one in self._programs:
-            one.close()
-        if self._output is not None:
-            os.close(self._output)
+        self._drop(connection.Connection)
+        self._drop(int)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -165,17 +163,17 @@ class _Call:
 
 def _status(words: Sequence[str], call: _Call) -> int:
     """Returns the exit status if the command succeeded or was stopped. Raises ConfigError or RunFailed if it failed."""
-    status = call.process.returncode
+    status, mark = call.process.returncode, f"megatron-rl {words[0]}: "
     if status in (0, LEFT):
         return status
     if call.error is not None:
         kind, message = call.error["type"], call.error["message"]
-        raise ConfigError(message) if kind == "ConfigError" else RunFailed(message, kind)
-    mark = f"megatron-rl {words[0]}: "
-    if status == WRONG_CONFIG and mark in call.said:
-        raise ConfigError(call.said.rpartition(mark)[2].strip())
-    shown = f":\n{call.said.strip()}" if call.said.strip() else "; its output says why"
-    raise RunFailed(f"megatron-rl {words[0]} ended with status {status}{shown}")
+    elif status == WRONG_CONFIG and mark in call.said:
+        kind, message = ConfigError.__name__, call.said.rpartition(mark)[2].strip()
+    else:
+        shown = f":\n{call.said.strip()}" if call.said.strip() else "; its output says why"
+        kind, message = "", f"megatron-rl {words[0]} ended with status {status}{shown}"
+    raise ConfigError(message) if kind == ConfigError.__name__ else RunFailed(message, kind)
 
 
 def refuse_ranks() -> None:
@@ -186,10 +184,3 @@ def refuse_ranks() -> None:
             "itself: run the program once, without torchrun, with ranks=...; or write the config by "
             "trainer.config.to_yaml and give it to `megatron-rl train` under torchrun"
         )
-
-
-def write_config(path: Path, text: str) -> Path:
-    """Writes the config of a command to `path`, and creates its parent directories. Returns the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path

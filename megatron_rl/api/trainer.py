@@ -25,6 +25,9 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
 from megatron_rl.config.schema import EvalConfig, GenerateConfig, Run, TrainConfig
+from megatron_rl.data.conversations import MESSAGES, QUESTION
+from megatron_rl.rewards.reward_functions import CalledFunction
+from megatron_rl.run.atomic_files import write_text
 
 INPUTS = "inputs"  # subdirectory of run.dir for the rows, reward functions and configs that Trainers write
 _DEFAULT_DIR = Run().dir
@@ -70,28 +73,24 @@ class Trainer:
         """
         process.refuse_ranks()
         self.callbacks = list(callbacks)
-        base = Config.of(config)
-        if recipe is not None or base.get("recipe.target") is None:
-            base = _without(base, "recipe", "args") | _recipe(base, recipe)
+        base = _with_recipe(Config.of(config), recipe)
         target = base.get("recipe.target")
         given = settings_of(settings, target, ())
         made = plugins.build(Use(target=target, args=(base | given).get("recipe.args", {})))
         roles = list(made.roles())
         given = settings_of(settings, target, roles)
         directory = Path((base | given).get("run.dir", _DEFAULT_DIR)) / INPUTS
-        base = base | _models(model, roles)
-        if reward is not None:
-            base = _without(base, "reward", "args")
-            section, called = data_files.reward_settings(reward, directory)
-            base = base | {"reward": section} | _gate(base | given, bool(called))
-        else:
-            called = []
+        paths = dict(model) if isinstance(model, Mapping) else {} if model is None else dict.fromkeys(roles, model)
+        if unknown := [role for role in paths if role not in roles]:
+            raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe has {', '.join(roles)}")
+        base = base | {"roles": {role: {"model": {"path": str(path)}} for role, path in paths.items()}}
+        base, called = _with_rewards(base, given, reward, directory)
         base = base | _data(base, dataset, eval_dataset, directory)
-        whole = base | _columns(base | given, called) | _plain_prompts(base | given, target) | given
-        self.config = _named(whole)
+        self.config = _named(base | _of_columns(base | given, called, target) | given)
         self._file = directory / f"{self.config.get('run.name')}.yaml"
         self._write()
-        _check(self._file)
+        with contextlib.redirect_stdout(io.StringIO()):
+            check.run(build_parser().parse_args(["check", str(self._file), "--command", "train"]))
 
     def train(self, *, fresh: bool = False) -> TrainResult:
         """Trains until the end of the run, or until a callback stops it, in separate processes (as many as the setting
@@ -179,13 +178,14 @@ class Trainer:
         return push_to_hub.push(models[role or next(iter(models))], repo, private=private)
 
     def _write(self) -> None:
-        process.write_config(self._file, str(self.config))
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self.config.to_yaml(self._file)
 
     def _run(self, command: str, schema: Any, tree: Settings, file: Path) -> None:
         """Runs `megatron-rl eval` or `generate` with the settings `tree`. The command's output is shown only if the
         command fails."""
-        config = config_files.load(schema, trees=[(command, tree)])
-        process.write_config(file, config_files.dump(config))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, config_files.dump(config_files.load(schema, trees=[(command, tree)])))
         process.run([command, str(file)], show=False)
 
     def _model_settings(self) -> dict[str, Any]:
@@ -227,38 +227,42 @@ class Trainer:
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
         """Returns all prompts as conversations if one of them, or the training problems, are conversations; otherwise
         as texts."""
-        first = data_files.first_row(self.config.get("data")) or {}
-        data = self.config.resolve().data
-        trained = bool(data.chat) or data_files.is_chat(self.config.get("data"), first)
+        source, data = self.config.get("data"), self.config.resolve().data
+        columns = data_files.prompt_columns(source, data_files.first_row(source) or {})
+        trained = bool(data.chat) or source.get("chat") is not False and MESSAGES in columns
         if not trained and all(isinstance(prompt, str) for prompt in prompts):
             return list(prompts)
         system = [] if data.system is None else [{"role": "system", "content": data.system}]
         return [[*system, {"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
 
 
-def _recipe(base: Config, recipe: Any) -> Settings:
-    """Returns the config section `recipe` for the given recipe. If `base` has the same recipe, the arguments in `base`
-    are kept."""
+def _with_recipe(base: Config, recipe: Any) -> Config:
+    """Returns a config with the given recipe (default: the recipe of `base`, or else grpo). If `base` has the same
+    recipe, the arguments in `base` are kept."""
+    former = base.get("recipe.target")
+    if recipe is None and former is not None:
+        return base
     section = use_of("grpo" if recipe is None else recipe)
-    kept = base.get("recipe.args", {}) if base.get("recipe.target") in (None, section["target"]) else {}
-    return {"recipe": {"target": section["target"], "args": {**kept, **section.get("args", {})}}}
+    kept = base.get("recipe.args", {}) if former in (None, section["target"]) else {}
+    return _without(base, "recipe", "args") | {
+        "recipe": {"args": {}, **section} | {"args": kept | section.get("args", {})}
+    }
 
 
-def _models(model: Any, roles: Sequence[str]) -> Settings:
-    if model is None:
-        return {}
-    paths = dict(model) if isinstance(model, Mapping) else dict.fromkeys(roles, model)
-    if unknown := [role for role in paths if role not in roles]:
-        raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe has {', '.join(roles)}")
-    return {"roles": {role: {"model": {"path": str(path)}} for role, path in paths.items()}}
+def _with_rewards(
+    base: Config, given: Config, reward: data_files.Reward | None, directory: Path
+) -> tuple[Config, list[CalledFunction]]:
+    """Returns (config with the section `reward` of the given reward functions, the functions with their signatures).
 
-
-def _gate(config: Config, functions: bool) -> Settings:
-    """Returns the settings {preflight.reward: false}, which switch off the check of the reward before training, if
-    reward functions were given and the config sets neither reward.answer_format nor preflight.reward. Otherwise returns
-    no settings."""
-    said = config.get("preflight.reward") is not None or config.get("reward.answer_format") is not None
-    return {"preflight": {"reward": False}} if functions and not said else {}
+    The check of reward functions before training is switched off, unless one of the configs sets preflight.reward or
+    reward.answer_format.
+    """
+    if reward is None:
+        return base, []
+    section, called = data_files.reward_settings(reward, directory)
+    base = _without(base, "reward", "args") | {"reward": section}
+    said = any((base | given).get(key) is not None for key in ("preflight.reward", "reward.answer_format"))
+    return base | ({"preflight.reward": False} if called and not said else {}), called
 
 
 def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Settings:
@@ -275,25 +279,22 @@ def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Setting
     return found
 
 
-def _columns(config: Config, called: Sequence[Any]) -> Settings:
-    """Returns the settings `fields` of each problem set with the columns that the reward functions need."""
-    found: Settings = {}
+def _of_columns(config: Config, called: Sequence[CalledFunction], target: str) -> Settings:
+    """Returns the settings that follow from the columns of the problem sets: `fields` of each set with the columns that
+    the reward functions need, and the template `plain` if no template is set and the prompts are complete texts in a
+    column `prompt`, which TRL passes to the model unchanged."""
+    found: dict[str, Any] = {}
     for key in ("data", "evaluation.prompts"):
         source = config.get(key)
-        if called and source:
-            fields = data_files.column_fields(called, source, data_files.first_row(source))
-            found = {**found, **({f"{key}.fields": fields} if fields else {})}
-    return found
-
-
-def _plain_prompts(config: Config, target: str) -> Settings:
-    """Returns the setting of the template `plain` if no template is set and the prompts are complete texts, as in
-    TRL."""
+        if called and source and (fields := data_files.column_fields(called, source, data_files.first_row(source))):
+            found[f"{key}.fields"] = fields
     source = config.get("data", {})
-    named = "template" in fields_of(target) and config.get("recipe.args.template") is None
-    if not named or not data_files.is_raw_text(source, data_files.first_row(source)):
-        return {}
-    return {"recipe.args.template": "plain"}
+    open_template = "template" in fields_of(target) and config.get("recipe.args.template") is None
+    if open_template and source.get("settings") is None and not source.get("chat"):
+        row = data_files.first_row(source)
+        if row is not None and data_files.prompt_columns(source, row).get(QUESTION) == "prompt":
+            found["recipe.args.template"] = "plain"
+    return found
 
 
 def _without(config: Config, section: str, key: str) -> Config:
@@ -311,9 +312,3 @@ def _named(config: Config) -> Config:
         return config
     word = str(config.get("recipe.target")).rpartition(":")[2].lower()
     return config | {"run.name": f"{word}-{hashlib.sha256(str(config).encode()).hexdigest()[:8]}"}
-
-
-def _check(file: Path) -> None:
-    """Raises ConfigError if `megatron-rl check` rejects the config file."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        check.run(build_parser().parse_args(["check", str(file), "--command", "train"]))

@@ -67,8 +67,8 @@ def test_settings_may_be_nested_dotted_or_of_the_schema(tmp_path):
         ({"roles": {"a": {"same_as": "a"}}}, "roles.a.same_as = 'a': name another role"),
         ({"evaluation": {"prompts": {"chat": "yes"}}}, "evaluation.prompts.chat"),
         ({"run.": 1}, "config key 'run.': it has the form a.b"),
-        ({"run": {1: 2}}, "run.1: keys are texts"),
-        ({"data": {"filters": {"x": object()}}}, "data.filters.x is a object"),
+        ({"run": {1: 2}}, "run.1: unknown key"),
+        ({"data": {"filters": {"x": object()}}}, "data: Unable to serialize unknown type: <class 'object'>"),
         ({"recipe": 3}, "recipe"),
     ],
 )
