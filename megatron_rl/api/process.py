@@ -147,7 +147,10 @@ class _Call:
         """Closes the sources of a kind: int is the output, Connection the connections of the run's processes."""
         for source in [key.fileobj for key in self._sources.get_map().values() if isinstance(key.fileobj, kind)]:
             self._sources.unregister(source)
-            os.close(source) if isinstance(source, int) else source.close()
+            if isinstance(source, int):
+                os.close(source)
+            elif isinstance(source, connection.Connection):
+                source.close()
 
     def _close(self) -> None:
         if self.process.poll() is None:

@@ -123,7 +123,7 @@ class Evaluation:
             text = config_files.dump_tree(spec.settings)
             report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
             about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
-            report.write_metrics(output, report.metrics_json(sets, means, about))
+            report.write_metrics(output, sets, means, about)
             samples.forget()
             print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
         check_failures(gradings(samples, sets), config.reward.max_failure_share)

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from rich import markup
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatron_rl.config.schema import ConfigError
@@ -18,6 +16,7 @@ from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, read_samples
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import Paired, paired
+from megatron_rl.report.evaluation_page import console_table
 from megatron_rl.report.html_page import show, write_page
 from megatron_rl.run.atomic_files import write_text
 
@@ -70,12 +69,7 @@ def compare(files: Sequence[Path]) -> list[Compared]:
 def console(rows: Sequence[Compared]) -> Table:
     """Returns the comparisons as a `rich` table for the terminal."""
     title = "paired differences [95 % bootstrap interval over problems]"
-    shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
-    for place, column in enumerate(COLUMNS):
-        shown.add_column(column, justify="left" if place < 3 else "right")
-    for row in rows:
-        shown.add_row(*map(markup.escape, _cells(row)))
-    return shown
+    return console_table(title, COLUMNS, [_cells(row) for row in rows], left=3)
 
 
 def write(rows: Sequence[Compared], directory: Path) -> None:

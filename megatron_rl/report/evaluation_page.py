@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import markup
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -29,11 +30,11 @@ SHARES = re.compile(r"accuracy|pass@|maj@|best_of_|vote_of_|f1|finished|aligned|
 FORMAT = 1  # version of NAME.json
 
 
-def metrics_json(
-    sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the content of NAME.json: `metrics` and `intervals` over all problem sets, and `sets` with the metrics of
-    each problem set.
+def write_metrics(
+    path: Path, sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
+) -> None:
+    """Writes NAME.json atomically: `metrics` and `intervals` over all problem sets, and `sets` with the metrics of each
+    problem set. The existence of the file means that the evaluation is finished.
 
     The name of a metric has the name of its measure as a prefix, except for the measures solve and judge. `means`:
     {measure: {metric: mean over the sets}}. `about`: further keys of the content.
@@ -53,7 +54,8 @@ def metrics_json(
             "counts": dict(s.counts),
             "calibration": None if s.calibration is None else asdict(s.calibration),
         }
-    return {"format": FORMAT, **about, "metrics": _values(flat), "intervals": _intervals(flat), "sets": each}
+    whole = {"format": FORMAT, **about, "metrics": _values(flat), "intervals": _intervals(flat), "sets": each}
+    write_text(path, json.dumps(whole, indent=1) + "\n")
 
 
 def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]]) -> list[Table]:
@@ -61,22 +63,35 @@ def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, 
     set."""
     out = []
     for measure, names, rows in _rows(sets, means):
+        cells = [[name, *(_cell(metrics.get(name), name) for *_, metrics in rows)] for name in names]
+        cells.append(["problems", *(str(problems) for _, problems, _ in rows)])
         title = f"{measure}: mean over problems [95 % bootstrap interval]"
-        shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
-        shown.add_column("metric")
-        for set_title, *_ in rows:
-            shown.add_column(set_title, justify="right")
-        for name in names:
-            shown.add_row(name, *(_cell(metrics.get(name), name) for *_, metrics in rows))
-        shown.add_row("problems", *(str(problems) for _, problems, _ in rows))
-        out.append(shown)
+        out.append(console_table(title, ["metric", *(set_title for set_title, *_ in rows)], cells))
     return out
+
+
+def console_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> Table:
+    """Returns a table for the terminal, whose first `left` columns are aligned to the left and the others to the
+    right."""
+    shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
+    for place, head in enumerate(heads):
+        shown.add_column(markup.escape(head), justify="left" if place < left else "right")
+    for row in rows:
+        shown.add_row(*map(markup.escape, row))
+    return shown
 
 
 def write_evaluation_page(
     path: Path, sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
 ) -> None:
     """Writes NAME.html, a self-contained page. All texts of models are escaped."""
+    samples_shown: list[tuple[str, Sample, bool]] = []  # of each set up to SHOWN correct samples, then wrong ones
+    for one in sets:
+        if one.measure in (SOLVE, HANDOFF, JUDGE):
+            rows = [row for group in samples.rows(one.name, one.measure) for row in group]
+            told = [(one.title, r, r["predicted"] == r["label"] if "predicted" in r else r["score"] > CORRECT)
+                    for r in rows]  # fmt: skip
+            samples_shown += [*[t for t in told if t[2]][:SHOWN], *[t for t in told if not t[2]][:SHOWN]]
     count = {"sets": len({s.name for s in sets}), "problems": sum(s.problems for s in sets)}
     write_page(path, "evaluation.html", {
         "title": f"Evaluation {path.stem}",
@@ -87,16 +102,10 @@ def write_evaluation_page(
                  if (found := s.metrics.get("processbench_f1" if s.measure == JUDGE else "accuracy"))],
         "bar_height": BAR_HEIGHT,
         "sets": sets,
-        "samples": [(s.title, row, correct) for s in sets if s.measure in (SOLVE, HANDOFF, JUDGE)
-                    for row, correct in _chosen(s, samples)],
+        "samples": samples_shown,
         "short": lambda value, most=MAX_CHARACTERS: shortened(str(value), most),
         "config": config,
     })  # fmt: skip
-
-
-def write_metrics(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Writes NAME.json atomically. The existence of the file means that the evaluation is finished."""
-    write_text(path, json.dumps(metrics, indent=1) + "\n")
 
 
 def _rows(
@@ -129,11 +138,3 @@ def _values(metrics: Mapping[str, Interval]) -> dict[str, float]:
 
 def _intervals(metrics: Mapping[str, Interval]) -> dict[str, list[float]]:
     return {name: [interval.low, interval.high] for name, interval in metrics.items()}
-
-
-def _chosen(metrics: SetMetrics, samples: Samples) -> list[tuple[Sample, bool]]:
-    """Returns [(sample, whether it is correct)] of a problem set: up to SHOWN correct samples, then up to SHOWN wrong
-    samples."""
-    rows = [row for group in samples.rows(metrics.name, metrics.measure) for row in group]
-    told = [(r, r["predicted"] == r["label"] if "predicted" in r else r["score"] > CORRECT) for r in rows]
-    return [item for kind in (True, False) for item in [one for one in told if one[1] is kind][:SHOWN]]

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
-# Characters that are invisible or that change the direction of writing. page/base.js has the same list.
+# Characters that are invisible or that change the direction of writing.
 _HIDDEN = re.compile(
     "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
     "\\U000e0000-\\U000e007f]"
@@ -63,11 +63,12 @@ def write_page(
 def templates() -> Environment:
     """Returns the jinja2 environment of the templates in page/. The environment escapes all values, and raises an error
     for an undefined name."""
+    anchor = lambda heading: re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))  # noqa: E731
     found = Environment(
         loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
-    found.filters |= {"anchor": _anchor, "shown": show, "visible": _visible}
+    found.filters |= {"anchor": anchor, "shown": show, "visible": visible}
     return found
 
 
@@ -89,12 +90,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most} more characters)"
 
 
-def _anchor(heading: str) -> str:
-    """Returns the HTML id of the section with this heading."""
-    return "".join(letter for letter in heading.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
-
-
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Returns a text in which control characters, invisible characters and characters that change the direction of
     writing are replaced by visible ones."""
 

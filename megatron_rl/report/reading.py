@@ -19,7 +19,6 @@ PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not name
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
 Key = tuple[str, str]  # (scope, name of the metric)
-Columns = dict[str, dict[str, "Curve"]]
 
 
 @dataclass(slots=True)
@@ -69,16 +68,40 @@ class RunMetrics:
 
     name: str
     record: RunRecord
-    curves: dict[Key, Curve]  # metrics
-    seconds: dict[Key, Curve]  # times by (scope, phase)
-    clock: Clock
-    # {scope: number of lines in metrics.jsonl}, without the scopes of evaluations and of the preflight
-    updates: dict[str, int]
     summary: Mapping[str, Any]
     settings: Mapping[str, Any]  # flat settings, such as {"run.seed": 1}
     config_text: str
-    refits: dict[Key, Curve]  # metrics of refits by (role, name)
+    curves: dict[Key, Curve] = field(default_factory=lambda: defaultdict(Curve))  # metrics by (scope, name)
+    seconds: dict[Key, Curve] = field(default_factory=lambda: defaultdict(Curve))  # times by (scope, phase)
+    refits: dict[Key, Curve] = field(default_factory=lambda: defaultdict(Curve))  # metrics of refits by (role, name)
+    clock: Clock = field(default_factory=Clock)
+    # {scope: number of lines in metrics.jsonl}, without the scopes of evaluations and of the preflight
+    updates: dict[str, int] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)  # settings that the run's sweep changed
+
+    def take(self, row: MetricsRow) -> None:
+        """Adds a line of metrics. Raises ValueError if its iteration or cycle is out of range."""
+        if not (0 <= row.iteration <= MOST_ITERATIONS and abs(row.cycle) < 2**62):
+            raise ValueError(f"iteration {row.iteration} and cycle {row.cycle} are out of range")
+        iteration, cycle = row.place
+        for name, value in row.metrics.items():
+            self.curves[row.scope, name].add(iteration, value)
+        for name, value in row.speed.items():
+            self.curves[row.scope, f"{SPEED}{name}"].add(iteration, value)
+        for name, value in row.time.items():
+            self.seconds[row.scope, name].add(iteration, value)
+        spent = sum(value for value in row.time.values() if math.isfinite(value))
+        self.clock.iterations.append(iteration)
+        self.clock.cycles.append(cycle)
+        self.clock.seconds.append(self.clock.total + spent)
+        if row.scope not in (EVAL, PREFLIGHT):
+            self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
+
+    def take_refit(self, line: Mapping[str, Any]) -> None:
+        """Adds a line of refits.jsonl."""
+        for name, value in line.items():
+            if name not in ("role", "version"):
+                self.refits[line["role"], name.removeprefix("refit/")].add(0, value)
 
     @property
     def finished(self) -> bool:
@@ -124,70 +147,17 @@ class RunMetrics:
 def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:
     """Reads a run directory. If it has no run, the result has no metrics. `name`: name of the run; None: the name of
     the directory."""
-    record, columns = RunRecord(directory), _Columns()
-    record.each_metric(columns.take)
-    record.each_refit(columns.take_refit)
-    return RunMetrics(
-        name=name or record.directory.path.resolve().name,
-        record=record,
-        curves=_flat(columns.curves),
-        seconds=_flat(columns.seconds),
-        clock=columns.clock,
-        updates=columns.updates,
-        refits=_flat(columns.refits),
-        summary=record.summary(),
-        settings=flatten(record.config()),
-        config_text=record.config_text(),
-    )
+    record = RunRecord(directory)
+    run = RunMetrics(
+        name=name or record.directory.path.resolve().name, record=record, summary=record.summary(),
+        settings=flatten(record.config()), config_text=record.config_text(),
+    )  # fmt: skip
+    record.each_metric(run.take)
+    record.each_refit(run.take_refit)
+    return run
 
 
 def is_run(directory: Path) -> bool:
     """Returns whether the directory has metrics or the config of a run."""
     own = RunRecord(directory).directory
     return own.metrics.exists() or own.config.exists()
-
-
-class _Columns:
-    """Collects the lines of metrics.jsonl and refits.jsonl into columns {scope: {name of the metric: curve}}."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.updates: dict[str, int] = {}
-        self.curves: Columns = defaultdict(lambda: defaultdict(Curve))
-        self.seconds: Columns = defaultdict(lambda: defaultdict(Curve))
-        self.refits: Columns = defaultdict(lambda: defaultdict(Curve))
-
-    def take(self, row: MetricsRow) -> None:
-        """Adds a line of metrics. Raises ValueError if its iteration or cycle is out of range."""
-        if not (0 <= row.iteration <= MOST_ITERATIONS and abs(row.cycle) < 2**62):
-            raise ValueError(f"iteration {row.iteration} and cycle {row.cycle} are out of range")
-        iteration, cycle = row.place
-        _add(self.curves[row.scope], iteration, row.metrics)
-        _add(self.curves[row.scope], iteration, {f"{SPEED}{n}": v for n, v in row.speed.items()})
-        _add(self.seconds[row.scope], iteration, row.time)
-        spent = sum(value for value in row.time.values() if math.isfinite(value))
-        self.clock.iterations.append(iteration)
-        self.clock.cycles.append(cycle)
-        self.clock.seconds.append(self.clock.total + spent)
-        if row.scope not in (EVAL, PREFLIGHT):
-            self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
-
-    def take_refit(self, line: Mapping[str, Any]) -> None:
-        """Adds a line of refits.jsonl."""
-        own = {name.removeprefix("refit/"): v for name, v in line.items() if name not in ("role", "version")}
-        _add(self.refits[line["role"]], 0, own)
-
-
-def _add(columns: dict[str, Curve], iteration: int, values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        curve = columns[name]
-        # The code of Curve.add is repeated here for speed, because there may be millions of values
-        if math.isfinite(value):
-            curve.iterations.append(iteration)
-            curve.values.append(value)
-        else:
-            curve.add(iteration, value)
-
-
-def _flat(by_scope: Columns) -> dict[Key, Curve]:
-    return {(scope, name): curve for scope, own in by_scope.items() for name, curve in own.items()}

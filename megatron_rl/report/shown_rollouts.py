@@ -10,11 +10,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.report.curves import rounded_float
-from megatron_rl.report.html_page import Block, as_json, shortened
+from megatron_rl.report.html_page import Block, as_json, shortened, visible
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 
@@ -73,7 +72,8 @@ class Index:
 
     def plain(self, runs: Sequence[str]) -> dict[str, Any]:
         """Returns the index in the format of the page's scripts. `runs`: names of the runs."""
-        return {**self.columns, "roles": list(self.roles), "agents": list(self.agents), "runs": runs, "chunk": CHUNK}
+        names = {"roles": self.roles, "agents": self.agents, "runs": runs}
+        return {**self.columns, **{key: [*map(visible, own)] for key, own in names.items()}, "chunk": CHUNK}
 
 
 @dataclass(slots=True)
@@ -115,7 +115,9 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     picked, waiting = Picked(), list[dict[str, Any]]()
     for place, record in enumerate(records):
         files, threshold = record.iteration_files(), record.threshold()
-        own = _evenly(files, max(2, max(MAX_FILES, most // 16) // len(records)))
+        count = max(2, max(MAX_FILES, most // 16) // len(records))  # files, evenly spaced from the first to the last
+        spaced = (files[round(i * (len(files) - 1) / (count - 1))] for i in range(count))
+        own = files if len(files) <= count else [*spaced]
         quota = max(1, most // (len(records) * max(1, len(own))))
         picked.files += len(files)
         for path in own:
@@ -176,7 +178,7 @@ def texts(row: Row) -> dict[str, Any]:
     names = ("group", "question", "answer", "prompt", "stop", "version", "steps", "verdicts", "review", "episode")
     found = {name: row[name] for name in names} | {
         "text": None if row["pieces"] else row["text"],
-        "rewards": {name: _finite(value) for name, value in row["rewards"].items()},
+        "rewards": {visible(name): _finite(value) for name, value in row["rewards"].items()},
         "credit": [_finite(value) for value in row["step_advantages"] or ()],
         "pieces": [
             [piece["author"], piece["tokens"], _finite(piece["advantage"]), _cut(piece["text"])]
@@ -188,19 +190,12 @@ def texts(row: Row) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    return shortened(value, MAX_CHARACTERS) if isinstance(value, str) else value
+    return visible(shortened(value, MAX_CHARACTERS)) if isinstance(value, str) else value
 
 
 def _packed(rows: Sequence[dict[str, Any]]) -> str:
     whole = json.dumps(rows, separators=(",", ":"), allow_nan=False).encode()
     return base64.b64encode(gzip.compress(whole, 5, mtime=0)).decode()
-
-
-def _evenly(files: Sequence[Path], count: int) -> list[Path]:
-    """Returns up to `count` files, evenly spaced from the first to the last."""
-    if len(files) <= count:
-        return list(files)
-    return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
 
 
 def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:

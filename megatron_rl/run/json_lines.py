@@ -44,7 +44,9 @@ def append(path: Path, line: bytes) -> None:
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
             try:
-                _write_all(file.fileno(), line + b"\n")
+                left = line + b"\n"
+                while left:
+                    left = left[os.write(file.fileno(), left) :]
                 os.fsync(file.fileno())
             except OSError:
                 os.ftruncate(file.fileno(), size)
@@ -95,8 +97,3 @@ def _taken(line: bytes, take: Callable[[Any], object]) -> bool:
     except UNREADABLE:
         return False
     return True
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

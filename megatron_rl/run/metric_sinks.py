@@ -56,10 +56,8 @@ class TensorBoard(Sink):
         """Writes each sample as a text. Prompts and responses are code blocks, so that they are not rendered as
         markup."""
         for place, sample in enumerate(samples):
-            rewards = ", ".join(f"{name} {value:.4g}" for name, value in sample.rewards.items())
-            text = (
-                f"{rewards}; {sample.length} tokens\n\n{_as_code(sample.prompt)}\n\n---\n\n{_as_code(sample.response)}"
-            )
+            texts = [_as_code(sample.prompt), "---", _as_code(sample.response)]
+            text = "\n\n".join([f"{sample.told_rewards}; {sample.length} tokens", *texts])
             self._writer.add_text(f"{scope}/rollout_{place}", text, iteration)
         self._writer.flush()
 
@@ -109,15 +107,7 @@ class WandB(Sink):
         import wandb
 
         rows: list[Any] = [
-            [
-                iteration,
-                s.group,
-                s.prompt,
-                s.response,
-                ", ".join(f"{n} {v:.4g}" for n, v in s.rewards.items()),
-                s.length,
-            ]
-            for s in samples
+            [iteration, one.group, one.prompt, one.response, one.told_rewards, one.length] for one in samples
         ]
         table = wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)
         self._run.log({f"{scope}/rollouts": table, "iteration": iteration})

@@ -84,6 +84,11 @@ class Sample:
     rewards: Mapping[str, float]
     length: int  # number of tokens that models generated
 
+    @property
+    def told_rewards(self) -> str:
+        """Returns the rewards as text, such as `outcome 1, format 0.5`."""
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.rewards.items())
+
 
 class Sink:
     """Base class of further destinations of the metrics. A subclass overrides the methods that it needs. Each method

@@ -1,4 +1,4 @@
-"""The line protocol between a run and the supervisors of the servers that share its GPUs, over one socket each.
+"""The message protocol between a run and the supervisors of the servers that share its GPUs, over one socket each.
 
 The run sends orders, and the supervisor answers:
 
@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 SETTLE, HOLD, RELEASE, SERVES, HELD = "settle", "hold", "release", "serves", "held"
 # states of a server that is starting, and of no server; a running server's state is its id
@@ -23,7 +24,7 @@ STARTING, NONE = "starting", ""
 
 
 class ControlChannel:
-    """A supervisor's side of the line protocol by which the run controls servers that share its GPUs.
+    """A supervisor's side of the protocol by which the run controls servers that share its GPUs.
 
     One thread reads the run's orders. Another thread runs the server and asks this object whether the server may start
     or must end. The event `stop` is set when the input from the run ends.
@@ -37,7 +38,7 @@ class ControlChannel:
 
     def listen(self, descriptor: int) -> None:
         """Starts a thread that reads and executes the run's orders from a file descriptor until end of file."""
-        threading.Thread(target=self._read, args=(descriptor,), daemon=True).start()
+        threading.Thread(target=self._read, args=(Connection(os.dup(descriptor)),), daemon=True).start()
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
@@ -66,22 +67,17 @@ class ControlChannel:
             self._server = server
             self._change.notify_all()
 
-    def _read(self, descriptor: int) -> None:
-        text = b""
+    def _read(self, run: Connection) -> None:
         try:
-            while found := os.read(descriptor, 4096):
-                text += found
-                *lines, text = text.split(b"\n")
-                for line in lines:
-                    self._obey(line.decode().split(), descriptor)
-        except OSError:
-            pass  # the run exited without reading an answer; this is treated as end of file
+            with contextlib.suppress(EOFError, OSError):  # the run exited, maybe without reading an answer
+                while True:
+                    self._obey(run.recv_bytes().decode().split(), run)
         finally:
             self.stop.set()
             with self._change:
                 self._change.notify_all()
 
-    def _obey(self, words: list[str], descriptor: int) -> None:
+    def _obey(self, words: list[str], run: Connection) -> None:
         """Executes an order of the run. A separate thread sends the answer, so that this thread can detect the end of
         the input."""
         verb, asleep = (words or [""])[0], frozenset(words[1:])
@@ -95,9 +91,9 @@ class ControlChannel:
                     (lambda: self._server != STARTING) if verb == SETTLE else (lambda: self._server in {NONE, *asleep})
                 )
                 number = self._number
-                threading.Thread(target=self._answer, args=(descriptor, number, done), daemon=True).start()
+                threading.Thread(target=self._answer, args=(run, number, done), daemon=True).start()
 
-    def _answer(self, descriptor: int, number: int, done: Callable[[], bool]) -> None:
+    def _answer(self, run: Connection, number: int, done: Callable[[], bool]) -> None:
         """Waits until the order `number` is done, and then sends the answer, unless a newer order has arrived."""
         with self._change:
             self._change.wait_for(lambda: done() or self._number != number or self.stop.is_set())
@@ -105,35 +101,31 @@ class ControlChannel:
                 return
             answer = HELD if self._asleep else f"{SERVES} {self._server}".strip()
         with contextlib.suppress(OSError):  # the run has exited
-            os.write(descriptor, answer.encode() + b"\n")
+            run.send_bytes(answer.encode())
 
 
 class ControlClient:
     """The run's side of the socket to one supervisor."""
 
     def __init__(self, own: socket.socket) -> None:
-        self._socket, self._text = own, b""
+        self._supervisor = Connection(own.detach())
 
     def say(self, *words: str) -> None:
         """Sends an order. A no-op if the supervisor has exited."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(" ".join(words).encode() + b"\n")
+            self._supervisor.send_bytes(" ".join(words).encode())
 
     def answer(self, timeout_s: float) -> list[str]:
         """Returns the words of the supervisor's next answer, or an empty list if the supervisor has exited.
 
         Raises TimeoutError if there is no answer within `timeout_s` seconds."""
-        self._socket.settimeout(timeout_s)
         try:
-            while b"\n" not in self._text:
-                if not (found := self._socket.recv(4096)):
-                    return []
-                self._text += found
-        except ConnectionError:
+            if not self._supervisor.poll(timeout_s):
+                raise TimeoutError
+            return self._supervisor.recv_bytes().decode().split()
+        except (EOFError, ConnectionError):
             return []
-        line, self._text = self._text.split(b"\n", 1)
-        return line.decode().split()
 
     def close(self) -> None:
         """Closes the socket to the supervisor, which then ends its server and exits."""
-        self._socket.close()
+        self._supervisor.close()

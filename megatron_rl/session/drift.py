@@ -7,19 +7,16 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_rl.chat_template import tokenizer_of
-from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.run_directory import RunDirectory, RunError
 from megatron_rl.session import builders
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.open_engines import open_engines
-from megatron_rl.session.run_setup import open_driver, open_world_for
+from megatron_rl.session.run_setup import Driver, open_driver, open_world_for
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
 from megatron_rl.training import preflight
 from megatron_rl.training.device_memory import DeviceMemory
@@ -63,6 +60,10 @@ class Verdict:
     worst: float  # largest mean gap after any weight sync
     grows: bool
     above: bool  # whether a mean gap is above preflight.max_logprob_gap or is NaN
+
+    @property
+    def passed(self) -> bool:
+        return not (self.grows or self.above)
 
 
 def run(spec: RunSpec, place: Place, *, updates: int) -> int:
@@ -174,7 +175,12 @@ class Probes:
         self._world.from_driver(self._draw, name, version)
         with self._memory.weights(name):
             engine, trainer = preflight.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
-        self._world.from_driver(self._measure, name, version, engine, trainer)
+
+        def note() -> None:
+            counts = np.array([r.num_trainable for r in self._drawn[name]])
+            self.gaps[name].append(measure(counts, engine, trainer, version=version))
+
+        self._world.from_driver(note)
 
     def _draw(self, name: str, version: int) -> None:
         """Samples new responses of a policy to the fixed prompts of the drift test.
@@ -188,14 +194,18 @@ class Probes:
                 "the context"
             )
 
-    def _measure(self, name: str, version: int, engine: np.ndarray, trainer: np.ndarray) -> None:
-        counts = np.array([r.num_trainable for r in self._drawn[name]])
-        self.gaps[name].append(measure(counts, engine, trainer, version=version))
-
 
 def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
     recipe = spec.recipe
-    world.from_driver(_refuse_a_begun_run, RunDirectory(spec.directory))
+
+    def refuse_a_begun_run() -> None:
+        if RunDirectory(spec.directory).has_begun():
+            raise RunError(
+                f"{spec.directory} holds a run that has begun: give the drift test a directory of its own, such as "
+                "run.name=drift"
+            )
+
+    world.from_driver(refuse_a_begun_run)
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=None))
         tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
@@ -203,7 +213,8 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
         policies = builders.policies(spec)
         quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
         run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
-        context = builders.context(spec, run_engines.engines, tokenizers, _nothing_to_grade, driver)
+        no_grades = lambda responses, payloads: []  # noqa: E731  the prompts are sampled from, and nothing is graded
+        context = builders.context(spec, run_engines.engines, tokenizers, no_grades, driver)
         trainees = {
             name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits[name])
             for name, policy in policies.items()
@@ -211,7 +222,7 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
         reader = readers[next(iter(recipe.roles()))]
         prompts = reader.take(spec.run.prompts_per_iteration) if world.rank == 0 else []
         texts = [recipe.prompt(p.payload) for p in prompts]
-        memory = DeviceMemory(trainees, next(iter(run_engines.colocated), None))
+        memory = DeviceMemory(trainees, run_engines.colocated)
         memory.start()
         probes = Probes(world, context, memory, spec.trained_policies, texts)
         quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
@@ -219,57 +230,31 @@ def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
         for version in range(updates + 1):
             for name in trainees:
                 probes.round(name, version)
-                if world.rank == 0:
-                    gap = probes.gaps[name][-1]
+                for gap in probes.gaps[name][-1:]:  # on the driver only
                     values = (gap.mean, gap.p99, gap.max, *gap.quarters)
                     cells = ["-" if value is None else f"{value:.2e}" for value in values]
-                    driver.say(_row(name, str(gap.version), str(gap.tokens), *cells))
-        failed = False
-        if world.rank == 0:
-            limit = spec.loop.preflight.max_logprob_gap
-            verdicts = {name: judge(gaps, limit) for name, gaps in probes.gaps.items()}
-            for name, verdict in verdicts.items():
-                driver.say(_sentence(name, verdict, limit))
-            _write(driver.directory.path / FILE_NAME, spec, probes.gaps, verdicts)
-            driver.say(f"written: {driver.directory.path / FILE_NAME}")
-            failed = any(verdict.grows or verdict.above for verdict in verdicts.values())
-        return int(world.broadcast(failed))
+                    driver.say(_row(name, str(version), str(gap.tokens), *cells))
+        return world.from_driver(_conclude, driver, spec, probes.gaps)
 
 
-def _refuse_a_begun_run(directory: RunDirectory) -> None:
-    if directory.has_begun():
-        raise RunError(
-            f"{directory.path} holds a run that has begun: give the drift test a directory of its own, such as "
-            "run.name=drift"
+def _conclude(driver: Driver, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]]) -> int:
+    """Says the verdict on each role, and writes drift.json. Returns the exit status. Used on the driver (rank 0)."""
+    limit, target = spec.loop.preflight.max_logprob_gap, driver.directory.path / FILE_NAME
+    verdicts = {name: judge(own, limit) for name, own in gaps.items()}
+    for name, verdict in verdicts.items():
+        grows = "GROWS" if verdict.grows else "is flat"
+        above = "ABOVE" if verdict.above else "within"
+        driver.say(
+            f"{name}: the mean gap {grows} ({verdict.growth:+.1e} +- {verdict.growth_error:.1e} over the refits); its "
+            f"greatest value, {verdict.worst:.1e}, is {above} preflight.max_logprob_gap = {limit}"
         )
-
-
-def _nothing_to_grade(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-    raise AssertionError("a drift test grades nothing")
-
-
-def _write(path: Path, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]], verdicts: Mapping[str, Verdict]) -> None:
-    roles = {name: {**asdict(verdicts[name]), "refits": [asdict(gap) for gap in gaps[name]]} for name in gaps}
-    passed = not any(verdict.grows or verdict.above for verdict in verdicts.values())
-    write_json(
-        path,
-        {
-            "engine": spec.engine.settings.kind,
-            "max_logprob_gap": spec.loop.preflight.max_logprob_gap,
-            "passed": passed,
-            "roles": roles,
-        },
-    )
+    passed = all(verdict.passed for verdict in verdicts.values())
+    roles = {n: {**asdict(own), "refits": [asdict(gap) for gap in gaps[n]]} for n, own in verdicts.items()}
+    kind = spec.engine.settings.kind
+    write_json(target, {"engine": kind, "max_logprob_gap": limit, "passed": passed, "roles": roles})
+    driver.say(f"written: {target}")
+    return int(not passed)
 
 
 def _row(*cells: str) -> str:
     return cells[0].ljust(12) + "".join(cell.rjust(11) for cell in cells[1:])
-
-
-def _sentence(name: str, verdict: Verdict, limit: float) -> str:
-    grows = "GROWS" if verdict.grows else "is flat"
-    above = "ABOVE" if verdict.above else "within"
-    return (
-        f"{name}: the mean gap {grows} ({verdict.growth:+.1e} +- {verdict.growth_error:.1e} over the refits); its "
-        f"greatest value, {verdict.worst:.1e}, is {above} preflight.max_logprob_gap = {limit}"
-    )

@@ -42,7 +42,7 @@ from megatron_rl.weights.rank_layouts import EngineLayout
 from megatron_rl.world import World, all_gather
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunEngines:
     """The engines of a run, and the refits: functions that send a policy's weights to its engine. Both are keyed by
     role.
@@ -53,8 +53,7 @@ class RunEngines:
     engines: dict[str, Engine] = field(default_factory=dict)
     refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
     pools: dict[str, Pool] = field(default_factory=dict)  # server pools by role, on the driver only
-    # the servers that share the trainer's GPUs; empty if the run has no such servers, otherwise of length one
-    colocated: list[ColocatedServers] = field(default_factory=list)
+    colocated: ColocatedServers | None = None  # the servers that share the trainer's GPUs
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Returns the state of each server, such as the number of running requests, keyed by server name."""
@@ -197,10 +196,8 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
         # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
         discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
         own = [supervisor for each in started.values() for supervisor in each]
-        run_engines.colocated.append(
-            ColocatedServers(
-                session.world, run_engines.pools, own, discarding=discarding, start_timeout_s=settings.start_timeout_s
-            )
+        run_engines.colocated = ColocatedServers(
+            session.world, run_engines.pools, own, discarding=discarding, start_timeout_s=settings.start_timeout_s
         )
 
 

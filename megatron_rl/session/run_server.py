@@ -141,21 +141,18 @@ class _Serving:
             with Announcement(registry, listing, alive=lambda: process.ended() is None and client.ready()) as announced:
                 self.orders.serves(listing.incarnation)
                 while process.ended() is None and not stop.wait(POLL_S):
-                    if why := self._why_to_end(announced.silent_s()):
+                    silent_s, why = announced.silent_s(), None
+                    if silent_s > HUNG * self._settings.lost_after_s:
+                        why = f"lives, but has not answered for {silent_s:.0f} s"
+                    elif self.orders.unwanted:
+                        why = "does not sleep, and the trainer takes its GPU: it ends"
+                    if why is not None:
                         print(f"{listing.name} {why}", file=sys.stderr, flush=True)
                         break
                 return max(0.0, time.monotonic() - begin - announced.silent_s())
         finally:
             process.stop()
             client.close()
-
-    def _why_to_end(self, silent_s: float) -> str | None:
-        """Returns the reason why the running server must be ended, or None if it may continue.
-
-        `silent_s`: seconds since the server's last answer."""
-        if silent_s > HUNG * self._settings.lost_after_s:
-            return f"lives, but has not answered for {silent_s:.0f} s"
-        return "does not sleep, and the trainer takes its GPU: it ends" if self.orders.unwanted else None
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:

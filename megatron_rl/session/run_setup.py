@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -300,7 +300,12 @@ class Saver:
     a Slurm job's time limit.
     """
 
-    def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
+    def __init__(
+        self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool,
+        present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
+        """`present`: returns a context manager that keeps a policy, given by its name, on the GPU inside its block."""
+        self._present = present
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
         self._due: int | None = None  # number of the checkpoint that is being written; None if there is none
         self._measured = False
@@ -327,7 +332,8 @@ class Saver:
         return_free_pages()  # frees memory before the writer processes are forked
         with self._refusing(number):
             for name, policy in self._policies.items():
-                policy.save(checkpoints.pending(number) / name, background=background)
+                with self._present(name):
+                    policy.save(checkpoints.pending(number) / name, background=background)
             self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
         self._due = number
         if background:

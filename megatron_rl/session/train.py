@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron_rl.run.metrics import Sample, Stopwatch
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session import builders
 from megatron_rl.session.launch_ranks import Place
-from megatron_rl.session.open_engines import RunEngines, open_engines
+from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.parent_events import Listener, listening
 from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
 from megatron_rl.spec.explain import explain_recipe
@@ -35,13 +34,13 @@ from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.iteration import Grade, Iteration, Recipe, RolloutContext
+from megatron_rl.training.iteration import Grade, Iteration, RolloutContext
 from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.dist_checkpoint import refuse_code
-from megatron_rl.world import TorchWorld, World
+from megatron_rl.world import TorchWorld
 
 # Settings in the section `run` of the config that do not affect the rollouts.
 FREE_RUN_SETTINGS = (
@@ -62,13 +61,18 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Models:
-    """The tokenizers, policies and data sets of a training run, loaded before any rollout is generated."""
+class _Parts:
+    """The parts of a training run that are opened before its engines, and the position from which the run goes on."""
 
+    spec: RunSpec
+    world: TorchWorld
+    driver: Driver
+    interrupts: Interrupts
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader]  # prompt readers by role; roles may share a reader
     held_out: list[Prompt]
     policies: Mapping[str, MegatronPolicy]
+    progress: loop.Progress
 
 
 def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listener: Listener | None) -> int:
@@ -85,95 +89,98 @@ def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listene
             pool.start()  # the grading workers import the reward function while this process loads models
         for line in explain_recipe(spec):
             driver.say(line)
-        models = _open_models(spec, driver, world)
-        progress = _restore(driver, spec, models, world)
+        parts = _open_parts(spec, world, driver, interrupts)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
-        run_engines = open_engines(spec.engine, world, models.tokenizers, models.policies, driver, stack, leave)
+        run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
         if driver.tracker is not None:
             driver.tracker.watch(run_engines.loads)
-        context = builders.context(spec, run_engines.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
+        context = builders.context(spec, run_engines.engines, parts.tokenizers, _one_at_a_time(pool.grade), driver)
         collector = None
         if world.rank == 0:
-            store = _store(spec, models, driver, progress, fresh)
-            collector = _collector(spec, models, context, run_engines, driver, progress, store)
+            collector = _collector(parts, context, _store(parts, fresh=fresh), idle=run_engines.tend)
             stack.callback(collector.close)
         trainees = {
             name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
-            for name, policy in models.policies.items()
+            for name, policy in parts.policies.items()
         }
-        memory = DeviceMemory(trainees, next(iter(run_engines.colocated), None))
-        hooks = _hooks(spec, world, driver, _Saved(spec.recipe, models, progress, collector, memory), interrupts)
-        setup = loop.Setup(
-            world=world,
-            memory=memory,
-            policy_of=spec.policy_of,
-            recipe=spec.recipe,
-            context=context,
-            iterations=collector,
-            held_out=models.held_out,
-            hooks=hooks,
-        )
+        memory = DeviceMemory(trainees, run_engines.colocated)
+        hooks = _hooks(parts, collector, memory)
         if listener is not None:
-            setup = dataclasses.replace(setup, hooks=listening(hooks, listener, progress, iterations))
-        return _train(spec, driver, models, setup, progress, listener)
+            hooks = listening(hooks, listener, parts.progress, iterations)
+        setup = loop.Setup(
+            world=world, memory=memory, policy_of=spec.policy_of, recipe=spec.recipe, context=context,
+            iterations=collector, held_out=parts.held_out, hooks=hooks,
+        )  # fmt: skip
+        return _train(parts, setup, listener)
 
 
-def _train(
-    spec: RunSpec, driver: Driver, models: _Models, setup: loop.Setup, progress: loop.Progress,
-    listener: Listener | None,
-) -> int:  # fmt: skip
+def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
     """Runs the training loop and exports the trained models. Returns the exit status: 0 if the run is done, 130 if it
     was asked to exit. Collective."""
-    world, iterations = setup.world, spec.loop.num_iterations
-    started, before = time.monotonic(), _seconds_before(driver)
+    driver, progress, iterations = parts.driver, parts.progress, parts.spec.loop.num_iterations
+    seconds = driver.directory.read_summary().get("seconds")  # wall-clock seconds of all earlier starts of the run
+    wall = seconds.get("wall") if isinstance(seconds, dict) else None
+    started = time.monotonic() - (wall if isinstance(wall, float) else 0.0)
     driver.leave.begin()
     if listener is not None:
         listener.begin(iterations=iterations, iteration=progress.number)
     with freeze_garbage_collector():
-        finished = loop.train(setup, _plan(spec, models), progress)
-        driver.summary(_summary(progress, before + time.monotonic() - started))
-        whole = finished or world.broadcast(listener is not None and listener.stopped and not listener.gone)
+        finished = loop.train(setup, _plan(parts), progress)
+        driver.summary(_summary(progress, time.monotonic() - started))
+        stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
         for sentence in loop.never_learned(progress, setup.policy_of):
             driver.say(f"WARNING: {sentence}")
         if not finished:
             driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
-        if whole:
+        if finished or stopped:
             setup.memory.clear()
-            _finish(spec, world, driver, models, progress, finished=finished)
-    return 0 if whole else 130
+            _finish(parts, finished=finished)
+    return 0 if finished or stopped else 130
 
 
-def _open_models(spec: RunSpec, driver: Driver, world: TorchWorld) -> _Models:
+def _open_parts(spec: RunSpec, world: TorchWorld, driver: Driver, interrupts: Interrupts) -> _Parts:
+    """Loads the tokenizers, data sets and policies, and restores the newest checkpoint if there is one. Collective."""
     driver.say(f"reading tokenizers and data: {spec.data.training['data'].path}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
     check_juniors(spec.roles, tokenizers)
     readers, held_out, rows = builders.prompts(spec, tokenizers)
     world.from_driver(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
-    return _Models(tokenizers=tokenizers, readers=readers, held_out=held_out, policies=builders.policies(spec))
+    policies, progress = builders.policies(spec), loop.Progress()
+    if driver.resumed is not None:
+        state = read_json(driver.resumed / STATE)
+        for name in spec.trained_policies:
+            world.from_driver(refuse_code, driver.resumed / name)
+            policies[name].state.load(driver.resumed / name)
+        spec.recipe.load_state_dict(state["recipe"])
+        for name, reader in readers.items():
+            reader.load_state_dict(state["data"][name])
+        progress = loop.Progress(**state["progress"])
+    return _Parts(
+        spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
+        held_out=held_out, policies=policies, progress=progress,
+    )  # fmt: skip
 
 
-def _finish(
-    spec: RunSpec, world: World, driver: Driver, models: _Models, progress: loop.Progress, *, finished: bool,
-) -> None:  # fmt: skip
+def _finish(parts: _Parts, *, finished: bool) -> None:
     """Exports the trained models at the end of a run, and prints the paths of the outputs. Collective.
 
     `finished`: True if all iterations are done, and False if the parent program stopped the run before."""
-    for name in spec.trained_policies:
-        target = driver.directory.path / "models" / name
-        policy = models.policies[name]
+    driver, progress, run = parts.driver, parts.progress, parts.driver.directory.path
+    for name in parts.spec.trained_policies:
+        policy = parts.policies[name]
         with policy.memory.present():
-            export_model(world, policy.export, spec.roles[name].model, target)
-        policy.export.write_adapter(driver.directory.path / "adapters" / name)
+            export_model(parts.world, policy.export, parts.spec.roles[name].model, run / "models" / name)
+        policy.export.write_adapter(run / "adapters" / name)
         if driver.tracker is not None:
-            driver.tracker.keep_model(name, target)
+            driver.tracker.keep_model(name, run / "models" / name)
     driver.summary({"finished": finished})
     if progress.last_evaluation:
         driver.say(before_after(progress.first_evaluation, progress.last_evaluation))
-    driver.done(str(driver.directory.path))
-    if world.rank == 0:
-        driver.say(_report(driver.directory.path))
+    driver.done(str(run))
+    if parts.world.rank == 0:
+        driver.say(_report(run))
 
 
 def _report(run: Path) -> str:
@@ -202,79 +209,45 @@ def freeze_garbage_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """The state that a checkpoint holds in addition to the policies."""
-
-    recipe: Recipe
-    models: _Models
-    progress: loop.Progress
-    # on the driver (rank 0) only, which reads data and collects rollouts; None on other ranks
-    collector: Collector | None
-    memory: DeviceMemory
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state of the run to save in a checkpoint. On ranks other than 0, returns {}, because only the
-        state of rank 0 is saved."""
-        if self.collector is None:
-            return {}
-        return {"progress": self.progress.state_dict(), **self.collector.state()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """A policy that is moved to its GPU whenever it is saved. Implements the protocol run_setup.Saves."""
-
-    name: str
-    policy: MegatronPolicy
-    memory: DeviceMemory
-
-    def save(self, directory: Path, *, background: bool = False) -> None:
-        with self.memory.weights(self.name):
-            self.policy.state.save(directory, background=background)
-
-    def saved(self, *, wait: bool) -> bool:
-        return self.policy.state.saved(wait=wait)
-
-
 def _collector(
-    spec: RunSpec, models: _Models, context: RolloutContext, run_engines: RunEngines, driver: Driver,
-    progress: loop.Progress, store: IterationStore,
+    parts: _Parts, context: RolloutContext, store: IterationStore, *, idle: Callable[[], None]
 ) -> Collector:  # fmt: skip
-    """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0)."""
+    """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
+
+    `idle`: function that the collector calls while it waits."""
+    spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
     maker: IterationMaker
     if spec.data.replay is not None:
         recorded = open_replay(spec.data.replay, own=driver.directory.path)
-        maker = ReplayMaker(recipe=recipe, readers=models.readers, recorded=recorded)
+        maker = ReplayMaker(recipe=recipe, readers=parts.readers, recorded=recorded)
     else:
         maker = RolloutMaker(
             recipe=recipe,
-            readers=models.readers,
+            readers=parts.readers,
             context=context,
             prompts_per_iteration=spec.run.prompts_per_iteration,
             uncredited=builders.uncredited(spec),
             own_watch=Stopwatch(driver.watch.beat) if ahead else None,
         )
-    iterations = upcoming(spec.loop.schedule, progress.state_dict())
-    return Collector(maker, iterations, store, max_staleness=ahead, watch=driver.watch, idle=run_engines.tend)
+    iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
+    return Collector(maker, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
 
 
-def _store(
-    spec: RunSpec, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
-) -> IterationStore:  # fmt: skip
+def _store(parts: _Parts, *, fresh: bool) -> IterationStore:
     """Opens the store of rollouts, grouped by training iteration, and prints how many iterations are reused. Used on
     the driver (rank 0).
 
     Rollouts that were generated with other settings, code, prompts or data, or stored in another file format, are not
     reused. Settings that only describe the machine may differ. If `fresh` is True, no rollouts are reused.
     """
-    own = _fingerprint(spec.settings, driver.record.inputs)
+    driver = parts.driver
     store = IterationStore(
-        driver.directory.path / ROLLOUTS, own, keep_every=spec.run.save_rollouts_every,
-        decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
+        driver.directory.path / ROLLOUTS, _fingerprint(parts.spec.settings, driver.record.inputs),
+        keep_every=parts.spec.run.save_rollouts_every,
+        decode=lambda role, tokens: decode(parts.tokenizers[role], tokens),
     )  # fmt: skip
-    left = store.clean(progress.number, fresh=fresh)
+    left = store.clean(parts.progress.number, fresh=fresh)
     if left.kept:
         driver.say(
             f"{left.kept} iterations come from the store, where the run collected them before it stopped; --fresh "
@@ -312,13 +285,13 @@ def _one_at_a_time(grade: Grade) -> Grade:
     return locked
 
 
-def _plan(spec: RunSpec, models: _Models) -> loop.Plan:
-    settings, preflight = spec.loop, None
+def _plan(parts: _Parts) -> loop.Plan:
+    spec, settings, preflight = parts.spec, parts.spec.loop, None
     if settings.preflight.enabled:
-        reader = models.readers[next(iter(spec.recipe.roles()))]
+        reader = parts.readers[next(iter(spec.recipe.roles()))]
         preflight = PreflightPlan(
             settings=settings.preflight,
-            prompts=models.held_out or reader.restarted().take(settings.preflight.num_prompts),
+            prompts=parts.held_out or reader.restarted().take(settings.preflight.num_prompts),
             wrong_answer=spec.reward.wrong_answer,
             answer_format=spec.reward.answer_format,
             bounds=spec.reward.range,
@@ -334,44 +307,32 @@ def _plan(spec: RunSpec, models: _Models) -> loop.Plan:
     )
 
 
-def _restore(driver: Driver, spec: RunSpec, models: _Models, world: TorchWorld) -> loop.Progress:
-    if driver.resumed is None:
-        return loop.Progress()
-    state = read_json(driver.resumed / STATE)
-    for name in spec.trained_policies:
-        place = driver.resumed / name
-        world.from_driver(refuse_code, place)
-        models.policies[name].state.load(place)
-    spec.recipe.load_state_dict(state["recipe"])
-    for name, reader in models.readers.items():
-        reader.load_state_dict(state["data"][name])
-    return loop.Progress(**state["progress"])
+def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> loop.Hooks:
+    """Returns the callbacks with which the training loop logs, saves and learns that the run should stop.
 
+    `collector`: on the driver (rank 0) only, whose state is saved; None on the other ranks."""
+    driver, trained = parts.driver, {name: parts.policies[name].state for name in parts.spec.trained_policies}
+    saver = Saver(parts.world, driver, trained, background=parts.spec.run.async_save, present=memory.weights)
 
-def _hooks(
-    spec: RunSpec, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
-) -> loop.Hooks:  # fmt: skip
-    trained = {name: _Placed(name, saved.models.policies[name], saved.memory) for name in spec.trained_policies}
-    saver = Saver(world, driver, trained, background=spec.run.async_save)
+    def save(number: int) -> int | None:
+        state = {} if collector is None else {"progress": parts.progress.state_dict(), **collector.state()}
+        return saver.save(number, state)
+
+    def show(iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
+        """Sends some rollouts of an iteration, decoded to text, to the metric sinks (such as TensorBoard or W&B)."""
+        wanted = driver.tracker.num_samples if driver.tracker is not None else 0
+        for role, own in rollouts.items():
+            if samples := [_sample(parts.tokenizers[role], rollout) for rollout in own[:wanted]]:
+                driver.show(iteration.number, role, samples)
+
     return loop.Hooks(
         log=driver.log,
         say=driver.say,
-        show=functools.partial(_show, driver, saved.models.tokenizers),
-        save=lambda number: saver.save(number, saved.state()),
+        show=show,
+        save=save,
         settle=lambda wait: saver.settle(wait=wait),
-        should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave()),
+        should_stop=lambda: parts.interrupts.requested or (parts.world.rank == 0 and driver.leave()),
     )
-
-
-def _show(
-    driver: Driver, tokenizers: Mapping[str, Any], iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]
-) -> None:
-    """Sends some rollouts of an iteration, decoded to text, to the metric sinks (such as TensorBoard or W&B)."""
-    wanted = driver.tracker.num_samples if driver.tracker is not None else 0
-    for role, own in rollouts.items():
-        samples = [_sample(tokenizers[role], rollout) for rollout in own[:wanted]]
-        if samples:
-            driver.show(iteration.number, role, samples)
 
 
 def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
@@ -380,13 +341,6 @@ def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
         group=rollout.group, prompt=text(rollout.tokens[: rollout.start]), response=text(rollout.response),
         rewards=rollout.rewards, length=rollout.length,
     )  # fmt: skip
-
-
-def _seconds_before(driver: Driver) -> float:
-    """Returns the wall-clock seconds of all earlier starts of the run, read from summary.json; 0.0 if not recorded."""
-    seconds = driver.directory.read_summary().get("seconds")
-    wall = seconds.get("wall") if isinstance(seconds, dict) else None
-    return wall if isinstance(wall, float) else 0.0
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:

@@ -327,11 +327,15 @@ def test_the_loop_has_the_settings_of_its_config():
         iterations=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
         train_without_signal=True,
     )  # fmt: skip
-    assert [p.id for p in session._plan(spec_of(config), models).preflight.prompts] == [p.id for p in first]
+
+    def planned(config):
+        return session._plan(SimpleNamespace(spec=spec_of(config), **vars(models)))
+
+    assert [p.id for p in planned(config).preflight.prompts] == [p.id for p in first]
     models.held_out = first
-    assert session._plan(spec_of(config), models) == plan
+    assert planned(config) == plan
     for off in (replace(config, preflight=Preflight(enabled=False)), replace(config, debug=Debug(replay="run"))):
-        assert session._plan(spec_of(off), models) == replace(plan, preflight=None)
+        assert planned(off) == replace(plan, preflight=None)
 
 
 def test_recipes_play_with_the_settings_of_the_config():

@@ -377,7 +377,7 @@ def test_a_run_that_dies_with_an_answer_unread_tells_its_supervisor_to_leave():
     with orders.start():
         pass  # a server that has ended
     orders.listen(other.fileno())
-    own.sendall(f"{HOLD} one\n".encode())
+    ControlClient(own.dup()).say(HOLD, "one")
     until("an answer", lambda: _unread(own))
     own.close()
     assert orders.stop.wait(5.0)

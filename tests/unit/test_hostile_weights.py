@@ -76,8 +76,9 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}
     driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
     world = SimpleNamespace(rank=0, from_driver=OneProcess().from_driver)
-    models, progress = SimpleNamespace(policies={"solver": policy}), SimpleNamespace(number=1, last_evaluation={})
-    train._finish(spec, world, driver, models, progress, finished=True)  # type: ignore[arg-type]
+    progress = SimpleNamespace(number=1, last_evaluation={})
+    parts = SimpleNamespace(spec=spec, world=world, driver=driver, policies={"solver": policy}, progress=progress)
+    train._finish(parts, finished=True)  # type: ignore[arg-type]
     assert directory.read_summary()["finished"] is True
     pushed = disk.pushed_before(directory.summary)  # the files were pushed before their folder got its name
     before = {Path(str(path).replace("/.solver.partial", "/solver")) for path in pushed}

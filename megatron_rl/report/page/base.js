@@ -1,11 +1,6 @@
 // What the report's other scripts share: the page's data, elements made of plain text, numbers as people read them.
 "use strict";
 
-// Control characters, and those that cannot be seen or turn the direction of writing.
-const HIDDEN = new RegExp(
-  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
-  + "\\u{e0000}-\\u{e007f}]", "gu");
-
 const Report = {
   /** Returns the JSON value of a data block of the page; null where there is none. The block is freed. */
   data(id) {
@@ -33,15 +28,6 @@ const Report = {
     }
     element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
     return element;
-  },
-
-  /** Returns a text in which control characters and those that turn the direction of writing can be seen. */
-  visible(text) {
-    return text.replace(HIDDEN, (letter) => {
-      const code = letter.codePointAt(0);
-      if (code < 32) return String.fromCharCode(0x2400 + code);
-      return `‹U+${code.toString(16).toUpperCase().padStart(4, "0")}›`;
-    });
   },
 
   /** Returns a number with about `digits` significant digits. */

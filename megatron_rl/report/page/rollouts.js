@@ -2,7 +2,7 @@
 "use strict";
 
 Report.rollouts = (() => {
-  const { make, number, signed, visible } = Report;
+  const { make, number, signed } = Report;
   const PAGE = 25; // rollouts at a time
   const CACHED = 40; // unpacked chunks that are kept
   const MAX_OPEN = 1500; // characters; longer turns of a conversation are folded
@@ -98,13 +98,13 @@ Report.rollouts = (() => {
 
   /** Returns one line of the list, which unfolds to the rollout. */
   function item(i, texts) {
-    const agent = index.agent[i] >= 0 ? ` · ${visible(index.agents[index.agent[i]])}` : "";
-    const run = index.runs.length > 1 ? `${visible(index.runs[index.run[i]])} · ` : "";
-    const facts = `${run}iteration ${index.iteration[i] + 1} · ${visible(index.roles[index.role[i]])}${agent}`;
+    const agent = index.agent[i] >= 0 ? ` · ${index.agents[index.agent[i]]}` : "";
+    const run = index.runs.length > 1 ? `${index.runs[index.run[i]]} · ` : "";
+    const facts = `${run}iteration ${index.iteration[i] + 1} · ${index.roles[index.role[i]]}${agent}`;
     const figures = `reward ${number(index.reward[i], 3)} · ${index.length[i].toLocaleString()} tokens`;
     const line = make("summary", {}, make("span", { class: "badges" }, badges(i)),
       make("span", { class: "facts" }, facts), make("span", { class: "figures" }, figures),
-      make("span", { class: "title" }, visible((texts.question ?? texts.group ?? "").slice(0, 160))));
+      make("span", { class: "title" }, (texts.question ?? texts.group ?? "").slice(0, 160)));
     const whole = make("details", { class: "sample", "data-rollout": i }, line);
     whole.addEventListener("toggle", () => {
       if (whole.open && whole.children.length === 1) whole.append(...body(i, texts));
@@ -130,11 +130,11 @@ Report.rollouts = (() => {
 
   /** Returns the unfolded rollout. */
   function body(i, texts) {
-    const rewards = Object.entries(texts.rewards ?? {}).map(([name, value]) => `${visible(name)} ${number(value, 3)}`);
+    const rewards = Object.entries(texts.rewards ?? {}).map(([name, value]) => `${name} ${number(value, 3)}`);
     const facts = [`${index.length[i]} tokens`, `stop: ${texts.stop}`, `weights ${texts.version}`, ...rewards,
       index.advantage[i] === null ? "" : `advantage ${signed(index.advantage[i])}`,
-      texts.episode === undefined ? "" : `episode ${visible(texts.episode)}`];
-    const line = (name, text) => (text === undefined ? null : make("p", {}, make("b", {}, name), ` ${visible(text)}`));
+      texts.episode === undefined ? "" : `episode ${texts.episode}`];
+    const line = (name, text) => (text === undefined ? null : make("p", {}, make("b", {}, name), ` ${text}`));
     const said = texts.pieces ? conversation(texts.pieces) : [make("div", { class: "text" }, stepwise(texts))];
     return [make("p", { class: "meta" }, facts.filter((fact) => fact).join(" · ")), line("Question", texts.question),
       line("Known answer", texts.answer), folded("Prompt", texts.prompt), ...said,
@@ -143,7 +143,7 @@ Report.rollouts = (() => {
 
   function folded(name, text) {
     return text === undefined ? null
-      : make("details", {}, make("summary", {}, name), make("pre", {}, visible(text)));
+      : make("details", {}, make("summary", {}, name), make("pre", {}, text));
   }
 
   /** Returns a button that adds the other agents of the episode; null where there are none on the page. */
@@ -169,16 +169,16 @@ Report.rollouts = (() => {
     let at = 0;
     steps.forEach((step, k) => {
       const start = text.indexOf(step, at);
-      if (start > at) out.push(visible(text.slice(at, start)));
+      if (start > at) out.push(text.slice(at, start));
       const verdict = matching ? verdicts[k] : null;
       const kind = verdict === 1 ? "right" : verdict === -1 ? "wrong" : "unread";
       const mark = verdict === 1 ? "✓ correct" : verdict === -1 ? "✗ incorrect" : "no verdict";
       const credit = texts.credit?.[k] === undefined ? "" : ` · advantage ${signed(texts.credit[k])}`;
       const badge = make("span", { class: "badge" }, `${whose}: ${mark}${credit}`);
-      out.push(make("span", { class: `step ${kind}` }, visible(step), badge));
+      out.push(make("span", { class: `step ${kind}` }, step, badge));
       at = start >= 0 ? start + step.length : at;
     });
-    out.push(visible(text.slice(at)));
+    out.push(text.slice(at));
     if (verdicts.length && !matching) {
       const told = `\n${verdicts.length} verdicts for ${steps.length} steps: no step rewards`;
       out.push(make("span", { class: "meta" }, told));
@@ -208,7 +208,7 @@ Report.rollouts = (() => {
       const who = isAnswer ? `answer ${answer} of ${answers}` : "environment";
       const words = make("div", { class: "words" }, credited(own, text, most));
       const long = text.length <= MAX_OPEN ? words : make("details", {},
-        make("summary", {}, `${visible(text.slice(0, 120))} … (${text.length} characters)`), words);
+        make("summary", {}, `${text.slice(0, 120)} … (${text.length} characters)`), words);
       out.push(make("div", { class: `said ${isAnswer ? "answer" : "environment"}` },
         make("p", { class: "who" }, `${who} · ${tokens} ${tokens === 1 ? "token" : "tokens"}`), long));
     }
@@ -239,9 +239,9 @@ Report.rollouts = (() => {
   }
 
   function coloured(text, [author, , advantage], most) {
-    if (author === PARTNER) return make("span", { class: "partner", title: "written by a partner" }, visible(text));
-    if (!most || advantage === null) return visible(text);
-    return make("span", { title: signed(advantage), style: { background: colour(advantage, most) } }, visible(text));
+    if (author === PARTNER) return make("span", { class: "partner", title: "written by a partner" }, text);
+    if (!most || advantage === null) return text;
+    return make("span", { title: signed(advantage), style: { background: colour(advantage, most) } }, text);
   }
 
   function colour(advantage, most) {
