@@ -1,5 +1,5 @@
-"""Selects rollouts of runs for a report: a small index by which the page filters them, and their texts in compressed
-chunks."""
+"""Selects rollouts of runs for a report: a small index by which the page filters them, and the HTML of each rollout in
+compressed chunks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ import base64
 import gzip
 import json
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
 
 from megatron_rl.report.curves import rounded_float
-from megatron_rl.report.html_page import Block, as_json, shortened, visible
+from megatron_rl.report.html_page import Block, as_json, shortened, templates, visible
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
+from megatron_rl.types import Author
 
 MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
 # Maximum number of iterations whose rollouts are read, for all runs together; more are read if more rollouts are
 # requested
 MAX_FILES = 400
-CHUNK = 64  # number of rollouts whose texts are compressed together
+CHUNK = 64  # number of rollouts whose HTML is compressed together
 MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated
 MAX_PIECES = 400  # maximum number of pieces of a conversation that the page shows
+# Pattern of tool calls as models write them: in tags, or as a block of code. The last call may be cut short.
+CALL = re.compile(
+    r"<(tool_call|function_call|function|tool|python|calculator|code|bash|search|query)\b[^<>]*>.*?(?:</\1>|$)"
+    r"|```.*?(?:```|$)", re.DOTALL,
+)  # fmt: skip
 Row = Mapping[str, Any]  # a rollout as store.read_rows returns it
 
 
@@ -46,9 +54,9 @@ class Index:
     def __len__(self) -> int:
         return len(self.columns.get("run", ()))
 
-    def add(self, run: int, row: Row, threshold: float) -> None:
-        """Adds a rollout to the columns. `run`: index of the rollout's run. `threshold`: score above which an answer is
-        correct."""
+    def add(self, run: int, row: Row, threshold: float) -> dict[str, Any]:
+        """Adds a rollout to the columns, and returns its values. `run`: index of the rollout's run. `threshold`: score
+        above which an answer is correct."""
         says, truth = opinion(row, threshold)
         episode, agent = row["episode"], row["agent"]
         values = {
@@ -69,6 +77,7 @@ class Index:
         }
         for name, value in values.items():
             self.columns.setdefault(name, []).append(value)
+        return values
 
     def plain(self, runs: Sequence[str]) -> dict[str, Any]:
         """Returns the index in the format of the page's scripts. `runs`: names of the runs."""
@@ -82,7 +91,7 @@ class Picked:
     in each iteration."""
 
     index: Index = field(default_factory=Index)
-    chunks: list[str] = field(default_factory=list)  # each a list of CHUNK rollouts as base64 of gzipped JSON
+    chunks: list[str] = field(default_factory=list)  # each the HTML of CHUNK rollouts as base64 of a gzipped JSON list
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
     files: int = 0  # number of files of rollouts
@@ -112,7 +121,8 @@ class Picked:
 def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     """Selects about `most` rollouts. The selected iterations are evenly spaced over each run, including the first and
     the last iteration. Within an iteration, whole groups (all samples of a prompt) are selected."""
-    picked, waiting = Picked(), list[dict[str, Any]]()
+    picked, waiting = Picked(), list[str]()
+    render: Any = templates().get_template("rollout.html").module
     for place, record in enumerate(records):
         files, threshold = record.iteration_files(), record.threshold()
         count = max(2, max(MAX_FILES, most // 16) // len(records))  # files, evenly spaced from the first to the last
@@ -125,9 +135,9 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
             picked.read += bool(rows)
             picked.seen += len(rows)
             for row in _groups(rows, quota):
-                picked.index.add(place, row, threshold)
+                known = picked.index.add(place, row, threshold)
                 _count(picked, place, row, threshold)
-                waiting.append(texts(row))
+                waiting.append(render.rollout({**known, **details(row)}))
                 if len(waiting) == CHUNK:
                     picked.chunks.append(_packed(waiting))
                     waiting.clear()
@@ -173,27 +183,77 @@ def main_reward(rewards: Mapping[str, float]) -> float | None:
     return next(iter(rewards.values()), None)
 
 
-def texts(row: Row) -> dict[str, Any]:
-    """Returns the details of a rollout that the page shows. Empty values are left out; long texts are truncated."""
-    names = ("group", "question", "answer", "prompt", "stop", "version", "steps", "verdicts", "review", "episode")
-    found = {name: row[name] for name in names} | {
-        "text": None if row["pieces"] else row["text"],
-        "rewards": {visible(name): _finite(value) for name, value in row["rewards"].items()},
-        "credit": [_finite(value) for value in row["step_advantages"] or ()],
-        "pieces": [
-            [piece["author"], piece["tokens"], _finite(piece["advantage"]), _cut(piece["text"])]
-            for piece in (row["pieces"] or ())[:MAX_PIECES]
-        ],
-    }
-    found["steps"] = [_cut(step) for step in found["steps"] or ()]
-    return {name: _cut(value) for name, value in found.items() if value not in (None, [], {}, "")}
+def details(row: Row) -> dict[str, Any]:
+    """Returns the details of a rollout that its HTML shows, in addition to the values of the index. Long texts are
+    truncated."""
+    names = ("group", "question", "answer", "prompt", "stop", "version", "review")
+    found = {name: _cut(row[name]) for name in names}
+    found |= {f"{name}_name": _cut(row[name]) for name in ("role", "agent", "episode")}
+    found["rewards"] = {name: _finite(value) for name, value in row["rewards"].items()}
+    found["verdicts"], found["steps"] = row["verdicts"] or [], [_cut(step) for step in row["steps"] or ()]
+    if not row["pieces"]:
+        return found | {"turns": [], "stepwise": _stepwise(_cut(row["text"]), row["step_advantages"] or (), found)}
+    pieces = [Piece(p["author"], p["tokens"], _finite(p["advantage"]), _cut(p["text"])) for p in row["pieces"]]
+    credits = {piece.advantage for piece in pieces if piece.advantage is not None}
+    most = max(map(abs, credits)) if len(credits) > 1 else 0  # one advantage needs no colours
+    return found | {"turns": _conversation(pieces[:MAX_PIECES]), "most": most}
+
+
+class Piece(NamedTuple):
+    """A part of a conversation that one author wrote, with one advantage."""
+
+    author: int
+    tokens: int
+    advantage: float | None
+    text: str
+
+
+def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> list[tuple[str, str | None, str]]:
+    """Splits a solution's text into [(text, kind of the step or None, words about its verdict)]."""
+    steps, verdicts, parts, at = found["steps"], found["verdicts"], list[tuple[str, str | None, str]](), 0
+    whose = "its verdict" if found["review"] is None else "verifier"
+    for k, step in enumerate(steps):
+        start = text.find(step, at)
+        if start > at:
+            parts.append((text[at:start], None, ""))
+        verdict = verdicts[k] if len(verdicts) == len(steps) else None
+        kind, mark = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect")}.get(verdict, ("unread", "no verdict"))
+        worth = f" · advantage {credit[k]:+.3g}" if k < len(credit) else ""
+        parts.append((step, kind, f"{whose}: {mark}{worth}"))
+        at = start + len(step) if start >= 0 else at
+    return [*parts, (text[at:], None, "")]
+
+
+def _conversation(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """Returns the turns of a conversation, each with its text in parts [(whether in a call of a tool, [(text, author,
+    advantage)])]. Turns of the environment without text, which are the frame of a chat template, are left out."""
+    turns, answers = [], 0
+    for outside, group in groupby(pieces, key=lambda piece: piece.author == Author.ENVIRONMENT):
+        own = list(group)
+        text, answers = "".join(piece.text for piece in own), answers + (not outside)
+        if outside and not text.strip():
+            continue
+        calls = [] if outside else [match.span() for match in CALL.finditer(text)]
+        ends = list(accumulate(len(piece.text) for piece in own))
+        parts = []
+        for start, end in pairwise(sorted({0, *ends, *(cut for call in calls for cut in call)})):
+            piece = own[bisect_right(ends, start)]
+            call = next((k for k, (first, last) in enumerate(calls) if first <= start < last), None)
+            parts.append((call, (text[start:end], piece.author, piece.advantage)))
+        tokens = sum(piece.tokens for piece in own)
+        who = "environment" if outside else f"answer {answers} of"
+        turns.append({
+            "kind": who.split()[0], "text": text, "who": who, "tokens": f"{tokens} token{'s' * (tokens != 1)}",
+            "parts": [(call is not None, [p for _, p in one]) for call, one in groupby(parts, key=lambda p: p[0])],
+        })  # fmt: skip
+    return [turn | {"who": f"{turn['who']} {answers}" if turn["kind"] == "answer" else turn["who"]} for turn in turns]
 
 
 def _cut(value: Any) -> Any:
-    return visible(shortened(value, MAX_CHARACTERS)) if isinstance(value, str) else value
+    return shortened(value, MAX_CHARACTERS) if isinstance(value, str) else value
 
 
-def _packed(rows: Sequence[dict[str, Any]]) -> str:
+def _packed(rows: Sequence[str]) -> str:
     whole = json.dumps(rows, separators=(",", ":"), allow_nan=False).encode()
     return base64.b64encode(gzip.compress(whole, 5, mtime=0)).decode()
 

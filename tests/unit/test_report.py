@@ -183,7 +183,8 @@ def test_what_models_wrote_stays_text(tmp_path):
     assert "b" in {tag for tag, _ in found.tags}  # our own bold; theirs is text:
     assert "alert(1)" not in text and "<b>x" not in text
     row = found.rollouts()[0]
-    assert "</script><script>alert(1)</script>" in row["text"] and row["question"] == "last letters of <b>x</b>?"
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;" in row and "<script" not in row
+    assert "<p><b>Question</b> last letters of &lt;b&gt;x&lt;/b&gt;?</p>" in row
     assert "demo <run>" in "".join(found.text) and "<run>" not in text.replace("demo &lt;run&gt;", "")
     assert as_json({"a": "</script>\u2028<!--"}) == '{"a":"\\u003c/script>\\u2028\\u003c!--"}'
 

@@ -36,9 +36,4 @@ const Report = {
     if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) return value.toExponential(2);
     return String(Number(value.toPrecision(digits)));
   },
-
-  /** Returns a number with its sign. */
-  signed(value) {
-    return `${value < 0 ? "" : "+"}${Report.number(value, 3)}`;
-  },
 };
