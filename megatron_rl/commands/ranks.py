@@ -128,7 +128,7 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
     from megatron_rl.session.parent_events import Listener
 
     with contextlib.suppress(OSError):  # the parent program has exited
-        Listener.at(args.events).failed(error, why)
+        Listener.at(args.events).tell("error", type=type(error).__name__, message=why)
 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:

@@ -98,7 +98,7 @@ def visible(text: str) -> str:
         code = ord(match[0])
         return chr(0x2400 + code) if code < 32 else f"‹U+{code:04X}›"
 
-    return _HIDDEN.sub(told, text)
+    return text if text.isprintable() else _HIDDEN.sub(told, text)
 
 
 def _policy(codes: Sequence[str]) -> str:

@@ -113,7 +113,7 @@ def _write(target: Path, template: str, content: _Content, values: Mapping[str, 
     found = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
     shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "picked": content.picked}
-    shown |= {"flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
+    shown |= {"palette": PALETTE, "flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
     write_page(target, template, {**values, **shown}, styles=STYLES, scripts=SCRIPTS, data=content.data(found))
     if damage:
         rest = f"; and {len(damage) - 1} more: see the page" if len(damage) > 1 else ""

@@ -29,30 +29,16 @@ class Listener:
         """Connects to the Unix socket at `address`. Raises OSError if no process listens there."""
         return cls(connection=Client(address, "AF_UNIX"))  # type: ignore[arg-type]
 
-    def begin(self, *, iterations: int, iteration: int) -> None:
-        """Reports the start of the run, with `iteration` of `iterations` iterations already done."""
-        self._ask({"event": "begin", "iterations": iterations, "iteration": iteration})
-
-    def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
-        """Reports metrics to the parent program. `cycle`, `scope`: where in the run they were measured. `iteration`:
-        number of iterations done."""
-        metrics = {name: float(value) for name, value in metrics.items()}
-        self._ask({"event": "metrics", "iteration": iteration, "cycle": cycle, "scope": scope, "metrics": metrics})
-
-    def iteration_done(self, iteration: int) -> None:
-        """Reports to the parent program that `iteration` iterations of the training loop are done."""
-        self._ask({"event": "iteration", "iteration": iteration})
-
-    def failed(self, error: BaseException, why: str) -> None:
-        """Reports the error that ended the run to the parent program. `why`: the error message."""
-        self._ask({"event": "error", "type": type(error).__name__, "message": why})
-
-    def _ask(self, event: Mapping[str, Any]) -> None:
+    def tell(self, event: str, **values: Any) -> None:
         """Sends an event to the parent program and waits for the reply. Sets `stopped` if the reply asks to stop, and
-        `gone` if the connection is lost."""
+        `gone` if the connection is lost.
+
+        The events are "begin" (iterations, iteration), "metrics" (iteration, cycle, scope, metrics), "iteration"
+        (iteration) and "error" (type, message). `iteration`: number of iterations done.
+        """
         with self._lock:
             try:
-                self.connection.send_bytes(json.dumps(event).encode())
+                self.connection.send_bytes(json.dumps({"event": event, **values}).encode())
                 self.stopped = bool(json.loads(self.connection.recv_bytes())["stop"])
             except (OSError, EOFError):
                 self.gone = True
@@ -65,10 +51,14 @@ def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: 
 
     def log(cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
         hooks.log(cycle, scope, metrics, iteration=iteration)
-        listener.log(cycle, scope, metrics, iteration=iteration)
+        plain = {name: float(value) for name, value in metrics.items()}
+        listener.tell("metrics", iteration=iteration, cycle=cycle, scope=scope, metrics=plain)
 
     def should_stop() -> bool:
         asked = progress.number < iterations and (listener.stopped or listener.gone)
         return hooks.should_stop() or asked
 
-    return replace(hooks, log=log, iteration_done=listener.iteration_done, should_stop=should_stop)
+    def iteration_done(number: int) -> None:
+        listener.tell("iteration", iteration=number)
+
+    return replace(hooks, log=log, iteration_done=iteration_done, should_stop=should_stop)

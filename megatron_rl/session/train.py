@@ -124,7 +124,7 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
     started = time.monotonic() - (wall if isinstance(wall, float) else 0.0)
     driver.leave.begin()
     if listener is not None:
-        listener.begin(iterations=iterations, iteration=progress.number)
+        listener.tell("begin", iterations=iterations, iteration=progress.number)
     with freeze_garbage_collector():
         finished = loop.train(setup, _plan(parts), progress)
         driver.summary(_summary(progress, time.monotonic() - started))
