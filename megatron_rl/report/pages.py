@@ -14,6 +14,7 @@ from megatron_rl.report.html_page import Block, as_json, write_page
 from megatron_rl.report.reading import RunMetrics, is_run, read_run
 from megatron_rl.report.run_comparison import Arm, arms, differences_table, means_table, read_runs, runs_table
 from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
+from megatron_rl.run.console import duration
 from megatron_rl.run.run_directory import SWEEP, flatten
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
@@ -48,7 +49,7 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
         "refits": run_sections.refits(run),
         "refit_names": [name.replace("_", " ") for name in run_sections.REFIT_FIGURES],
         "summary": flatten(run.summary),
-        "duration": run_sections.duration,
+        "duration": duration,
     })  # fmt: skip
     return target
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics
-from megatron_rl.run.console import COLUMNS
+from megatron_rl.run.console import COLUMNS, duration
 from megatron_rl.run.metrics import EVAL
 from megatron_rl.run.run_directory import flatten
 
@@ -253,15 +253,6 @@ def subtitle(run: RunMetrics) -> str:
         own = f" iterations, {done.values[-1]:,.0f} updates" if done is not None and done.values else " updates"
         parts.append(f"{count:,} {scope}{own}")
     return " · ".join([*parts, f"{duration(run.clock.total)} measured"])
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration as text, in hours and minutes, minutes and seconds, or seconds."""
-    if not math.isfinite(seconds) or seconds > LARGEST:
-        return "an unknown time"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
 def _main(gains: Sequence[Gain]) -> list[Gain]:

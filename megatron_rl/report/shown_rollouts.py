@@ -216,7 +216,7 @@ def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> l
         start = text.find(step, at)
         if start > at:
             parts.append((text[at:start], None, ""))
-        verdict = verdicts[k] if len(verdicts) == len(steps) else None
+        verdict = verdicts[k] if len(verdicts) == len(steps) else 0
         kind, mark = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect")}.get(verdict, ("unread", "no verdict"))
         worth = f" · advantage {credit[k]:+.3g}" if k < len(credit) else ""
         parts.append((step, kind, f"{whose}: {mark}{worth}"))

@@ -224,9 +224,11 @@ def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as text, such as `40 s`, `12 min` or `3.5 h`."""
+    """Returns a duration as text, such as `4.2 s`, `40 s`, `12 min` or `3.5 h`."""
+    if not 0 <= seconds < 1e12:
+        return "an unknown time"
     if seconds < 90:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
