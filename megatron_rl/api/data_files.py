@@ -81,9 +81,12 @@ def column_fields(functions: Sequence[CalledFunction], source: Settings, row: Ma
                 f"reward {one.name}: its parameter {name!r} is no column of {source.get('path')}, which has "
                 f"{', '.join(map(str, row))}: rename one of them, or give the parameter a default"
             )
-    named = {name for one in functions if one.batched for name in one.parameters}
-    takes_all = any(one.batched and one.takes_all for one in functions)
-    found = [str(name) for name in row or () if name not in known and (takes_all or name in named)]
+    batched = [one.parameters for one in functions if one.batched]  # None: the function takes all columns
+    found = [
+        str(name)
+        for name in row or ()
+        if name not in known and any(parameters is None or name in parameters for parameters in batched)
+    ]
     return {name: name for name in dict.fromkeys([*wanted, *found])}
 
 
