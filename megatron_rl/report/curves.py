@@ -76,21 +76,6 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Thinned:
-    """A downsampled line of a chart. Each point represents a bucket of one or more consecutive iterations."""
-
-    x: list[int]  # first iteration of each bucket
-    y: list[float]  # mean of each bucket
-    low: list[float] | None = None  # minimum of the values in each bucket; None if every bucket is a single iteration
-    high: list[float] | None = None  # maximum of the values in each bucket; None if every bucket is a single iteration
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the line in the format of the page's scripts."""
-        found: dict[str, Any] = {"x": self.x, "y": self.y}
-        return found if self.low is None else found | {"low": self.low, "high": self.high}
-
-
 @dataclass(slots=True, kw_only=True)
 class Chart:
     """A chart: lines that are drawn in one coordinate system."""
@@ -177,7 +162,7 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
             "title": chart.title,
             "dots": chart.dots,
             "lines": [
-                {"run": place, "name": name, "broken": curve.trouble, **thin(curve, width).plain()}
+                {"run": place, "name": name, "broken": curve.trouble, **thin(curve, width)}
                 for place, name, curve in chart.lines
             ],
         }
@@ -198,11 +183,15 @@ def bucket_width(charts: Iterable[Chart]) -> int:
     return -(-iterations // (most // 2))
 
 
-def thin(curve: Curve, width: int) -> Thinned:
-    """Downsamples a curve to buckets of `width` iterations. If `width` is 1, all points are kept."""
+def thin(curve: Curve, width: int) -> dict[str, list[Any]]:
+    """Downsamples a curve to buckets of `width` iterations. If `width` is 1, all points are kept.
+
+    Returns lists in the format of the page's scripts: `x`, the first iteration of each bucket, `y`, its mean, and,
+    unless `width` is 1, its minimum `low` and its maximum `high`.
+    """
     iterations, values = np.frombuffer(curve.iterations, np.intc), np.frombuffer(curve.values, np.float64)
     if width == 1:
-        return Thinned(iterations.tolist(), rounded(values))
+        return {"x": iterations.tolist(), "y": rounded(values)}
     buckets = iterations // width
     if (np.diff(buckets) < 0).any():
         order = np.argsort(buckets, kind="stable")
@@ -212,7 +201,8 @@ def thin(curve: Curve, width: int) -> Thinned:
     # The values are divided before they are added, so that the sums do not overflow
     means = np.add.reduceat(values / np.repeat(counts, counts), starts)
     low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    return Thinned(np.maximum(buckets[starts] * width, -1).tolist(), rounded(means), rounded(low), rounded(high))
+    first = np.maximum(buckets[starts] * width, -1).tolist()
+    return {"x": first, "y": rounded(means), "low": rounded(low), "high": rounded(high)}
 
 
 def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,17 @@ _HIDDEN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Data for the scripts of a page. The page contains the data as the text of an HTML element that is neither shown
-    nor executed.
-
-    `text` must not contain `<`. The results of `as_json` and base64 contain no `<`.
-    """
-
-    id: str
-    text: str
-
-
 def write_page(
     path: Path, template: str, values: Mapping[str, Any], *, styles: Sequence[str] = STYLES,
-    scripts: Sequence[str] = (), data: Iterable[Block] = (),
+    scripts: Sequence[str] = (), data: Iterable[tuple[str, str]] = (),
 ) -> None:  # fmt: skip
     """Renders page/TEMPLATE with `values` and writes the page atomically.
 
     All values are escaped. `styles`, `scripts`: names of files in page/, which are included in the page. The page's
-    content security policy allows a browser to run only these scripts, and to load nothing. `data`: blocks for the
-    scripts; the blocks are written one at a time, because they may be large. Characters that cannot be encoded as
+    content security policy allows a browser to run only these scripts, and to load nothing. `data`: blocks of
+    data for the scripts as pairs (id, text), which the page contains as the text of HTML elements that are neither
+    shown nor executed. The texts, such as results of `as_json` and base64, must not contain `<`. The blocks are written
+    one at a time, because they may be large. Characters that cannot be encoded as
     UTF-8, such as lone surrogates, become question marks.
     """
     codes = [(FILES / name).read_text(encoding="utf-8") for name in scripts]

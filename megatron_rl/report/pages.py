@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.report import flips, run_sections
 from megatron_rl.report.curves import PALETTE, QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
-from megatron_rl.report.html_page import Block, as_json, write_page
+from megatron_rl.report.html_page import as_json, write_page
 from megatron_rl.report.reading import RunMetrics, is_run, read_run
 from megatron_rl.report.run_comparison import Arm, arms, differences_table, means_table, read_runs, runs_table
 from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
@@ -96,7 +96,7 @@ class _Content:
             for i, run in enumerate(self.runs)
         ]
 
-    def data(self, found: Sorted) -> Iterator[Block]:
+    def data(self, found: Sorted) -> Iterator[tuple[str, str]]:
         """Yields the data of the page's scripts. `found`: the charts."""
         report = {
             "runs": self.runs_and_colours(),
@@ -105,7 +105,7 @@ class _Content:
             "charts": plain_charts(found),
             "clocks": [thin_clock(run.clock) for run in self.runs],
         }
-        yield Block("report-data", as_json(report))
+        yield "report-data", as_json(report)
         yield from self.picked.blocks([run.name for run in self.runs])
 
 

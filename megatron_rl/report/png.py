@@ -57,13 +57,14 @@ def _draw(axes: Axes, chart: Chart, width: int) -> None:
     """Draws a chart. A line with enough points is drawn thin and pale, with its running mean on top. `width`:
     iterations per bucket."""
     for place, (_, name, curve) in enumerate(chart.lines):
-        found, color = thin(curve, width), PALETTE[place % len(PALETTE)]
+        thinned, color = thin(curve, width), PALETTE[place % len(PALETTE)]
+        x, y = thinned["x"], thinned["y"]
         label = name.replace("$", r"\$")
-        if chart.dots or len(found.x) < FEW:
-            axes.plot(found.x, found.y, color=color, linewidth=1.4, marker="o", markersize=3.5, label=label)
+        if chart.dots or len(x) < FEW:
+            axes.plot(x, y, color=color, linewidth=1.4, marker="o", markersize=3.5, label=label)
         else:
-            axes.plot(found.x, found.y, color=color, linewidth=0.7, alpha=0.35)
-            axes.plot(found.x, smooth(found.y), color=color, linewidth=1.6, label=label)
+            axes.plot(x, y, color=color, linewidth=0.7, alpha=0.35)
+            axes.plot(x, smooth(y), color=color, linewidth=1.6, label=label)
     axes.set_title(chart.title.replace("$", r"\$"))
     axes.set_xlabel("iteration")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))

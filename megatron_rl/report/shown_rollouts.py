@@ -15,7 +15,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 from megatron_rl.report.curves import rounded_float
-from megatron_rl.report.html_page import Block, as_json, shortened, templates, visible
+from megatron_rl.report.html_page import as_json, shortened, templates, visible
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.types import Author
@@ -109,13 +109,13 @@ class Picked:
         )
         return f"{shown:,}{of} rollouts, from {iterations} that were kept"
 
-    def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
+    def blocks(self, runs: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yields the blocks of data for the page's scripts. Yields nothing if there are no rollouts. `runs`: names of
         the runs."""
         if len(self.index):
-            yield Block("rollouts-data", as_json(self.index.plain(runs)))
+            yield "rollouts-data", as_json(self.index.plain(runs))
         for number, chunk in enumerate(self.chunks):
-            yield Block(f"texts-{number}", chunk)
+            yield f"texts-{number}", chunk
 
 
 def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:

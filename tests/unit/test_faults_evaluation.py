@@ -138,7 +138,7 @@ def test_faults_evaluations_stand_at_the_iteration_that_they_measure(run):
     found = read_run(run.path)
     curve = found.curves["eval", "g/accuracy_sampled"]
     assert list(curve.iterations) == [-1, 1, 2] and list(found.clock.iterations) == [-1, 0, 1, 1, 2, 2]
-    assert thin(curve, 1).x == [-1, 1, 2] and thin(curve, 4).x == [-1, 0]
+    assert thin(curve, 1)["x"] == [-1, 1, 2] and thin(curve, 4)["x"] == [-1, 0]
     assert thin_clock(found.clock)["iteration"] == [-1, 0, 1, 2] and thin_clock(found.clock)["cycle"] == [0, 1, 1, 2]
     assert "3 iterations so far" in str(runs_table([found], arms([found])))
 

@@ -263,10 +263,10 @@ def test_long_curves_keep_their_extremes_and_means(count):
     width = curves.bucket_width([chart])
     found = curves.thin(curve, width)
     if count <= curves.MAX_POINTS:
-        assert width == 1 and found.low is None and len(found.y) == count
+        assert width == 1 and found.keys() == {"x", "y"} and len(found["y"]) == count
         return
-    assert len(found.low) + len(found.high) <= curves.MAX_POINTS and width > 1
-    for x, y, low, high in zip(found.x, found.y, found.low, found.high, strict=True):
+    assert len(found["low"]) + len(found["high"]) <= curves.MAX_POINTS and width > 1
+    for x, y, low, high in zip(*(found[name] for name in ("x", "y", "low", "high")), strict=True):
         own = [curve.values[t] for t in range(x, min(x + width, count))]
         assert (low, high) == (pytest.approx(min(own), rel=1e-5), pytest.approx(max(own), rel=1e-5))
         assert y == pytest.approx(fmean(own), rel=1e-4, abs=1e-5)
@@ -281,7 +281,7 @@ def test_a_page_of_many_curves_has_fewer_points_of_each_at_the_same_iterations()
     charts = [curves.Chart(question="learn", title="x", lines=[(0, "x", whole), (1, "x", part)])] * 1000
     width = curves.bucket_width(charts)
     assert -(-3000 // width) <= curves.PAGE_POINTS // 2000 / 2
-    assert set(curves.thin(part, width).x) < set(curves.thin(whole, width).x)
+    assert set(curves.thin(part, width)["x"]) < set(curves.thin(whole, width)["x"])
 
 
 @pytest.mark.parametrize(
