@@ -10,7 +10,7 @@ from typing import Any
 import pydantic_core
 
 from megatron_rl.config import files as config_files
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.run.atomic_files import write_text
 
@@ -117,10 +117,9 @@ def _nested(key: Any, value: Any) -> dict[str, Any]:
     key is malformed or the value cannot be converted."""
     if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"config key {key!r}: it has the form a.b")
-    try:
+    cure = "give numbers, texts, lists, mappings or sections of the schema"
+    with refusing(lambda error: f"{key}: {error}: {cure}", pydantic_core.PydanticSerializationError):
         tree = pydantic_core.to_jsonable_python(value)
-    except pydantic_core.PydanticSerializationError as error:
-        raise ConfigError(f"{key}: {error}: give numbers, texts, lists, mappings or sections of the schema") from error
     for part in reversed(key.split(".")):
         tree = {part: tree}
     return tree

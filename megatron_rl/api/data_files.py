@@ -15,7 +15,7 @@ from megatron_rl.api import by_value
 from megatron_rl.api.by_value import DIGITS
 from megatron_rl.api.config import Settings
 from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.config.schema import PromptSet
 from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION, prompt_fields
 from megatron_rl.data.rows import BadRow, rows_of
@@ -130,10 +130,8 @@ def _called(given: Any, taken: Sequence[str]) -> tuple[Any, CalledFunction]:
         )
     own = name_of(function)
     names = itertools.chain([own], (f"{own}_{number}" for number in itertools.count(2)))
-    try:
+    with refusing(lambda error: f"reward {own}: {error}", TypeError, ValueError):
         return pair[0], CalledFunction.of(function, next(n for n in names if n not in taken), weight=float(pair[1]))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward {own}: {error}") from error
 
 
 def _place(function: Any, directory: Path, name: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import pydantic
 
 from megatron_rl.api import by_value
 from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.base import ConfigError, Use, hint
 
 # {short name of a recipe: its class}. Other recipes are given as package.module:Class or as an object.
 WORDS: Mapping[str, str] = {
@@ -41,9 +40,8 @@ def use_of(recipe: Any) -> dict[str, Any]:
         return {"target": recipe}
     if isinstance(recipe, str):
         if recipe not in WORDS:
-            close = difflib.get_close_matches(recipe, WORDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(WORDS)}"
-            raise ConfigError(f"recipe {recipe!r} is not known; {hint} Others are named as package.module:Class")
+            close = hint(recipe, WORDS, f"known: {', '.join(WORDS)};")
+            raise ConfigError(f"recipe {recipe!r} is not known; {close} Others are named as package.module:Class")
         return {"target": WORDS[recipe]}
     if isinstance(recipe, Mapping):
         return dict(recipe)

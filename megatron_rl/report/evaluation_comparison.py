@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, read_samples
 from megatron_rl.evaluation.solve import SOLVE
@@ -99,10 +99,8 @@ def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
             f"{path} is no result: give the NAME.json of a finished `megatron-rl eval` (or, to `report`, the directory "
             "of a run or a sweep)"
         )
-    try:
+    with refusing(lambda error: f"{path}: {error}", FileNotFoundError, ValueError):
         rows = read_samples(path.with_suffix(".jsonl"))
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
     found: dict[tuple[str, str], dict[str, list[Sample]]] = defaultdict(dict)
     for row in rows:
         if score_of(row) is not None:

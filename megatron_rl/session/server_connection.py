@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.cluster.host_address import free_port
-from megatron_rl.config.base import ConfigError, refuse
+from megatron_rl.config.base import ConfigError, refuse, refusing
 from megatron_rl.config.engines import Servers
 from megatron_rl.engines import user_families
 from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
@@ -86,10 +86,8 @@ def local_model(setting: str, path: str | Path) -> Path:
     # imported here because the import takes seconds and is only needed for hub names
     from megatron_rl.weights import hf_model
 
-    try:
+    with refusing(lambda error: f"{setting}: {error}", FileNotFoundError):
         return hf_model.local_directory(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{setting}: {error}") from error
 
 
 def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
