@@ -211,7 +211,6 @@ class Piece(NamedTuple):
 def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> list[tuple[str, str | None, str]]:
     """Splits a solution's text into [(text, kind of the step or None, words about its verdict)]."""
     steps, verdicts, parts, at = found["steps"], found["verdicts"], list[tuple[str, str | None, str]](), 0
-    whose = "its verdict" if found["review"] is None else "verifier"
     for k, step in enumerate(steps):
         start = text.find(step, at)
         if start > at:
@@ -219,7 +218,7 @@ def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> l
         verdict = verdicts[k] if len(verdicts) == len(steps) else 0
         kind, mark = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect")}.get(verdict, ("unread", "no verdict"))
         worth = f" · advantage {credit[k]:+.3g}" if k < len(credit) else ""
-        parts.append((step, kind, f"{whose}: {mark}{worth}"))
+        parts.append((step, kind, f"{mark}{worth}"))
         at = start + len(step) if start >= 0 else at
     return [*parts, (text[at:], None, "")]
 
