@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.schema import Embedded, Servers
+from megatron_rl.config.schema import Embedded
 from megatron_rl.planning.case import Case, server_gpus
 from megatron_rl.planning.plan import make_or_none
-from megatron_rl.planning.search import engine_choices, engine_words, nodes_words
+from megatron_rl.planning.search import engine_choices, overrides
 
 SERVED = 3  # maximum number of server configurations that are shown, fastest first
-STALENESS = "rollouts.max_staleness"
 AHEAD = "iterations generated beside training (rollouts.max_staleness=1)"
 
 
@@ -40,34 +39,31 @@ def alternatives(asked: Case) -> list[Alternative]:
     recomputation is planned. Engines are left out if the remaining GPUs do not suit the layouts, or if `megatron-rl
     check` would refuse the config.
     """
-    first = _alternative(asked, asked, [])
+    first = _alternative(asked, asked)
     if first is None:
         return []
-    found, settings, staleness = [first], asked.spec.engine.settings, asked.spec.loop.rollouts.max_staleness
-    if isinstance(settings, Servers):
-        # the embedded engine does not support staleness
-        words = ["engine={kind: embedded}", *([f"{STALENESS}=0"] if staleness else [])]
-        embedded = _alternative(asked.with_engine(Embedded()).with_staleness(0), asked, words)
+    found, servers, staleness = [first], asked.servers, asked.spec.loop.rollouts.max_staleness
+    if servers is not None:  # the embedded engine does not support staleness
+        embedded = _alternative(asked.with_engine(Embedded()).with_staleness(0), asked)
         found += [] if embedded is None else [embedded]
-    choices = [(case, engine_words(case.servers, settings)) for case in engine_choices(asked) if case.servers]
-    place = {name: vars(settings)[name] for name in ("gpus", "urls", "start") if isinstance(settings, Servers)}
+    choices = [case for case in engine_choices(asked) if case.servers]
+    place = {} if servers is None else {"gpus": servers.gpus, "urls": servers.urls, "start": servers.start}
     # servers that differ from the configured ones in their place alone are no alternative
-    others = [one for one in choices if one[0].servers and replace(one[0].servers, **place) != settings]
+    others = [case for case in choices if case.servers and replace(case.servers, **place) != servers]
     found += _fastest(others, asked, SERVED)
     if not staleness:
-        own = [(asked, list[str]())] if isinstance(settings, Servers) else []
-        apart = [(case, words) for case, words in [*own, *choices] if not case.colocated]
-        found += _fastest([(case.with_staleness(1), [*words, f"{STALENESS}=1"]) for case, words in apart], asked, 1)
+        apart = [case for case in [asked, *choices] if case.servers and not case.colocated]
+        found += _fastest([case.with_staleness(1) for case in apart], asked, 1)
     return found
 
 
-def _fastest(choices: Sequence[tuple[Case, list[str]]], asked: Case, count: int) -> list[Alternative]:
-    """Returns the `count` fastest alternatives that fit into GPU memory among pairs (run, overrides)."""
-    found = [_alternative(case, asked, words) for case, words in choices]
+def _fastest(cases: Sequence[Case], asked: Case, count: int) -> list[Alternative]:
+    """Returns the `count` fastest alternatives that fit into GPU memory."""
+    found = [_alternative(case, asked) for case in cases]
     return sorted((one for one in found if one and not one.problem), key=lambda one: one.cycle_s)[:count]
 
 
-def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternative | None:
+def _alternative(case: Case, asked: Case) -> Alternative | None:
     """Returns the estimate for `case` as an alternative.
 
     Returns None if its layouts do not divide the models or the cluster, or if `megatron-rl check` would refuse `case`
@@ -77,22 +73,22 @@ def _alternative(case: Case, asked: Case, overrides: Sequence[str]) -> Alternati
     if made is None:
         return None
     if made.problems and case is not asked:
-        names = [name for name in case.held if case.roles[name].model.recompute != "full"]
         smaller = case
-        for name in names:
+        for name in case.held:
             smaller = smaller.with_role(name, model=replace(case.roles[name].model, recompute="full"))
         other = make_or_none(smaller)
         if other is not None and not other.problems:
             made, case = other, smaller
-            overrides = [*overrides, *(f"roles.{name}.model.recompute=full" for name in names)]
-    if case is not asked:
-        if not case.passes() and asked.passes():
-            return None
-        overrides = [*overrides, *nodes_words(asked, case)]
+    if case is not asked and not case.passes() and asked.passes():
+        return None
     return Alternative(
-        engine=_words(case), trainer_gpus=made.ranks, engine_gpus=server_gpus(case.spec.engine), cycle_s=made.cycle_s,
-        problem=next(iter(made.problems), ""), overrides=overrides,
-    )  # fmt: skip
+        engine=_words(case),
+        trainer_gpus=made.ranks,
+        engine_gpus=server_gpus(case.spec.engine),
+        cycle_s=made.cycle_s,
+        problem=next(iter(made.problems), ""),
+        overrides=[] if case is asked else overrides(asked, case),
+    )
 
 
 def _words(case: Case) -> str:

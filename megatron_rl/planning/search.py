@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_rl.config.engine_kinds import default_servers
-from megatron_rl.config.schema import Embedded, Layout, RoleConfig, Servers
+from megatron_rl.config.schema import Embedded, Layout, RoleConfig
 from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.case import Case
@@ -189,14 +189,7 @@ def setting_words(place: str, before: Any, after: Any) -> list[str]:
     return words
 
 
-def engine_words(engine: Servers, asked: Embedded | Servers) -> list[str]:
-    """Returns the config overrides that change the engine `asked` to the servers `engine`."""
-    if isinstance(asked, Servers):
-        return setting_words("engine", asked, engine)
-    return [f"engine.kind={engine.kind}", *setting_words("engine", default_servers(), engine)]
-
-
-def nodes_words(asked: Case, case: Case) -> list[str]:
+def _nodes_words(asked: Case, case: Case) -> list[str]:
     """Returns the config overrides that set the number of the trainer's nodes, and the number of its ranks on a node
     shared with servers, to those of `case`.
 
@@ -239,7 +232,7 @@ def _proposal(asked: Case, case: Case) -> Proposal | None:
     made = make_or_none(case)
     if made is None or made.problems or not case.passes():
         return None
-    return Proposal(case=case, plan=made, overrides=_overrides(asked, case))
+    return Proposal(case=case, plan=made, overrides=overrides(asked, case))
 
 
 def _grown(asked: Case, found: Proposal) -> Proposal:
@@ -318,13 +311,18 @@ def _changes(case: Case, made: RunPlan) -> Iterator[Case]:
 
 def _told(asked: Case, case: Case) -> str:
     """Returns the config overrides that turn the run `asked` into `case`, as words of a command line."""
-    return " ".join(_overrides(asked, case))
+    return " ".join(overrides(asked, case))
 
 
-def _overrides(asked: Case, case: Case) -> list[str]:
+def overrides(asked: Case, case: Case) -> list[str]:
     """Returns the config overrides that turn the run `asked` into `case`, including the number of the trainer's
     nodes.
     """
     out = [word for name in case.held for word in setting_words(f"roles.{name}", asked.roles[name], case.roles[name])]
-    out += [] if case.servers is None else engine_words(case.servers, asked.spec.engine.settings)
-    return out + nodes_words(asked, case)
+    if case.servers is None:
+        out += [] if asked.servers is None else ["engine={kind: embedded}"]
+    else:
+        out += [f"engine.kind={case.servers.kind}"] if asked.servers is None else []
+        out += setting_words("engine", asked.servers or default_servers(), case.servers)
+    out += setting_words("rollouts", asked.spec.loop.rollouts, case.spec.loop.rollouts)
+    return out + _nodes_words(asked, case)
