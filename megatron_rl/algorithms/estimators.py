@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from megatron_rl.config.base import refusing
 from megatron_rl.config.plugins import build, find_function
 from megatron_rl.config.schema import ConfigError, Use
 
@@ -94,10 +95,8 @@ def opmd(
     The paper also multiplies the whole loss by 1 / (1 + tau). This factor is not applied here and must be included in
     the learning rate. Raises ConfigError for an unknown `baseline` or a `tau` that is not positive.
     """
-    if baseline not in ("mean", "log_mean_exp"):
-        raise ConfigError(f"estimator opmd: baseline = {baseline!r}: give mean or log_mean_exp")
-    if not tau > 0:
-        raise ConfigError(f"estimator opmd: tau = {tau}: give a number above 0")
+    if baseline not in ("mean", "log_mean_exp") or not tau > 0:
+        raise ConfigError(f"estimator opmd: baseline = {baseline!r}: give mean or log_mean_exp; tau = {tau}: above 0")
     if baseline == "mean":
         return compare(rewards, groups)[0]
     top = np.full(int(groups.max(initial=-1)) + 1, -np.inf)
@@ -157,10 +156,9 @@ def find_estimator(named: EstimatorName) -> Estimator:
     if not use.args:
         return ESTIMATORS[use.target]
     made = build(replace(use, target=f"{__name__}:{use.target}"))
-    try:  # test call, so that an invalid argument is detected before the run starts
+    # test call, so that an invalid argument is detected before the run starts
+    with refusing(lambda error: f"estimator {use.target!r} with {use.args}: {error}", TypeError):
         made(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.ones(2, np.int64))
-    except TypeError as error:
-        raise ConfigError(f"estimator {use.target!r} with {use.args}: {error}") from error
     return made
 
 

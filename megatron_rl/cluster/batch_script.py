@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.cluster.profile import SHIPPED, Profile
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import refuse
 
 SETTINGS, END = "# --- settings", "# --- end of settings"
 
@@ -45,11 +45,9 @@ def script(
     body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
     first, last = (next(i for i, line in enumerate(body) if line.startswith(mark)) for mark in (SETTINGS, END))
     known = {line.partition("=")[0] for line in body[first + 1 : last]}
-    if unknown := values.keys() - known:
-        raise ConfigError(f"slurm/{shape.template}.sbatch has no setting {', '.join(sorted(unknown))}")
-    for name in profile.environment:
-        if not (name.isidentifier() and name.isascii()):
-            raise ConfigError(f"environment of the profile: {name!r} is no name of a variable: letters, digits and _")
+    refuse(*(f"slurm/{shape.template}.sbatch has no setting {name}" for name in sorted(values.keys() - known)))
+    odd = [name for name in profile.environment if not (name.isidentifier() and name.isascii())]
+    refuse(*(f"environment of the profile: {name!r} is no name of a variable: letters, digits and _" for name in odd))
     exported = [f"export {name}={_quoted(value)}" for name, value in profile.environment.items()]
     own = []
     for name, value in values.items():
@@ -88,9 +86,9 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "propagate": "NONE",  # limits (ulimit) of the submitting shell are not applied to the job
     }
     given = {f"#SBATCH --{name}": value for name, value in words.items() if value is not None}
-    for option, value in (*given.items(), *(("sbatch of the profile", word) for word in profile.sbatch)):
-        if not str(value).isprintable():
-            raise ConfigError(f"{option}: {str(value)!r} has a line break or another control character: take it out")
+    every = [*given.items(), *(("sbatch of the profile", word) for word in profile.sbatch)]
+    odd = [f"{option}: {str(value)!r}" for option, value in every if not str(value).isprintable()]
+    refuse(*(f"{one} has a line break or another control character: take it out" for one in odd))
     lines = [f"{option}={_quoted(value)}" for option, value in given.items()]
     lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if shape.exclusive else [])]
     return lines + [f"#SBATCH {word}" for word in profile.sbatch]

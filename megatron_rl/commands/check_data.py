@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
+from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import HELD_OUT, ConfigError, Model, PromptSet, SftData
+from megatron_rl.config.schema import HELD_OUT, Model, PromptSet, SftData
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
@@ -40,10 +41,9 @@ def data_lines(spec: Spec, *, deep: bool) -> list[str]:
     if not deep:
         with contextlib.suppress(DataError):
             return _lines(spec, deep, ROWS)
-    try:  # the share of malformed rows may be too high among the first ROWS and acceptable in the whole set
+    # the share of malformed rows may be too high among the first ROWS and acceptable in the whole set
+    with refusing(str, DataError):
         return _lines(spec, deep, None)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _lines(spec: Spec, deep: bool, rows: int | None) -> list[str]:

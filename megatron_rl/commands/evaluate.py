@@ -19,7 +19,8 @@ from rich.console import Console
 
 from megatron_rl.chat_template import ChatTokenizer
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig, Reward
+from megatron_rl.config.base import refusing
+from megatron_rl.config.schema import EvalConfig, Reward
 from megatron_rl.data.rows import DataError
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
@@ -135,15 +136,13 @@ class Evaluation:
         """
         config = self.config
         tokenizer = self.models.tokenizers[config.model]
-        try:
+        with refusing(lambda error: f"template: {error}", FileNotFoundError):
             text = read_template(source.template)
-            values = [
-                verifier_values(p.values) if source.judged else {n: p.values[n] for n in ASKED if n in p.values}
-                for p in source.problems
-            ]
-            prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
-        except FileNotFoundError as error:
-            raise ConfigError(f"template: {error}") from None
+        values = [
+            verifier_values(p.values) if source.judged else {n: p.values[n] for n in ASKED if n in p.values}
+            for p in source.problems
+        ]
+        prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
         if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
             raise DataError(f"{source.title}: a prompt has {why}")
         problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)

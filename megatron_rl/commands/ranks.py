@@ -18,7 +18,7 @@ from megatron_rl.cluster.slurm_job import job_from
 from megatron_rl.commands import settings
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
-from megatron_rl.config.base import without_passwords
+from megatron_rl.config.base import refusing, without_passwords
 from megatron_rl.run.run_directory import check_start, only_one
 from megatron_rl.run.startup_messages import tell
 from megatron_rl.session import launch_ranks
@@ -55,10 +55,8 @@ def run(args: argparse.Namespace) -> int:
     files, overrides = settings.split(args.settings)
     schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
     config = config_files.load(schema, files, overrides)
-    try:
+    with refusing(str, ValueError):
         place = launch_ranks.place_from(os.environ)
-    except ValueError as error:
-        raise configs.ConfigError(str(error)) from error
     if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
         print(f"{config.output} is there: nothing to do")
         return 0

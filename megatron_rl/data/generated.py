@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import TEST, TRAIN, generated_name
-from megatron_rl.config.schema import ConfigError, Generated, PromptSet
+from megatron_rl.config.schema import Generated, PromptSet
 from megatron_rl.data.rows import DataError
 from megatron_rl.rewards.reasoning_gym import COMPOSITE, GIVEN, digest, open_dataset, reference
 
@@ -16,6 +17,8 @@ HELD_OUT = 5  # one question in HELD_OUT belongs to the split `test`
 # give other problems when their size changes.
 _DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
 _MORE = 100
+# errors of the library's data sets
+BROKEN = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,8 +32,7 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     made = source.generated or Generated()
     name = generated_name(source.path) or ""
-    if given := [each for each in GIVEN if each in made.args]:
-        raise ConfigError(f"data.generated.args.{given[0]}: set data.generated.{given[0]} instead")
+    refuse(*(f"data.generated.args.{one}: set data.generated.{one} instead" for one in GIVEN if one in made.args))
     draws = made.size if source.split not in _DRAWS else made.size * _DRAWS[source.split] + _MORE
     args = {**made.args, "size": draws, "seed": made.seed}
     dataset = open_dataset(name, args)
@@ -59,9 +61,8 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _draw(dataset: Any, index: int, path: str) -> dict[str, Any]:
-    try:
+    def say(error: Exception) -> str:
+        return f"{path} cannot make problem {index} ({type(error).__name__}: {error}): look at data.generated.args"
+
+    with refusing(say, *BROKEN):
         return dataset[index]
-    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot make problem {index} ({type(error).__name__}: {error}): look at data.generated.args"
-        ) from error

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.chat_template import SYSTEMS, ChatError, last_user
+from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import generated_name, resolve
 from megatron_rl.config.schema import ConfigError, PromptSet
 from megatron_rl.data.conversations import (
@@ -57,12 +58,9 @@ def read_problems(source: PromptSet) -> list[Problem]:
     filters are bad, or if no row passes, and ConfigError if the path contains no data.
     """
     source = resolve(source)
-    try:
+    said = f"data.answer_pattern = {source.answer_pattern!r} is not a regular expression"
+    with refusing(lambda error: f"{said}: {error}", re.error):
         pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
-    except re.error as error:
-        raise ConfigError(
-            f"data.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}"
-        ) from error
     found: dict[str, str] = {}
 
     def read(row: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.chat_template import ChatError
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.lazy_import import LazyModule
 
 if TYPE_CHECKING:
@@ -252,24 +252,23 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
 def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
     """Yields (location, row) of a directory that save_to_disk wrote, of another local data set directory, or of a data
     set on the hub."""
-    try:
+    need = f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
+    with refusing(lambda error: need, ImportError):
         import datasets
         import datasets.exceptions
-    except ImportError as error:
-        raise ConfigError(
-            f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
-        ) from error
-    try:
+
+    def say(error: Exception) -> str:
+        return (
+            f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set "
+            f"({error}): look at the three, and at the network when it is a hub name"
+        )
+
+    with refusing(say, OSError, ValueError, datasets.exceptions.DatasetsError):
         if _saved_by_datasets(Path(path)):
             found: Any = datasets.load_from_disk(path)
         else:
             files = None if file is None else {split: file}
             found = datasets.load_dataset(path, subset, split=split, data_files=files)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(
-            f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set "
-            f"({error}): look at the three, and at the network when it is a hub name"
-        ) from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ConfigError(f"{path} has no split {split!r}; there are {', '.join(map(str, found))}: set data.split")

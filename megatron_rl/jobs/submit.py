@@ -165,8 +165,7 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
         python = settings.python if settings.urls else engine_python(settings, profile)
         config = replace(config, engine=replace(settings, python=python))
     spec = resolve(config, ranks, to_come=to_come)
-    if wrong := [*site.problems(spec, profile)]:
-        raise ConfigError("\n  ".join(wrong))
+    refuse(*site.problems(spec, profile))
     if not isinstance(spec, TrainingSpec):
         refuse(*server_gpus.device_problems(spec.engine if profile.gpus_per_node else None, ranks))
         return config, spec

@@ -1,12 +1,12 @@
 """Trains roles on episodes of an environment: conversations with tools, games, and task sets of other libraries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import TRAINED, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
-from megatron_rl.config.base import ConfigError, Count, Decay
+from megatron_rl.config.base import Count, Decay, refuse
 from megatron_rl.recipes.episode_rollouts import EPISODE, OverEpisodes
 from megatron_rl.recipes.solutions import check_arguments, sampling_for
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
@@ -35,19 +35,21 @@ class Agents(OverEpisodes, Recipe):
 
     def __post_init__(self) -> None:
         check_arguments(self, groups=["group_size"] if self.compared == "task" else [])
+        refuse(*self.problems())
+        self.build_maker(self.agents, self._trained, key="agents")
+        self._baselines = RoleBaselines()
+
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each contradiction between the arguments."""
         if not self.agents:
-            raise ConfigError("recipe.args.agents is empty: name at least one")
+            yield "recipe.args.agents is empty: name at least one"
         if unknown := set(self.trained) - set(self.agents):
-            raise ConfigError(
-                f"recipe.args.trained names {', '.join(sorted(unknown))}, and recipe.args.agents does not"
-            )
+            yield f"recipe.args.trained names {', '.join(sorted(unknown))}, and recipe.args.agents does not"
         if self.compared == "episode" and all(self.agents[role] == 1 for role in self._trained):
-            raise ConfigError(
+            yield (
                 "recipe.args.compared = 'episode' compares the agents of one role, and no role that learns has two in "
                 "recipe.args.agents: set it to task or ema"
             )
-        self.build_maker(self.agents, self._trained, key="agents")
-        self._baselines = RoleBaselines()
 
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = {role: self.group_size * count for role, count in self.agents.items()}

@@ -4,12 +4,12 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.base import Count, Share
-from megatron_rl.config.schema import ConfigError, config
+from megatron_rl.config.schema import config
 from megatron_rl.data.problems import DataError, place_of
 from megatron_rl.recipes.dynamic_sampling import Group
 from megatron_rl.training.iteration import PromptSource
@@ -28,9 +28,10 @@ class Curriculum:
     rest_at: Share | None = None
     rest_epochs: Count = 1  # number of epochs for which such a problem is skipped
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields an error message if a problem could be both too hard and solved."""
         if self.retire_at is not None and self.rest_at is not None and self.rest_at >= self.retire_at:
-            raise ConfigError(
+            yield (
                 f"recipe.args.curriculum.rest_at = {self.rest_at} is not below retire_at = {self.retire_at}: "
                 "a problem cannot be too hard and solved"
             )

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,10 @@ class Hints:
     field: str = "solution"  # payload field that holds the known solution; a data column is mapped to it in data.fields
     introduction: str = INTRODUCTION  # text between the question and the hint
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields an error message if the shares are not in rising order."""
         if not self.shares or list(self.shares) != sorted(set(self.shares)):
-            raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give at least one, in rising order")
+            yield (f"recipe.args.hints.shares = {list(self.shares)}: give at least one, in rising order")
 
     def retry(
         self, context: RolloutContext, role: str, groups: Sequence[Group], metrics: Metrics,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
 
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -24,9 +24,10 @@ class Overlong:
     # if True, truncated solutions are used in the comparison of their group, but not trained on
     leave_out_truncated: bool = False
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
+        """Yields an error message if the settings have no effect."""
         if not (self.cache or self.leave_out_truncated):
-            raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
+            yield ("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
 
     def check(self, spec: RunSpec, role: str) -> None:
         """Raises ConfigError if `cache` is larger than the maximum length of a solution, so that the penalty would

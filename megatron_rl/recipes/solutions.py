@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator, word_of
 from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
+from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.protocol import Sampling
@@ -193,10 +194,8 @@ def check_arguments(
                 "be compared"
             )
     for name, needed in (templates or {}).items():
-        try:
+        with refusing(lambda error, name=name: f"recipe.args.{name}: {error}", FileNotFoundError):
             text = read_template(getattr(recipe, name))
-        except FileNotFoundError as error:
-            raise ConfigError(f"recipe.args.{name}: {error}") from None
         if missing := [word for each in needed if (word := "{" + each + "}") not in text]:
             raise ConfigError(
                 f"recipe.args.{name} = {getattr(recipe, name)!r}: the text has no {' and no '.join(missing)}; write "

@@ -296,7 +296,7 @@ def test_evaluation_measures_the_solver_on_held_out_problems(texts):
         ({"answers": 0}, "answers = 0: give a value greater than or equal to 1"),
         ({"reference_share": 1.5}, "reference_share = 1.5: give a value less"),
         ({"pool_size": 0}, "pool_size = 0"),
-        ({"practice": "all"}, "args.practice = 'all'"),
+        ({"practice": "all"}, 'practice = "all"'),
         ({"solver_template": "none_such"}, "solver_template: no prompt template 'none_such'"),
         ({"estimator": "best"}, "estimator 'best'"),
     ],

@@ -325,10 +325,10 @@ def test_evaluation_measures_the_solver(texts):
     [
         ({"proposals": 1}, "proposals = 1: hierarchical compares the proposals of one task; give at least 2"),
         ({"answers": 1}, "answers = 1: give at least 2"),
-        ({"aim": "easy"}, "args.aim = 'easy'"),
+        ({"aim": "easy"}, 'aim = "easy"'),
         ({"ema_decay": 2.0}, "ema_decay = 2.0: give a value less"),
         ({"ema_decay": 1.0}, "ema_decay = 1.0: give a value less than 1"),
-        ({"key": "mine"}, "args.key = 'mine'"),
+        ({"key": "mine"}, 'key = "mine"'),
         (
             {"solver_iterations": 2},
             "proposer_iterations = 0, solver_iterations = 2: a round has iterations of both roles",

@@ -319,7 +319,7 @@ def test_a_record_survives_a_checkpoint():
     [
         ({"dynamic_sampling": {"rounds": 0}}, "dynamic_sampling.rounds = 0: give a value greater than or equal to 1"),
         ({"dynamic_sampling": {"oversampling": 0}}, "oversampling = 0"),
-        ({"dynamic_sampling": {"round": 2}}, "dynamic_sampling.round = 2"),
+        ({"dynamic_sampling": {"round": 2}}, "dynamic_sampling.round: unknown key"),
         ({"curriculum": {"retire_at": 1.5}}, "curriculum.retire_at = 1.5: give a value less"),
         ({"curriculum": {"rest_at": 0.9}}, "rest_at = 0.9 is not below retire_at = 0.9"),
         (

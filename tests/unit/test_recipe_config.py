@@ -58,6 +58,8 @@ def check(tmp_path):
     )
 
     def found(recipe, overrides):
+        if recipe.endswith(":Tango"):  # which counts the generator's updates
+            file.write_text(file.read_text().replace("updates", "generator_updates"))
         config = load(TrainConfig, [file], [f"recipe.target=megatron_rl.{recipe}", *overrides])
         checks.check_recipe(config, plugins.build(config.recipe))
 
