@@ -61,10 +61,9 @@ def read(name: str) -> Profile:
 
     `name`: name of a profile in slurm/profiles, or path of a YAML file. Raises ConfigError if the file does not exist.
     """
-    if not SHIPPED.is_dir():
-        raise ConfigError(f"{SHIPPED} is not there: install megatron_rl from a checkout, with pip install -e")
+    known = sorted(p.stem for p in (SHIPPED / "profiles").glob("*.yaml"))
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / "profiles" / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in (SHIPPED / "profiles").glob("*.yaml")))
-        raise ConfigError(f"--profile {name}: no file {path}; give one of {known}, or a YAML file of your own")
+    if not known or not path.is_file():
+        listed = ", ".join(known) or "none: install megatron_rl from a checkout, with pip install -e"
+        raise ConfigError(f"--profile {name}: no file {path}; give one of {listed}, or a YAML file of your own")
     return config_files.load(Profile, [path])

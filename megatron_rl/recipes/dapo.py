@@ -1,12 +1,12 @@
 """GRPO with options: DAPO (arXiv 2503.14476), ScaleRL (2510.13786), GHPO (2507.10628) and GRPO-lambda (2505.18086)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import refuse
 from megatron_rl.recipes.curriculum import Curriculum, Record
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
 from megatron_rl.recipes.grpo import Grpo
@@ -37,16 +37,18 @@ class Dapo(Grpo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.brevity is not None and self.dynamic_sampling is not None:
-            raise ConfigError(
+        refuse(*self.problems())
+        object.__setattr__(self, "_record", Record(self.curriculum))
+
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each option that dynamic sampling excludes."""
+        if self.dynamic_sampling is not None and self.brevity is not None:
+            yield (
                 "recipe.args: dynamic_sampling leaves out problems that are always solved, which brevity is for; "
                 "take one of the two"
             )
         if self.dynamic_sampling is not None and self.group_size == 1:
-            raise ConfigError(
-                "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
-            )
-        object.__setattr__(self, "_record", Record(self.curriculum))
+            yield "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
 
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
@@ -65,7 +67,8 @@ class Dapo(Grpo):
         draw = partial(self._draw, iteration, context)
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         context.add_metrics(GENERATOR, metrics | self._record.metrics())
-        rollouts, weights = self._price(groups, context)
+        limit = context.samplings[GENERATOR].max_tokens
+        rollouts, weights = priced(groups, limit, self.overlong, self.brevity)
         credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
         return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
 
@@ -90,9 +93,3 @@ class Dapo(Grpo):
         if self.hints is None:
             return groups, metrics
         return self.hints.retry(context, GENERATOR, groups, metrics, sampling=sampling, text=self.prompt)
-
-    def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
-        """Adds the length rewards, if configured, to the rollouts. Returns the rollouts, and the weight of each reward
-        in the total reward.
-        """
-        return priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)

@@ -2,14 +2,14 @@
 every position.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_rl.algorithms.objectives import find
 from megatron_rl.chat_template import check_models
-from megatron_rl.config.base import ConfigError, Count, CountOrZero
+from megatron_rl.config.base import Count, CountOrZero, refuse
 from megatron_rl.recipes.solutions import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
@@ -56,15 +56,19 @@ class Distil(Recipe):
 
     def check(self, spec: RunSpec) -> None:
         check_models(spec.roles[STUDENT].model, spec.roles[TEACHER].model, SCORES)
+        refuse(*self._problems(spec))
+
+    def _problems(self, spec: RunSpec) -> Iterator[str]:
+        """Yields an error message if the student's loss objective does not fit the recipe's arguments."""
         loss = spec.roles[STUDENT].loss
         reads_top = bool((objective := find(loss.objective, loss.objective_args)).needs & CANDIDATES)
         said = f"roles.{STUDENT}.loss.objective = {loss.objective!r}"
         if objective.uses_advantages:
-            raise ConfigError(f"{said} wants advantages, and nothing is rewarded here: give distilled")
+            yield f"{said} wants advantages, and nothing is rewarded here: give distilled"
         if reads_top and not self.top_k:
-            raise ConfigError(f"recipe.args.top_k = 0: {said} reads the teacher's likeliest tokens; give at least 1")
+            yield f"recipe.args.top_k = 0: {said} reads the teacher's likeliest tokens; give at least 1"
         if self.top_k and not reads_top:
-            raise ConfigError(
+            yield (
                 f"recipe.args.top_k = {self.top_k}: {said} reads no likeliest tokens, and the teacher would be asked "
                 "for them in vain; give 0, or loss.objective: distilled_top_k"
             )

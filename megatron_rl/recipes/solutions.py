@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator, word_of
 from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
-from megatron_rl.config.base import refusing
+from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.protocol import Sampling
@@ -212,14 +212,15 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     sets = {own: spec.data.training[own]}
     if held_out and spec.data.held_out is not None:
         sets["evaluation.prompts"] = spec.data.held_out
-    for place, source in sets.items():
-        known = resolve(source).fields
-        for name, reader in fields.items():
-            if name not in known:
-                raise ConfigError(
-                    f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it "
-                    "to the name of the column"
-                )
+    refuse(
+        *(
+            f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it to the "
+            "name of the column"
+            for place, source in sets.items()
+            for name, reader in fields.items()
+            if name not in resolve(source).fields
+        )
+    )
 
 
 def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:

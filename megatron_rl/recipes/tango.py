@@ -4,14 +4,14 @@ current outputs.
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
-from megatron_rl.config.base import ConfigError, Count, CountOrZero, Decay, Share
+from megatron_rl.config.base import Count, CountOrZero, Decay, Share, refuse
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
@@ -66,18 +66,22 @@ class BaseTango(Recipe):
     def __post_init__(self) -> None:
         templates = {"verifier_template": ["question", "solution"]}
         base.check_arguments(self, groups=["group_size", "verifications"], templates=templates)
-        if not (self.train_generator or self.train_verifier):
-            raise ConfigError("recipe.args: train_generator and train_verifier are both false; set one to true")
+        refuse(*self.problems())
         # a test call, which raises ConfigError for an invalid estimator or alpha
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
-        if self.verifier_rests and not self.review_below:
-            text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
-            raise ConfigError(f"recipe.args.verifier_rests: {text}")
         self._counts = ClassCounts()
         self._signal = 0.0  # moving average of the share of groups whose outcomes differ, in generator iterations
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
         self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
+
+    def problems(self) -> Iterator[str]:
+        """Yields an error message for each contradiction between the arguments."""
+        if not (self.train_generator or self.train_verifier):
+            yield "recipe.args: train_generator and train_verifier are both false; set one to true"
+        if self.verifier_rests and not self.review_below:
+            text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
+            yield f"recipe.args.verifier_rests: {text}"
 
     @property
     def solver(self) -> str:

@@ -1,10 +1,10 @@
 """Tango over episodes of an environment: the verifier judges the generator's turns as reasoning steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.base import ConfigError, Count
+from megatron_rl.config.base import Count, refuse
 from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.episode_rollouts import EpisodesGraded, OverEpisodes
@@ -32,14 +32,18 @@ class TangoAgents(OverEpisodes, BaseTango):
     told_form: str = "The environment said:\n{text}\n\n"
 
     def __post_init__(self) -> None:
-        if self.role == VERIFIER:
-            raise ConfigError(f"recipe.args.role = {self.role!r} is the verifier's: give the generator another")
-        for name in ("turn_form", "told_form"):
-            if "{text}" not in getattr(self, name):
-                raise ConfigError(f"recipe.args.{name} = {getattr(self, name)!r}: it needs {{text}}")
+        refuse(*self.problems())
         self.build_maker({self.role: self.agents}, [self.role], key="role")
         self._form = TranscriptForm(turn=self.turn_form, told=self.told_form)
         super().__post_init__()
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.role == VERIFIER:
+            yield f"recipe.args.role = {self.role!r} is the verifier's: give the generator another"
+        for name, form in (("turn_form", self.turn_form), ("told_form", self.told_form)):
+            if "{text}" not in form:
+                yield f"recipe.args.{name} = {form!r}: it needs {{text}}"
 
     @property
     def solver(self) -> str:
