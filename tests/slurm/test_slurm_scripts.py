@@ -199,7 +199,7 @@ def test_servers_in_the_trainers_gpus_need_no_job_of_their_own(monkeypatch):
     planned = submit.plan_run(config, profile.read("a100"), command="train", as_roles=False)
     assert planned.scripts == ["train.sbatch"] and config.engine.colocate
     assert yaml.safe_load(planned.files["config.yaml"])["engine"]["start"] is True
-    with pytest.raises(ConfigError, match="no servers outside of the trainer's job"):
+    with pytest.raises(ConfigError, match="servers are outside of the trainer's job"):
         submit.plan_run(config, profile.read("a100"), command="train", as_roles=True)
 
 
