@@ -1,13 +1,12 @@
-"""Asks a model for judgements: a verifier in training, a frozen or served judge, evaluation, and votes."""
+"""Asks a model for judgements: a verifier in training, or a frozen or served judge."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from megatron_rl.engines.protocol import Completion, Engine, Sampling
-from megatron_rl.evaluation.draw import limit
 from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
@@ -53,37 +52,24 @@ class Judging(Generic[Item, Opinion]):
     """A session in which a model judges items. Items may be added at any time. Any engine can be used."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Any,
-        sampling: Sampling,
-        question: Question[Item, Opinion],
-        *,
-        context: int | None = None,
-    ) -> None:
-        """`sampling.n`: number of judgements of each item. `context`: maximum number of tokens of prompt and answer
-        together; if None, only `sampling.max_tokens` limits the answer."""
-        self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
-        self._question, self._context = question, context
+        self, engine: Engine, tokenizer: Any, sampling: Sampling, question: Question[Item, Opinion]
+    ) -> None:  # fmt: skip
+        """`sampling.n`: number of judgements of each item."""
+        self._engine, self._tokenizer, self._sampling, self._question = engine, tokenizer, sampling, question
         self._asked: dict[int, tuple[Item, Prompt]] = {}
         self.session = engine.session()
 
     def ask(self, key: int, item: Item) -> bool:
-        """Requests the judgements of an item. Returns False if no prompt can be made for the item, or if its prompt
-        leaves no space for an answer in the context.
+        """Requests the judgements of an item. Returns False if no prompt can be made for the item.
 
         The random numbers of a judgement only depend on the seed, `key` and the sample index. May be called at any
         time, also during the iteration over `answers`.
         """
         prompt = self._question.prompt(item)
-        if prompt is None:
-            return False
-        most = limit(len(prompt.tokens), self._sampling.max_tokens, self._context)
-        if not most:
-            return False
-        self._asked[key] = (item, prompt)
-        self.session.ask(key, prompt.tokens, replace(self._sampling, max_tokens=most))
-        return True
+        if prompt is not None:
+            self._asked[key] = (item, prompt)
+            self.session.ask(key, prompt.tokens, self._sampling)
+        return prompt is not None
 
     def answers(self) -> Iterator[tuple[int, list[Judgement[Item, Opinion]]]]:
         """Yields (key, the n judgements of the item) for each requested item, as soon as all n are done."""
