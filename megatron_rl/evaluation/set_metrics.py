@@ -133,8 +133,17 @@ def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Inter
     out: dict[str, dict[str, Interval]] = {}
     for measure in dict.fromkeys(s.measure for s in sets):
         own = [s for s in sets if s.measure == measure]
-        shared = [name for name in own[0].metrics if all(name in s.metrics for s in own)]
-        out[measure] = {name: _combined(own, name, seed) for name in shared}
+        out[measure] = {}
+        for name in (name for name in own[0].metrics if all(name in s.metrics for s in own)):
+            found = [s.metrics[name] for s in own]
+            if all(name in s.values for s in own):
+                out[measure][name] = macro_interval([s.values[name] for s in own], seed=seed)
+            elif len(found) == 1:
+                out[measure][name] = found[0]
+            else:
+                value = fmean(f.value for f in found)
+                half = sum(((f.high - f.low) / 2) ** 2 for f in found) ** 0.5 / len(found)
+                out[measure][name] = Interval(value, max(0.0, value - half), min(1.0, value + half))
     return out
 
 
@@ -145,12 +154,3 @@ def gradings(samples: Samples, sets: Sequence[SetMetrics]) -> list[Graded]:
         row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
     ]
     return [Graded(Outcome(row["outcome"]), row["score"], row.get("detail", "")) for row in rows]
-
-
-def _combined(sets: Sequence[SetMetrics], name: str, seed: int) -> Interval:
-    if all(name in s.values for s in sets):
-        return macro_interval([s.values[name] for s in sets], seed=seed)
-    found = [s.metrics[name] for s in sets]
-    value = fmean(f.value for f in found)
-    half = sum(((f.high - f.low) / 2) ** 2 for f in found) ** 0.5 / len(found)
-    return found[0] if len(found) == 1 else Interval(value, max(0.0, value - half), min(1.0, value + half))

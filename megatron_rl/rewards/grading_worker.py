@@ -5,7 +5,6 @@ reaper.py starts the process.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import logging
@@ -23,12 +22,12 @@ if TYPE_CHECKING:  # at run time, `_find` imports this module after `main` has r
     from megatron_rl.rewards.reward_functions import Grader
 
 from megatron_rl import processes
+from megatron_rl.run.parent_death import end_with_parent
 from megatron_rl.user_code import told, traceback_of
 
 # sent instead of null if the reward function grades batches, in which an error has no single cause
 TOGETHER = "together"
 APART = "apart"  # sent instead of answers if the function raised an error on a batch; each item must be graded alone
-PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
 
 def main(reaper: int | None) -> None:
@@ -50,8 +49,8 @@ def main(reaper: int | None) -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if sys.platform == "linux":  # on other systems, a worker ends when its pipe is closed, unless it hangs
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if reaper is not None:  # without one, a worker ends when its socket is closed, unless it hangs
+        end_with_parent(signal.SIGKILL, reaper)
     # The worker ignores the signals that stop a run: the run itself handles them and then ends its workers.
     # A handler is used and not SIG_IGN, because programs that a reward function starts would inherit SIG_IGN.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):

@@ -75,7 +75,12 @@ def stated(response: str) -> str | None:
 def canonical(text: str) -> str:
     """Returns LaTeX with the same meaning as `text` that math-verify parses correctly."""
     if not text.isascii():
-        text = _in_ascii(text)
+        text = re.sub("((?:\\d\u0305)+)", lambda match: rf"\overline{{{match[1]}}}".replace("\u0305", ""), text)
+        text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
+        text = "".join(character if character.isascii() else _ascii(character) for character in text)
+        text = text.replace(_END + _UP, "").replace(_END + _DOWN, "")
+        text = text.replace(_UP, "^{").replace(_DOWN, "_{").replace(_END, "}")
+        text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     text = _DECORATION.sub("", text).strip().rstrip(".,;").rstrip()
     text = re.sub(r"^\\approx(?![a-z])\s*", "", text)
     text = re.sub(r"^\\text\s*\{\s*([-+]?[\d.,]+)\s*\}$", r"\1", text)
@@ -98,15 +103,6 @@ def told_apart(gold: str, answer: str) -> tuple[str, str]:
         return gold, answer
     made = [_COMMAND.sub(lambda match: other.get(match[1], match[0]), text) for text in (gold, answer)]
     return made[0], made[1]
-
-
-def _in_ascii(text: str) -> str:
-    text = re.sub("((?:\\d\u0305)+)", lambda match: rf"\overline{{{match[1]}}}".replace("\u0305", ""), text)
-    text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
-    text = "".join(character if character.isascii() else _ascii(character) for character in text)
-    text = text.replace(_END + _UP, "").replace(_END + _DOWN, "")
-    text = text.replace(_UP, "^{").replace(_DOWN, "_{").replace(_END, "}")
-    return _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
 
 
 @lru_cache(maxsize=4096)

@@ -17,11 +17,12 @@ import sys
 
 from megatron_rl import processes
 from megatron_rl.rewards import grading_worker as worker_script
+from megatron_rl.run.parent_death import end_with_parent
 
 # asks the reaper to kill all descendants and to end; Linux also sends it when the thread that started the reaper ends
 LEAVE = signal.SIGHUP
 TRACKER_S = 2.0  # time limit in seconds for multiprocessing's resource tracker to remove shared memory and end
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # numbers of prctl options of Linux
+PR_SET_CHILD_SUBREAPER = 36  # number of a prctl option of Linux
 
 
 def main() -> None:
@@ -36,9 +37,8 @@ def main() -> None:
     heard = {LEAVE, signal.SIGCHLD}
     signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) makes a process ignore this signal
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-    libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(PR_SET_PDEATHSIG, LEAVE, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    end_with_parent(LEAVE, os.getppid())
     reaper = os.getpid()
     worker = os.fork()
     if worker == 0:
