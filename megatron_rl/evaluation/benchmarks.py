@@ -141,16 +141,17 @@ def solution(row: DataRow) -> Values:
     row has no such field, it is whether no step is wrong. Raises DataError for a malformed row.
     """
     steps = row.get("steps")
-    if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
-        raise DataError(f"steps is {str(steps)[:60]!r}: give a list of texts, one or more")
-    labels = row.get("step_labels")
-    label = row.get("label")
+    labels, label, wrong = row.get("step_labels"), row.get("label"), ""
     if labels is not None:
-        if len(labels) != len(steps):
-            raise DataError(f"{len(labels)} step_labels for {len(steps)} steps: give one for each")
         label = next((i for i, correct in enumerate(labels) if not correct), -1)
-    if not isinstance(label, int) or isinstance(label, bool) or not -1 <= label < len(steps):
-        raise DataError(f"label is {label!r}: give the first wrong step, 0 to {len(steps) - 1}, or -1 for none")
+    if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
+        wrong = f"steps is {str(steps)[:60]!r}: give a list of texts, one or more"
+    elif labels is not None and len(labels) != len(steps):
+        wrong = f"{len(labels)} step_labels for {len(steps)} steps: give one for each"
+    elif type(label) is not int or not -1 <= label < len(steps):
+        wrong = f"label is {label!r}: give the first wrong step, 0 to {len(steps) - 1}, or -1 for none"
+    if wrong:
+        raise DataError(wrong)
     correct = row.get("final_answer_correct", row.get("correct"))
     values = {
         "question": _first(row, "question", "problem"),

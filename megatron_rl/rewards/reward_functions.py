@@ -118,25 +118,26 @@ class CalledFunction:
         called in either way.
         """
         name, signature = name or name_of(function), inspect.signature(function)
-        if not math.isfinite(weight):
-            raise ValueError(f"the reward {name} has the weight {weight}: give a finite number")
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         named = {p.name: p.default is p.empty for p in signature.parameters.values() if p.kind in kinds}
-        if unknown := [one for one in UNKNOWN if named.get(one)]:
-            raise ValueError(
-                f"the reward {name} has the parameter {unknown[0]!r}: rewards are given texts and columns of the data "
-                f"set; use {COMPLETIONS}, or give the parameter a default"
+        batched, wrong = bool({PROMPTS, COMPLETIONS} & named.keys()), ""
+        if not math.isfinite(weight):
+            wrong = f"has the weight {weight}: give a finite number"
+        elif unknown := [one for one in UNKNOWN if named.get(one)]:
+            wrong = (
+                f"has the parameter {unknown[0]!r}: rewards are given texts and columns of the data set; use "
+                f"{COMPLETIONS}, or give the parameter a default"
             )
-        batched = bool({PROMPTS, COMPLETIONS} & named.keys())
-        if not batched:
+        elif not batched:
             try:
                 signature.bind("response", {})
             except TypeError as error:
-                raise ValueError(
-                    f"the reward {name} cannot be called with (response, payload): {error}; write "
-                    f"name(response, payload) for one response, or name({PROMPTS}, {COMPLETIONS}, **columns) for "
-                    "a batch"
-                ) from None
+                wrong = (
+                    f"cannot be called with (response, payload): {error}; write name(response, payload) for one "
+                    f"response, or name({PROMPTS}, {COMPLETIONS}, **columns) for a batch"
+                )
+        if wrong:
+            raise ValueError(f"the reward {name} {wrong}")
         plain = function
         while isinstance(plain, functools.partial):
             plain = plain.func
