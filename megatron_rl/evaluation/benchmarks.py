@@ -140,8 +140,9 @@ def solution(row: DataRow) -> Values:
     each step is correct, or None if the row has no such list. `correct` is whether the final answer is correct; if the
     row has no such field, it is whether no step is wrong. Raises DataError for a malformed row.
     """
-    steps = row.get("steps")
-    labels, label, wrong = row.get("step_labels"), row.get("label"), ""
+    steps: Any = row.get("steps")
+    label: Any = row.get("label")
+    labels, wrong = row.get("step_labels"), ""
     if labels is not None:
         label = next((i for i, correct in enumerate(labels) if not correct), -1)
     if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
