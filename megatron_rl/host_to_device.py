@@ -17,5 +17,5 @@ def upload(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = Non
     """
     if device.type != "cuda":
         return tensor.to(device, dtype)
-    moved = tensor.pin_memory().to(device, non_blocking=True)
+    moved = tensor.contiguous().pin_memory().to(device, non_blocking=True)  # an expanded tensor cannot be pinned
     return moved if dtype is None else moved.to(dtype)

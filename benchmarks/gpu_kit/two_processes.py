@@ -9,19 +9,21 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
-from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.weights.rank_layouts import EngineLayout
+
+if TYPE_CHECKING:  # the engine's process does not import Megatron-core
+    from megatron_rl.megatron.policy import MegatronPolicy
 
 START = ["spawn"]  # how the other process starts: a fork of one that has used a GPU could not use it
 JOIN_S = 120.0  # for the other process to import its libraries and to join

@@ -97,6 +97,7 @@ def device(own: Path) -> dict[str, str]:
         ),
         "gloo": lambda: dist.all_reduce(here, group=dist.new_group(backend="gloo")),
         "nccl": lambda: dist.all_reduce(there, group=dist.new_group(backend="nccl")),
+        "pinned": lambda: there.expand(2, 3).pin_memory(),
     }
     errors = {}
     for name, function in tries.items():

