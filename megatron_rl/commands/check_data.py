@@ -19,13 +19,7 @@ from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_rollouts
 from megatron_rl.spec.run_spec import EvalSpec, GenerateSpec, RunSpec, SftSpec, Spec
-from megatron_rl.training.prompts import (
-    asked_tokenizers,
-    check_juniors,
-    read_sets,
-    readers_of,
-    try_prompts,
-)
+from megatron_rl.training import prompts
 from megatron_rl.vocabulary import vocabulary_of
 
 ROWS = 1000  # maximum number of problems that `check` reads from a data set without --deep
@@ -61,14 +55,14 @@ def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
     role = next(iter(recipe.roles()))
     here = {name: own.model for name, own in spec.roles.items() if deep and _is_here(own.model)}
     plain = {name: tokenizer_of(model) for name, model in here.items()}
-    check_juniors(spec.roles, plain)
-    tokenizers = asked_tokenizers(spec.roles, plain)
+    prompts.check_juniors(spec.roles, plain)
+    tokenizers = prompts.asked_tokenizers(spec.roles, plain)
     vocabulary = vocabulary_of(here[role], plain[role]) if role in here else None
     sets = {name: _first(source, rows) for name, source in spec.sets.items() if _has_rows(source)}
-    problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT, vocabulary=vocabulary)
+    problems = prompts.read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT, vocabulary=vocabulary)
     if role in tokenizers:
         longest = spec.roles[role].max_prompt_tokens
-        readers_of(recipe, tokenizers[role], sets, problems, max_prompt_tokens=longest, seed=spec.run.seed)
+        prompts.readers_of(recipe, tokenizers[role], sets, problems, max_prompt_tokens=longest, seed=spec.run.seed)
     model, chat = spec.roles[role].model, spec.roles[role].chat
     tried = role in tokenizers
     return [f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}" for name, own in problems.items()]
@@ -87,7 +81,7 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
         def encode(values: Mapping[str, Any]) -> list[int]:
             return tokenize(asked, problem_text("{question}", values))
 
-        try_prompts("data", problems, encode, vocabulary_of(config.model, tokenizer))
+        prompts.try_prompts("data", problems, encode, vocabulary_of(config.model, tokenizer))
         if isinstance(spec, GenerateSpec):
             from megatron_rl.commands.generate import asked_of  # imports torch
 

@@ -11,19 +11,11 @@ from rich.console import Console
 from megatron_rl.commands.settings import load
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.planning import search as searching
-from megatron_rl.planning import tables
+from megatron_rl.planning import tables, workload
 from megatron_rl.planning.alternatives import alternatives
 from megatron_rl.planning.case import Case, own_cluster, trainer_gpus
 from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.plan import make
-from megatron_rl.planning.workload import (
-    cycle_work,
-    draws_of,
-    episodes_of,
-    fills_of,
-    guess_notes,
-    models_of,
-)
 from megatron_rl.spec.resolve import engine_of, resolve
 from megatron_rl.spec.run_spec import ClusterSpec
 
@@ -39,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_of(config)
     asked = ClusterSpec(ranks=1, launch=config.launch, job=config.job)
     cluster = parse_cluster(args.cluster or own_cluster(engine, asked))
-    models = models_of(config.roles, args.shape)
+    models = workload.models_of(config.roles, args.shape)
     spec = resolve(config, trainer_gpus(engine, cluster), to_come=True)
-    work = cycle_work(
+    work = workload.cycle_work(
         spec,
-        fills=fills_of(spec.roles, args.fill),
-        episodes=episodes_of(spec, args.episode),
-        draws=draws_of(spec.roles, args.draws),
+        fills=workload.fills_of(spec.roles, args.fill),
+        episodes=workload.episodes_of(spec, args.episode),
+        draws=workload.draws_of(spec.roles, args.draws),
     )
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
     made = make(case)
@@ -61,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(told, indent=1))
     else:
         console = Console(soft_wrap=False, width=None if Console().is_terminal else 130)
-        tables.show(made, said, console, notes=guess_notes(models))
+        tables.show(made, said, console, notes=workload.guess_notes(models))
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(found, made, console)

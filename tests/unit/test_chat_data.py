@@ -330,7 +330,7 @@ def test_a_verifier_of_an_evaluation_is_asked_in_its_chat_template():
         assert config.verifier is not None
         judge, tokenizer = config.verifier.model, chat_tokenizer()
         weigher = evaluate.Evaluation(config, OpenModels({judge: None}, {}, {judge: tokenizer})).weigher()
-        tokens = weigher._prompt(("1 + 1?", "<step>2</step>")).tokens
+        tokens = weigher._prompt("1 + 1?", "<step>2</step>")
         shown = tokenizer.decode(tokens, skip_special_tokens=False)
         assert shown.startswith("<|im_start|>user\n") == shown.endswith("<|im_start|>assistant\n") == chat
         assert "<step>2</step>" in shown
