@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
 from megatron_rl.config.schema import PromptSet
-from megatron_rl.data.rows import DataError, NotThere, encodable, reach
+from megatron_rl.data.rows import DataError, NotThere, encodable, reach, reject
 
 MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # names of the fields of a problem
 ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
@@ -90,8 +90,9 @@ def with_columns(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Me
 
     Raises DataError if the conversation has a different system message, or the row has unsupported columns.
     """
-    if unread := [key for key in _UNREAD if row.get(key)]:
-        raise DataError(f"{unread[0]!r} is not read: leave the column out, and the rows that need it")
+    reject(
+        *(f"{key!r} is not read: leave the column out, and the rows that need it" for key in _UNREAD if row.get(key))
+    )
     system = row.get(_SYSTEM)
     if not isinstance(system, str) or not system.strip():
         return [*messages]
@@ -111,19 +112,24 @@ def prompt_messages(
     """
     read = [{name: one for name, one in message.items() if name != WEIGHT} for message in read_messages(value, key)]
     messages = with_columns(row, read)
-    last, why = messages[-1]["role"], None
-    if last not in (USER, TOOL, ASSISTANT):
-        why = f"the last message of {key!r} is a {last}'s: a prompt ends with a user's or a tool's message"
-    elif last == ASSISTANT and not continued:
-        why = f"{key!r} ends with an assistant's turn: cut it off, or set data.fields={{{MESSAGES}: {key}}} to have "
-        why += "the model go on with it"
-    elif USER not in (message["role"] for message in messages):
-        why = f"{key!r}: the conversation has no user's message"
-    elif not str(messages[place := last_user(messages)].get("content", "")).strip():
-        why = f"the content of {key}.{place}, the last user's message, is empty"
-    if why is not None:
-        raise DataError(why)
+    reject(*_faults_of_prompt(messages, key, continued))
     return with_system(messages, system)
+
+
+def _faults_of_prompt(messages: Sequence[Message], key: str, continued: bool) -> Iterator[str]:
+    """Yields an error message if a conversation does not end with a message that a model can answer."""
+    last = messages[-1]["role"]
+    if last not in (USER, TOOL, ASSISTANT):
+        yield f"the last message of {key!r} is a {last}'s: a prompt ends with a user's or a tool's message"
+    elif last == ASSISTANT and not continued:
+        yield (
+            f"{key!r} ends with an assistant's turn: cut it off, or set data.fields={{{MESSAGES}: {key}}} to have the "
+            "model go on with it"
+        )
+    elif USER not in (message["role"] for message in messages):
+        yield f"{key!r}: the conversation has no user's message"
+    elif not str(messages[place := last_user(messages)].get("content", "")).strip():
+        yield f"the content of {key}.{place}, the last user's message, is empty"
 
 
 def as_conversation(question: str, system: str | None) -> list[Message]:
@@ -146,8 +152,7 @@ def _message(one: Any, key: str) -> Message:
         message = {"role": _SHAREGPT.get(role, role), "content": message.pop("value", None), **message}
     content = message.get("content")
     text = {} if content is None else {"content": _text_of(content, f"{key}.content")}
-    if why := next(_faults({**message, **text}, key), None):
-        raise DataError(why)
+    reject(*_faults({**message, **text}, key))
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{key}.tool_calls")
     told = [message.pop(name) for name in _TRAINED if name in message]

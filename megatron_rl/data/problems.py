@@ -29,7 +29,18 @@ from megatron_rl.data.conversations import (
     prompt_fields,
     prompt_messages,
 )
-from megatron_rl.data.rows import BadRow, DataError, NotThere, not_json, reach, read_all, refuse, rows_of, text_at
+from megatron_rl.data.rows import (
+    BadRow,
+    DataError,
+    NotThere,
+    not_json,
+    reach,
+    read_all,
+    refuse,
+    reject,
+    rows_of,
+    text_at,
+)
 from megatron_rl.types import Prompt
 
 MEASURED = 10_000  # maximum number of problems of a set whose prompt lengths are checked before a run
@@ -99,8 +110,7 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
 
     def checked(where: str, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         values = read(row)
-        if why := next(not_json(values or {}), None):
-            raise DataError(why)
+        reject(*not_json(values or {}))
         return values
 
     found, bad, count = read_all(_rows(source), checked, limit=source.limit)

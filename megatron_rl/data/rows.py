@@ -38,6 +38,12 @@ class DataError(ValueError):
     """A data set cannot be used. The message names the bad rows by file and line."""
 
 
+def reject(*problems: str) -> None:
+    """Raises DataError with the first of the error messages `problems`. Returns if there are no messages."""
+    if problems:
+        raise DataError(problems[0])
+
+
 @dataclass(frozen=True, slots=True)
 class BadRow:
     """A row that cannot be used, given by its file and line and the reason."""

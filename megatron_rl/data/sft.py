@@ -25,7 +25,7 @@ from megatron_rl.data.conversations import (
     with_columns,
     without_nulls,
 )
-from megatron_rl.data.rows import DataError, NotThere, reach, read_all, refuse, rows_of, text_at
+from megatron_rl.data.rows import DataError, NotThere, reach, read_all, refuse, reject, rows_of, text_at
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.vocabulary import Vocabulary
 
@@ -139,15 +139,15 @@ def sft_rollouts(
 
 def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSample:
     values = [reach(row, key) for key in fields]
-    if absent := [key for key, value in zip(fields, values, strict=True) if isinstance(value, NotThere)]:
-        raise DataError(f"no {' and no '.join(absent)}; the row has {', '.join(map(str, row))}")
+    absent = [key for key, value in zip(fields, values, strict=True) if isinstance(value, NotThere)]
+    reject(*(f"no {key}; the row has {', '.join(map(str, row))}" for key in absent))
     if len(fields) == 1:
         return _conversation(read_messages(values[0], fields[0]), 0, row, where)
     prompt, response = fields
     if not any(isinstance(value, (list, tuple)) for value in values):
         return TextPair(prompt=text_at(row, "prompt", prompt), response=text_at(row, "response", response), where=where)
-    if texts := [key for key, value in zip(fields, values, strict=True) if not isinstance(value, (list, tuple))]:
-        raise DataError(f"{texts[0]!r} is no list of messages, as the other of {prompt!r} and {response!r} is")
+    texts = [key for key, value in zip(fields, values, strict=True) if not isinstance(value, (list, tuple))]
+    reject(*(f"{key!r} is no list of messages, as the other of {prompt!r} and {response!r} is" for key in texts))
     before = read_messages(values[0], prompt)
     return _conversation([*before, *read_messages(values[1], response)], len(before), row, where)
 

@@ -231,11 +231,9 @@ def sweep_configs(directory: Path, points: Sequence[tuple[Mapping[str, Any], Any
     ]
     engines = [own.engine for own in configs if isinstance(own, TrainConfig) and isinstance(own.engine, Servers)]
     urls = [url for engine in engines for listed in engine.urls.values() for url in listed]
-    if twice := sorted({url for url in urls if urls.count(url) > 1}):
-        raise ConfigError(
-            f"engine.urls: several runs of the sweep would send their weights to {', '.join(twice)}; leave urls out, "
-            "so that each run has servers of its own, or give each point of the sweep urls of its own"
-        )
+    cure = "leave urls out, so that each run has servers of its own, or give each point of the sweep urls of its own"
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    refuse(*(f"engine.urls: several runs of the sweep would send their weights to {url}; {cure}" for url in twice))
     found = [{"run": own.run.name, "changes": dict(changes)} for own, (changes, _) in zip(configs, points, strict=True)]
     return configs, json.dumps(found, indent=1) + "\n"
 
@@ -330,8 +328,8 @@ def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) 
             config = config_files.load(EvalConfig, [file], [*overrides, f"model.path={path}"])
             found.append(replace(config, output=str((out / f"{name}.{file.stem}.json").absolute())))
     outputs = [config.output for config in found]
-    if twice := sorted({str(output) for output in outputs if outputs.count(output) > 1}):
-        raise ConfigError(f"two evaluations would write {', '.join(twice)}: give models and configs of different names")
+    twice = sorted({str(output) for output in outputs if outputs.count(output) > 1})
+    refuse(*(f"two evaluations would write {one}: give models and configs of different names" for one in twice))
     return found
 
 
