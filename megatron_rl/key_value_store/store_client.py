@@ -172,11 +172,9 @@ class _Connection:
         self._socket.settimeout(timeout_s)
         self._socket.sendall(frame)
         length, tag = store_wire_format.HEAD.unpack(self._receive(store_wire_format.HEAD.size, end))
-        if length > store_wire_format.MAX_BODY:
-            raise WireError(f"an answer of {length} bytes")
-        answer = self._down.open(tag, self._receive(length, end))
+        answer = self._down.open(tag, self._receive(length, end)) if length <= store_wire_format.MAX_BODY else []
         if not answer:
-            raise WireError("an empty answer")
+            raise WireError(f"an empty answer, or one that is too long: {length} bytes")
         return answer
 
     def close(self) -> None:

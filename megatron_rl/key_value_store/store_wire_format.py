@@ -112,13 +112,12 @@ def join(parts: Sequence[bytes]) -> bytes:
 
 def split(body: bytes) -> list[bytes]:
     """Decodes the body of a frame into its byte strings. Raises WireError for a malformed body."""
-    if len(body) < NUMBER.size:
-        raise WireError(f"{len(body)} bytes are no body")
-    (count,) = NUMBER.unpack_from(body)
+    try:
+        (count,) = NUMBER.unpack_from(body)
+        lengths = struct.unpack_from(f"<{count}I", body, NUMBER.size)
+    except struct.error as error:
+        raise WireError(f"{len(body)} bytes are no body: {error}") from error
     start = NUMBER.size * (count + 1)
-    if start > len(body):
-        raise WireError(f"{len(body)} bytes cannot hold {count} byte strings")
-    lengths = struct.unpack_from(f"<{count}I", body, NUMBER.size)
     if start + sum(lengths) != len(body):
         raise WireError(f"a body has {len(body)} bytes, its lengths tell of {start + sum(lengths)}")
     parts = []

@@ -140,17 +140,16 @@ class EmbeddedEngine:
         tokenizer.
         """
         sampling_seeds.check(sampling)
+        problem = None
         if sampling.stop_strings and self._tokenizer is None:
-            raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
-        if sampling.tandem is not None and self._junior is None:
-            raise ValueError(
-                "sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)"
-            )
-        if sampling.tandem is not None and self._tokenizer is None:
-            rule = sampling.tandem.rule
-            raise ValueError(
-                f"sampling.tandem with strategy {rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine"
-            )
+            problem = f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine"
+        elif sampling.tandem is not None and self._junior is None:
+            problem = "sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)"
+        elif sampling.tandem is not None and self._tokenizer is None:
+            strategy = sampling.tandem.rule.strategy
+            problem = f"sampling.tandem with strategy {strategy!r} needs a tokenizer: give one to EmbeddedEngine"
+        if problem is not None:
+            raise ValueError(problem)
         self._check_tokens(tokens, f"prompt {key}")
         if sampling.stop_tokens:
             self._check_tokens(np.array(sampling.stop_tokens), "stop_tokens")

@@ -70,10 +70,8 @@ class Outstanding:
 
     def next(self, timeout_s: float) -> concurrent.futures.Future[Any] | None:
         """Returns a finished task. Returns None if no task finishes within `timeout_s` or `wake` is called."""
-        try:
+        with contextlib.suppress(queue.Empty):
             return self._done.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
 
 
 class Dispatcher:
@@ -160,11 +158,14 @@ class Dispatcher:
                     failures.append(str(error))
                     failed.add(member)
                 lost += member.lost is not None
+                said = None
                 if len(failures) >= self.members.limits.attempts:
                     said = f"a request failed {len(failures)} times: {'; '.join(failures)}"
-                    raise EngineError(_with_log(said, member)) from error
-                if lost >= LOST_UNDER:
-                    raise EngineError(_with_log(DEADLY.format(lost, request.what, error), member)) from error
+                elif lost >= LOST_UNDER:
+                    said = DEADLY.format(lost, request.what, error)
+                if said is not None:
+                    log = member.listing.log
+                    raise EngineError(f"{said}; {end_of(Path(log))}" if log else said) from error
                 pause_s = (error.retry_after_s or member.server.retry_after_s) * 2.0 ** (len(failures) - 1)
             finally:
                 self._queue.leave(member, request.sequences)
@@ -189,8 +190,3 @@ class Dispatcher:
         """
         self._queue.look()
         self._loop.call_later(self._look_s, self._tick)
-
-
-def _with_log(said: str, member: Member) -> str:
-    """Returns a message with the end of the server's log appended, if there is a log."""
-    return f"{said}; {end_of(Path(member.listing.log))}" if member.listing.log else said

@@ -258,13 +258,14 @@ class Waiting:
         without a call of `over`, if `members.hopeless` returns a reason, or if the pool is closed.
         """
         self._members.check_open()
-        if why := self._members.hopeless():
-            raise EngineError(why)
         limit_s, role, now = self._members.limits.wait_s, self._members.role, time.monotonic()
         if self._since is None:
             self._since, self._next = now, now + min(FIRST_SAY_S, limit_s / 4)
-        if now - self._since > limit_s:
-            raise EngineError(f"no {role} engine for {limit_s:g} s (engine.wait_s): {self._members.known()}")
+        why = self._members.hopeless()
+        if why is None and now - self._since > limit_s:
+            why = f"no {role} engine for {limit_s:g} s (engine.wait_s): {self._members.known()}"
+        if why is not None:
+            raise EngineError(why)
         self._members.waits()
         if now > self._next:
             self._next = now + SAY_S

@@ -171,13 +171,13 @@ class PoolSession(SessionBase):
         members = self._dispatcher.members
         if members.fixed:
             answer = replace(answer, versions=[(0, version)])
-        oldest = min((v for _, v in answer.versions), default=version)
-        if oldest < version:
-            raise ServerLost(f"{member.server.url} answered with version {oldest} of the weights, not {version}")
-        newest = max((v for _, v in answer.versions), default=version)
-        if newest > members.version:
-            told = f"version {newest} of the weights, and the newest is {members.version}"
-            raise ServerLost(f"{member.server.url} answered with {told}")
-        if answer.stop is Stop.ABORTED and members.serves(member, version) and members.sleep_count == sleep_count:
-            raise ServerLost(f"{member.server.url} ended a request early, though no refit had begun")
+        told, problem = [v for _, v in answer.versions] or [version], None
+        if min(told) < version:
+            problem = f"answered with version {min(told)} of the weights, not {version}"
+        elif max(told) > members.version:
+            problem = f"answered with version {max(told)} of the weights, and the newest is {members.version}"
+        elif answer.stop is Stop.ABORTED and members.serves(member, version) and members.sleep_count == sleep_count:
+            problem = "ended a request early, though no refit had begun"
+        if problem is not None:
+            raise ServerLost(f"{member.server.url} {problem}")
         return dated(answer, version)
