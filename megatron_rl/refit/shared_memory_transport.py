@@ -19,7 +19,9 @@ import os
 import re
 import uuid
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +164,17 @@ class Slots:
     `rank` is the index of this process among the peers. No process other than the peers may use `store`.
     """
 
+    takes_pieces = False  # a message is sent by copying it into a slot anyway
+
     def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
         self._store, self._rank, self._medium = store, rank, medium
         self._slots: list[_Slot] = []
-        self._sent: dict[int, itertools.count[int]] = {}
-        self._came: dict[int, itertools.count[int]] = {}
-
-    takes_pieces = False  # a message is sent by copying it into a slot anyway
+        # by peer: the number of messages sent to it so far, and of messages expected from it so far
+        self._sent: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+        self._came: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        free = [s for s in self._slots if s.key is None]
+        free = [s for s in self._slots if not s.in_use]
         slot = next((s for s in free if len(s.memory) >= size), None)
         if slot is None:
             for s in free:
@@ -190,12 +193,18 @@ class Slots:
         self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
     ) -> Handle:
         slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
-        slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"
-        slot.what = f"{label} to {peer}"
-        self._store.put(slot.key, [self._medium.publish(slot.address, message), len(message)])
+        key, slot.in_use = f"{self._rank}-{peer}/{next(self._sent[peer])}", True
+        self._store.put(key, [self._medium.publish(slot.address, message), len(message)])
 
         def wait(deadline: Deadline) -> Tensor:
-            self._wait_free(slot, deadline)
+            failure = _await(self._store, f"{key}/free", deadline)
+            if failure is not None:
+                self._slots.remove(slot)
+                self._medium.free(slot.address)
+                raise TransportError(f"{label} to {peer}: it was not taken, {failure}")
+            self._store.remove(key)
+            self._store.remove(f"{key}/free")
+            slot.in_use = False
             return message
 
         return Handle(wait)
@@ -203,7 +212,7 @@ class Slots:
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
     ) -> Handle:
-        key = f"{peer}-{self._rank}/{next(self._came.setdefault(peer, itertools.count()))}"
+        key = f"{peer}-{self._rank}/{next(self._came[peer])}"
 
         def wait(deadline: Deadline) -> Tensor:
             failure = _await(self._store, key, deadline)
@@ -222,27 +231,14 @@ class Slots:
             self._medium.free(slot.address)
         self._slots.clear()
 
-    def _wait_free(self, slot: _Slot, deadline: Deadline) -> None:
-        if slot.key is None:
-            return
-        failure = _await(self._store, f"{slot.key}/free", deadline)
-        if failure is not None:
-            self._slots.remove(slot)
-            self._medium.free(slot.address)
-            raise TransportError(f"{slot.what}: it was not taken, {failure}")
-        self._store.remove(slot.key)
-        self._store.remove(f"{slot.key}/free")
-        slot.key = None
 
-
+@dataclass(eq=False)
 class _Slot:
-    """A slot (memory for one message) of this sender, and its state."""
+    """A slot (memory for one message) of this sender."""
 
-    def __init__(self, address: Any, memory: Tensor) -> None:
-        self.address, self.memory = address, memory
-        # store key that announces the message in the slot, until the receiver has read the message
-        self.key: str | None = None
-        self.what = ""
+    address: Any
+    memory: Tensor
+    in_use: bool = False  # whether the receiver has not read the message in the slot yet
 
 
 @contextlib.contextmanager

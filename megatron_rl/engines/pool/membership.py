@@ -147,9 +147,6 @@ class Members:
         """Aborts the requests in progress. Callers that wait for them get EngineError."""
         self.closing.set()
         self.changed()
-        self._hang_up_for_good()
-
-    def _hang_up_for_good(self) -> None:
         for member in list(self.by_replica.values()):
             member.server.close()
 
@@ -189,7 +186,7 @@ class ListedMembers(Members):
     def close(self) -> None:
         super().close()
         self._watcher.join()
-        self._hang_up_for_good()  # a server that joined meanwhile
+        super().close()  # closes a server that joined meanwhile
 
     def look(self, listings: Sequence[Listing], now: float) -> None:
         """Updates the pool's servers from registry entries that were read at time `now`. Checking whether a server is
