@@ -6,14 +6,13 @@ Each error names the value and what to return instead.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron_rl.chat_template import QUOTED
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Tool
+from megatron_rl.rewards.reward_functions import finite
 from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, traceback_of
 
@@ -71,7 +70,8 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
             f"EpisodeEnd.payload cannot be kept as JSON ({error}): give texts, numbers, lists"
         ) from None
     rewards = {
-        agent: {str(name): _number(value) for name, value in given.items()} for agent, given in over.rewards.items()
+        agent: {str(name): number for name, value in given.items() if (number := finite(value)) is not None}
+        for agent, given in over.rewards.items()
     }
     return replace(over, rewards=rewards, payload=payload)
 
@@ -210,7 +210,7 @@ def _wrong_end(over: EpisodeEnd, agents: Mapping[str, int]) -> str:
                 f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "
                 f"{{{agent!r}: {{'won': 1.0}}}}"
             )
-        if wrong := [name for name, value in given.items() if not math.isfinite(_number(value))]:
+        if wrong := [name for name, value in given.items() if finite(value) is None]:
             return (
                 f"the reward {wrong[0]!r} of agent {agent!r} is {_shown(given[wrong[0]])}: give a finite number, or "
                 "end the episode with Outcome.ERROR where there is none"
@@ -225,14 +225,6 @@ def _broken_text(text: str) -> str:
     except UnicodeEncodeError as error:
         return f"has half of a character at {error.start}, which no tokenizer and no file takes: read it as UTF-8"
     return ""
-
-
-def _number(value: Any) -> float:
-    """Returns a reward as a float; NaN if it is not a number."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except Exception:  # a tensor of two elements raises RuntimeError; other objects may raise anything
-        return math.nan
 
 
 def _shown(value: object) -> str:

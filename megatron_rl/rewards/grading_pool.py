@@ -342,7 +342,7 @@ class GradePool:
         except OSError:
             ended = "ended"
         except ValueError:
-            ended = "wrote something else than answers into the pool's pipe"
+            ended = "sent something else than answers to the pool"
         seconds, status = time.monotonic() - since, worker.kill()
         killed = ended == "ended" and status == -signal.SIGKILL  # from outside, not because of the item
         if worker.together and len(held) > 1:

@@ -45,7 +45,7 @@ def main(reaper: int | None) -> None:
     that left this process's tree (by setsid, or because their parent ended) are killed before the answer is sent.
     """
     own = os.getpid()
-    # The pipes to the pool get new file descriptors, because a reward function may use standard input and output.
+    # The socket to the pool gets new file descriptors, because a reward function may use standard input and output.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -48,7 +48,7 @@ def main() -> None:
     # the run itself handles them and ends the reaper
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for descriptor in (0, 1):  # only the worker has the pipes open, so that they close when the worker ends
+    for descriptor in (0, 1):  # only the worker has the socket open, so that it closes when the worker ends
         os.close(descriptor)
     status = _wait(worker)
     processes.end_below(TRACKER_S)

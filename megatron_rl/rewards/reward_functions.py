@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
 import pickle
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -273,7 +272,7 @@ def read_result(
         if REWARD not in value:
             raise ValueError(f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}: it needs {REWARD!r}")
         value, metrics = value[REWARD], {name: own for name, own in value.items() if name != REWARD}
-    read = {str(name): _number(own) for name, own in metrics.items()}
+    read = {str(name): finite(own) for name, own in metrics.items()}
     for name, own in read.items():
         if own is None or name in RESERVED:
             raise ValueError(f"returned the metric {name!r} = {metrics[name]!r}: metrics are finite numbers, none of "
@@ -281,7 +280,7 @@ def read_result(
     numbers_read = {name: own for name, own in read.items() if own is not None}
     if value is None and bounds is None:
         return None, numbers_read
-    score = _number(value)
+    score = finite(value)
     if score is None or (bounds is not None and not bounds[0] <= score <= bounds[1]):
         wanted = "a finite number"
         if bounds is not None:
@@ -298,16 +297,13 @@ def name_of(function: Any) -> str:
     return name.strip("<>")
 
 
-def _number(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """Returns the value as a finite float, or None for any other value. Accepts arrays and tensors of one element."""
-    if hasattr(value, "item") and not isinstance(value, numbers.Real):
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):  # an array of several numbers
-            return None
+    if isinstance(value, str | bytes):
+        return None
     try:
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer with hundreds of digits
+        number = float(value.item() if hasattr(value, "item") else value)
+    except Exception:  # a value of user code may raise anything: RuntimeError for a tensor of two elements
         return None
     return number if math.isfinite(number) else None
 

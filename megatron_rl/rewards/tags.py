@@ -38,6 +38,13 @@ def block_texts(text: str, tag: str, flags: int = 0) -> list[str]:
     return [text[start + len(tag) + 2 : end - len(tag) - 3] for start, end in block_spans(text, tag, flags)]
 
 
+def between(text: str, opening: str, closing: str) -> str | None:
+    """Returns the text between the first opening tag and the next closing tag; None if one of the tags is missing."""
+    _, opened, rest = text.partition(opening)
+    inside, closed, _ = rest.partition(closing)
+    return inside if opened and closed else None
+
+
 def step_spans(text: str | bytes) -> list[tuple[int, int]]:
     """Returns the spans [start, end) of the <step> blocks; see `block_spans`."""
     return block_spans(text, "step")
@@ -74,12 +81,10 @@ def generator_format(text: str) -> float:
     if the block is not exactly one non-empty \boxed{...}, and by 0.8 without step blocks or by 0.4 with fewer than
     three.
     """
-    _, opened, rest = text.partition("<answer>")
-    answer, closed, _ = rest.partition("</answer>")
-    if not (opened and closed):
+    answer = between(text, "<answer>", "</answer>")
+    if answer is None:
         return 0.0
-    answer = answer.strip()
-    tenths = 10
+    answer, tenths = answer.strip(), 10
     if (0, len(answer)) not in _boxes(answer) or not boxed(answer):
         tenths -= 8
     steps = len(step_spans(text))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_rl.rewards.tags import step_spans, step_texts
+from megatron_rl.rewards.tags import between, step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score in the reward of a verification
 COUNT_GATE = 0.6  # minimum format score of the solution at which the number of verdicts must match its number of steps
@@ -44,7 +44,7 @@ def step_verdicts(text: str) -> tuple[bool, ...]:
     """
     found: list[bool] = []
     opened = False
-    for match in _OPEN_OR_VERDICT.finditer(_between(text, _STEPS, _END_STEPS) or ""):
+    for match in _OPEN_OR_VERDICT.finditer(between(text, _STEPS, _END_STEPS) or ""):
         verdict = match.group(1)
         if verdict is not None and opened:
             found.append(verdict.upper() == "CORRECT")
@@ -76,7 +76,7 @@ def verifier_format(text: str, num_steps: int, generator_format: float) -> float
     inner = text[len(_STEPS) : -len(_END_FINAL)]
     if not (text.startswith(_STEPS) and text.endswith(_END_FINAL) and _FINAL_FOLLOWS.search(inner)):
         return 0.0
-    steps, final = (_between(text, *tags) or "" for tags in ((_STEPS, _END_STEPS), (_FINAL, _END_FINAL)))
+    steps, final = (between(text, *tags) or "" for tags in ((_STEPS, _END_STEPS), (_FINAL, _END_FINAL)))
     spans = step_spans(steps)
     tenths = 10
     if not _ends_in_verdict(final):
@@ -107,10 +107,3 @@ def review(text: str, *, num_steps: int, correct: bool, generator_format: float,
 
 def _ends_in_verdict(section: str) -> bool:
     return _VERDICT.search(section.rstrip()) is not None
-
-
-def _between(text: str, opening: str, closing: str) -> str | None:
-    """Returns the text between the first opening tag and the next closing tag; None if one of the tags is missing."""
-    _, opened, rest = text.partition(opening)
-    inside, closed, _ = rest.partition(closing)
-    return inside if opened and closed else None
