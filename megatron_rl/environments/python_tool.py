@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
 from megatron_rl.rewards import sandbox
-from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
+from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 
 _FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)```\s*", re.DOTALL)
 
@@ -62,16 +62,10 @@ class PythonTool(Tool):
         if not isinstance(code, str) or not code.strip():
             return "error: give a program as text in the argument code"
         fenced = _FENCED.fullmatch(code)
-        return self._told(self._run(fenced[1] if fenced else code))
-
-    def _run(self, code: str) -> Ran:
         try:
-            return sandbox.run_program(code, show_value=True, settings=self._settings)
+            ran = sandbox.run_program(fenced[1] if fenced else code, show_value=True, settings=self._settings)
         except SandboxFailure as error:
             raise EnvironmentFailure(f"the tool {self.name}: {error}") from error
-
-    def _told(self, ran: Ran) -> str:
-        """Returns the text for the model: the output, truncated if necessary, and the error, if any."""
         printed = ran.output.rstrip()
         why = f"error: the code did not end within {self.timeout_s:g} s" if ran.late else "" if ran.cut else ran.why
         if len(printed) > self.max_characters or ran.cut:
