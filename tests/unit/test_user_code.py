@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.config.schema import Reward
 from megatron_rl.environments.validation import failed
+from megatron_rl.rewards import grading_pool
 from megatron_rl.rewards.grading_pool import GradePool, RewardFailure, check_failures
 from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, told
@@ -43,14 +44,12 @@ async def waits(response, payload):
 """
 
 
-class Counted(GradePool):
-    """A pool that counts the workers that it starts."""
-
-    starts = 0
-
-    def _start(self):
-        self.starts += 1
-        return super()._start()
+@pytest.fixture
+def starts(monkeypatch):
+    """Returns a list that has an entry for each process that a pool has started."""
+    found, start = [], grading_pool._open_process
+    monkeypatch.setattr(grading_pool, "_open_process", lambda end: found.append(end) or start(end))
+    return found
 
 
 @pytest.fixture
@@ -67,12 +66,12 @@ def problems(count):
 
 
 @pytest.mark.parametrize("name", ["ends", "killed", "hangs", "together"])
-def test_a_reward_that_ends_or_hangs_its_workers_stops_the_run_soon(name, here):
+def test_a_reward_that_ends_or_hangs_its_workers_stops_the_run_soon(name, here, starts):
     """Each of the gradings of an iteration, thousands, cost a worker or a time-out before the run was stopped."""
-    with Counted(Reward(target=f"odd_rewards:{name}", workers=2, timeout_s=0.2)) as pool:
+    with GradePool(Reward(target=f"odd_rewards:{name}", workers=2, timeout_s=0.2)) as pool:
         with pytest.raises(RewardFailure, match=r"8 of 8 gradings, which were tried before the others, failed"):
             pool.grade(["1"] * 300, problems(300))
-        assert pool.starts < 60
+        assert len(starts) < 60
 
 
 def test_a_share_of_1_lets_all_gradings_fail(here):
@@ -80,11 +79,11 @@ def test_a_share_of_1_lets_all_gradings_fail(here):
         assert len(pool.grade(["1"] * 9, [{}] * 9)) == 9
 
 
-def test_sys_exit_fails_its_grading_alone(here):
+def test_sys_exit_fails_its_grading_alone(here, starts):
     """It ended the worker, which was often killed meanwhile: then the grading was tried again, and said status -9."""
-    with Counted(Reward(target="odd_rewards:exits", workers=1)) as pool:
+    with GradePool(Reward(target="odd_rewards:exits", workers=1)) as pool:
         graded = pool.grade(["a", "b"], problems(2))
-        assert pool.starts == 1
+        assert len(starts) == 1
     assert [one.outcome for one in graded] == [Outcome.ERROR] * 2 and not graded[0].cut_off
     place = f"{here}/odd_rewards.py:5 in exits"
     assert [one.detail for one in graded] == [f"SystemExit: no judge for {text} ({place})" for text in "ab"]
