@@ -75,19 +75,6 @@ class Gain:
         return self.name.rpartition("/")[2].replace("_", " ")
 
     @property
-    def spoken(self) -> str:
-        """Returns the metric's name for use in a sentence, such as `the generator's sampled accuracy`."""
-        way = re.fullmatch(r"(.*) (sampled|greedy)", self.metric)
-        metric = f"{way[2]} {way[1]}" if way else self.metric
-        return f"the {self.role}'s {metric}" if self.role else metric
-
-    @property
-    def verb(self) -> str:
-        if self.held_out and self.by_chance and self.end != self.start:
-            return "did not change beyond chance:"
-        return "rose" if self.end > self.start else "fell" if self.end < self.start else "stayed"
-
-    @property
     def error(self) -> float | None:
         """Returns half the width of the 95 % interval of `end - start`, if both are fractions of `problems` problems.
 

@@ -98,17 +98,6 @@ class Picked:
     read: int = 0  # number of files that were read
     seen: int = 0  # number of rollouts in the files that were read
 
-    def note(self) -> str:
-        """Returns a text with the number of rollouts and iterations that the page shows, and the number of all rollouts
-        and iterations."""
-        shown, of = len(self.index), f" of {self.seen:,}" if self.seen > len(self.index) else ""
-        iterations = (
-            f"all {self.files:,} iterations"
-            if self.read == self.files
-            else f"{self.read:,} of {self.files:,} iterations"
-        )
-        return f"{shown:,}{of} rollouts, from {iterations} that were kept"
-
     def blocks(self, runs: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yields the blocks of data for the page's scripts. Yields nothing if there are no rollouts. `runs`: names of
         the runs."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,7 +45,7 @@ from megatron_rl.run.checkpoint import (
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.input_digests import InputRecord
 from megatron_rl.run.metric_sinks import configured_sinks
-from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
+from megatron_rl.run.metrics import Stopwatch, Tracker
 from megatron_rl.run.run_directory import FAILED, RunDirectory, only_one, open_run
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.verify_weights import refuse_damaged_models
@@ -107,10 +107,6 @@ class Driver:
         """
         if self.tracker is not None:
             json_lines.append(self.directory.refits, json.dumps(metrics).encode())
-
-    def show(self, iteration: int, role: str, samples: Sequence[Sample]) -> None:
-        if self.tracker is not None:
-            self.tracker.show(iteration, role, samples)
 
     def say(self, text: str) -> None:
         if self.console is not None:

@@ -320,10 +320,10 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
 
     def show(iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
         """Sends some rollouts of an iteration, decoded to text, to the metric sinks (such as TensorBoard or W&B)."""
-        wanted = driver.tracker.num_samples if driver.tracker is not None else 0
         for role, own in rollouts.items():
-            if samples := [_sample(parts.tokenizers[role], rollout) for rollout in own[:wanted]]:
-                driver.show(iteration.number, role, samples)
+            if driver.tracker is not None and own and (wanted := driver.tracker.num_samples):
+                samples = [_sample(parts.tokenizers[role], rollout) for rollout in own[:wanted]]
+                driver.tracker.show(iteration.number, role, samples)
 
     return loop.Hooks(
         log=driver.log,
