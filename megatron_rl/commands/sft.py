@@ -59,9 +59,9 @@ def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
         )
         done = 0
         if driver.resumed is not None:
-            refuse_code(driver.resumed / "model")
-            policy.state.load(driver.resumed / "model")
-            done = driver.resumed_number
+            refuse_code(driver.resumed.path / "model")
+            policy.state.load(driver.resumed.path / "model")
+            done = driver.resumed.number
         own = (samples, validation) if world.rank == 0 else None
         finished = _train(spec, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:

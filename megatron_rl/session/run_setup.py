@@ -75,8 +75,7 @@ class Driver:
 
     directory: RunDirectory
     checkpoints: Checkpoints
-    resumed: Path | None  # checkpoint to resume from; None for a new run
-    resumed_number: int  # number of training iterations done in the checkpoint `resumed`
+    resumed: Checkpoint | None  # checkpoint to resume from; None for a new run
     record: InputRecord  # record of the files that the run reads, used on rank 0
     finished: bool  # whether an earlier start of the run finished all iterations and recorded the end of the run
     watch: Stopwatch
@@ -225,7 +224,7 @@ def _opened(
         accept=spec.run.resume == "must",
     )
     changes = world.from_driver(lambda: record.compare(input_digests.FILES, input_digests.read_files(spec.settings)))
-    driver = Driver(directory, checkpoints, newest.path if newest else None, done, record, finished, watch, leave)
+    driver = Driver(directory, checkpoints, newest, record, finished, watch, leave)
     if world.rank != 0:
         yield driver
         return
@@ -246,7 +245,7 @@ def _opened(
                 return
             tracker.truncate(done)
             if newest is not None:
-                console.message(f"going on from {driver.resumed} ({done} iterations done)")
+                console.message(f"going on from {newest.path} ({done} iterations done)")
             try:
                 with _noting_failure(directory, console):
                     yield driver

@@ -17,7 +17,6 @@ from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.grading_pool import Graded, GradePool
-from megatron_rl.run.checkpoint import STATE, read_json
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
@@ -149,10 +148,10 @@ def _open_parts(spec: RunSpec, world: TorchWorld, driver: Driver, interrupts: In
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
     policies, progress = builders.policies(spec), loop.Progress()
     if driver.resumed is not None:
-        state = read_json(driver.resumed / STATE)
+        state = driver.resumed.read_state()
         for name in spec.trained_policies:
-            world.from_driver(refuse_code, driver.resumed / name)
-            policies[name].state.load(driver.resumed / name)
+            world.from_driver(refuse_code, driver.resumed.path / name)
+            policies[name].state.load(driver.resumed.path / name)
         spec.recipe.load_state_dict(state["recipe"])
         for name, reader in readers.items():
             reader.load_state_dict(state["data"][name])
