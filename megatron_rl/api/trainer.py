@@ -83,7 +83,8 @@ class Trainer:
         paths = dict(model) if isinstance(model, Mapping) else {} if model is None else dict.fromkeys(roles, model)
         if unknown := [role for role in paths if role not in roles]:
             raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe has {', '.join(roles)}")
-        base = base | {"roles": {role: {"model": {"path": str(path)}} for role, path in paths.items()}}
+        for role, path in paths.items():
+            base = base | {"roles": {role: {"model": {"path": str(path)}}}}
         base, called = _with_rewards(base, given, reward, directory)
         base = base | _data(base, dataset, eval_dataset, directory)
         self.config = _named(base | _of_columns(base | given, called, target) | given)
@@ -244,9 +245,7 @@ def _with_recipe(base: Config, recipe: Any) -> Config:
         return base
     section = use_of("grpo" if recipe is None else recipe)
     kept = base.get("recipe.args", {}) if former in (None, section["target"]) else {}
-    return _without(base, "recipe", "args") | {
-        "recipe": {"args": {}, **section} | {"args": kept | section.get("args", {})}
-    }
+    return _without(base, "recipe", "args") | {"recipe": section | {"args": kept | section.get("args", {})}}
 
 
 def _with_rewards(
