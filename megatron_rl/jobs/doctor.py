@@ -66,6 +66,11 @@ class Check:
     cure: str = ""
 
 
+def judged(what: str, found: str, good: bool, cure: str, *, bad: Verdict = "wrong") -> Check:
+    """Returns a check with the verdict ok if `good` is True, and otherwise with the verdict `bad` and a cure."""
+    return Check(what, found) if good else Check(what, found, bad, cure)
+
+
 def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
     """Returns the results of all checks that apply.
 
@@ -98,9 +103,8 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
     if only_wrong and not chosen:
         console.print(f"{node}: all {len(checks)} checks passed")
         return
-    table = Table(
-        "", "check", "found", "cure", title=f"{node}" + (f" ({host})" if host != node else ""), title_justify="left"
-    )
+    title = f"{node}" + (f" ({host})" if host != node else "")
+    table = Table("", "check", "found", "cure", title=title, title_justify="left")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
     for check in sorted(chosen, key=lambda check: ("ok", "note", "wrong").index(check.verdict)):
         table.add_row(marks[check.verdict], *map(escape, (check.what, check.found, check.cure)))
@@ -110,27 +114,20 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
 def _packages() -> Iterator[Check]:
     """Checks the versions of Python, of the packages in PACKAGES and, if Transformer Engine is installed, its version
     against the requirement in megatron-core's metadata."""
-    own = ".".join(map(str, sys.version_info[:3]))
-    new = sys.version_info >= PYTHON
-    yield Check("Python", own, "ok" if new else "wrong", "" if new else "3.11 or newer is needed")
-    here = versions.here()
+    own, here = ".".join(map(str, sys.version_info[:3])), versions.here()
+    yield judged("Python", own, sys.version_info >= PYTHON, "3.11 or newer is needed")
     for name, supported in PACKAGES.items():
-        found = here.get(name)
-        if found is None:
+        if (found := here.get(name)) is None:
             cure = "pip install -e . (or `make setup`) in the environment that jobs use"
             yield Check(name, "not installed", "wrong", cure)
-        elif not SpecifierSet(supported).contains(found, prereleases=True):
-            yield Check(name, found, "wrong", f"{supported} is supported")
         else:
-            yield Check(name, found)
-    found, asked = here.get("transformer-engine"), versions.bounds("megatron-core", "transformer-engine")
-    if found is None:
-        return
-    if asked is not None and not asked.specifier.contains(found, prereleases=True):
-        cure = f"megatron-core {here.get('megatron-core')} asks for {asked.specifier}: slurm/gpu/install.sh has it"
-        yield Check("transformer-engine", found, "note", cure)
-    else:
-        yield Check("transformer-engine", found)
+            good = SpecifierSet(supported).contains(found, prereleases=True)
+            yield judged(name, found, good, f"{supported} is supported")
+    asked = versions.bounds("megatron-core", "transformer-engine")
+    if (found := here.get("transformer-engine")) is not None:
+        wanted = SpecifierSet() if asked is None else asked.specifier
+        cure = f"megatron-core {here.get('megatron-core')} asks for {wanted}: slurm/gpu/install.sh has it"
+        yield judged("transformer-engine", found, wanted.contains(found, prereleases=True), cure, bad="note")
 
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -151,7 +148,7 @@ def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[C
     found = f"{len(lines)} x {lines[0] if lines else ''}"
     lost = bool(wanted) and len(lines) < wanted and in_job
     cure = f"this job was to have {wanted} here: if one is lost, drain this node; else correct gpus_per_node"
-    yield Check("GPUs", found, "wrong" if lost else "ok", cure if lost else "")
+    yield judged("GPUs", found, not lost, cure)
 
 
 def _network(engine: EngineSpec | None, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -171,8 +168,8 @@ def _network(engine: EngineSpec | None, profile: Profile | None, environment: Ma
             yield Check(name, f"{host}: {error}", "wrong" if in_job else "note", cure)
             continue
         alone = address.startswith("127.") and in_job
-        cure = "other nodes do not reach this address: give the interface between nodes" if alone else ""
-        yield Check(name, f"{host} is {address}, port {port} is free", "note" if alone else "ok", cure)
+        cure = "other nodes do not reach this address: give the interface between nodes"
+        yield judged(name, f"{host} is {address}, port {port} is free", not alone, cure, bad="note")
 
 
 def _files(directory: Path, quick: bool) -> Iterator[Check]:
@@ -202,10 +199,8 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
     slow = rate < SLOW_MIB_S and not quick
     cures = ["saving will be slow here: give run.dir on a faster file system"] * slow
     cures += [NO_FLOCK] * (not locks_here)
-    yield Check(
-        "run directory", f"{directory}: writes {rate:.0f} MiB/s, renames, {'locks' if locks_here else 'has no flock'}",
-        "note" if cures else "ok", "; ".join(cures),
-    )  # fmt: skip
+    found = f"{directory}: writes {rate:.0f} MiB/s, renames, {'locks' if locks_here else 'has no flock'}"
+    yield judged("run directory", found, not cures, "; ".join(cures), bad="note")
 
 
 def _space(spec: Spec, quick: bool) -> Iterator[Check]:
@@ -227,9 +222,8 @@ def _space(spec: Spec, quick: bool) -> Iterator[Check]:
             count = max(1, spec.run.keep + 1 - there)
             need = max(need, count * one + models)
             said = f"; {count} more checkpoints of {one:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
-    enough = free > need
-    cure = "" if enough else "make room, lower run.keep, or give a run.dir on another file system"
-    yield Check("space there", f"{free:.3g} GiB free{said}", "ok" if enough else "wrong", cure)
+    cure = "make room, lower run.keep, or give a run.dir on another file system"
+    yield judged("space there", f"{free:.3g} GiB free{said}", free > need, cure)
 
 
 def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
@@ -260,19 +254,17 @@ def _hub(spec: Spec, environment: Mapping[str, str]) -> Iterator[Check]:
     if not any(one.on_hub for one in missing_files.absent_files(spec)):
         return
     told = environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
-    cure = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
+    cure = "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
     where = f"{hub_cache.cache()}" + ("" if told else " (not set)")
-    yield Check("HF_HOME", where, "ok" if told else "note", cure)
+    yield judged("HF_HOME", where, bool(told), cure, bad="note")
     if hub_cache.offline():
         yield Check("Hugging Face hub", "not asked: HF_HUB_OFFLINE is set")
     else:
         cure = "nodes without a network: fetch on a login node, then set HF_HUB_OFFLINE=1 in the job"
         yield Check("Hugging Face hub", "asked for what is not there", cure=cure)
-    if hub_cache.has_token():
-        yield Check("hub token", "there is one")
-    else:
-        cure = "gated models and private data need one: `hf auth login`, or HF_TOKEN"
-        yield Check("hub token", "none", "note", cure)
+    cure = "gated models and private data need one: `hf auth login`, or HF_TOKEN"
+    has = hub_cache.has_token()
+    yield judged("hub token", "there is one" if has else "none", has, cure, bad="note")
 
 
 def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -286,19 +278,17 @@ def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[st
     if profile and profile.container and "SLURM_JOB_ID" not in environment:
         yield Check("engine.python", f"{python}, in the container", "note", "the run's job looks for it there")
         return
-    package = settings.kind
+    package, cure = settings.kind, "`make engines`, or set engine.python to the interpreter that has the engine"
     try:
         there = versions.of_interpreter(python)
     except versions.NoEnvironmentError as error:
-        cure = "`make engines`, or set engine.python to the interpreter that has the engine"
         yield Check("engine.python", str(error), "wrong", cure)
         return
     found = there.get(package) or there.get(f"{package}-cpu")
-    if found is None:
-        yield Check("engine.python", f"{python} has no {package}", "wrong", "`make engines`, or set engine.python")
-        return
-    yield Check("engine.python", f"{python}: {package} {found}")
-    yield _shared(engine.refit.transport, versions.here(), there)
+    said = f"{python} has no {package}" if found is None else f"{python}: {package} {found}"
+    yield judged("engine.python", said, found is not None, cure)
+    if found is not None:
+        yield _shared(engine.refit.transport, versions.here(), there)
 
 
 def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:
@@ -364,19 +354,11 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
             said = slurm_commands.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"])
             there = [line for line in said.split("\n") if line]
             bad = f"there is none: {slurm_commands.run(['sinfo', '--noheader', '--format=%R']).split()}"
-            yield Check(
-                f"partition {profile.partition}",
-                "; ".join(there) or bad,
-                "ok" if there else "wrong",
-                "" if there else "correct the profile's partition",
-            )
+            cure = "correct the profile's partition"
+            yield judged(f"partition {profile.partition}", "; ".join(there) or bad, bool(there), cure)
     except slurm_commands.SlurmError as error:
-        yield Check(
-            "Slurm",
-            str(error).partition("\n")[0],
-            "note",
-            "to submit from here: is it a host of the cluster, and slurmctld up?",
-        )
+        cure = "to submit from here: is it a host of the cluster, and slurmctld up?"
+        yield Check("Slurm", str(error).partition("\n")[0], "note", cure)
 
 
 def _sizes(model: Model) -> Sizes | None:
