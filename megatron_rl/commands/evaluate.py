@@ -47,18 +47,6 @@ ASKED = ("question", "messages")  # names of the fields of a problem from which 
 Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A set of problems with their prompts, and the reward that grades the responses.
-
-    `judged`: True if the model judges given solutions instead of solving the problems.
-    """
-
-    problems: ProblemSet
-    reward: Reward
-    judged: bool
-
-
 def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
     """Implements `megatron-rl eval`: runs an evaluation and prints the metrics. Every rank calls it. Returns 0.
 
@@ -86,7 +74,8 @@ class Evaluation:
         """Evaluates the models on every problem set, prints the metrics and writes the output files. Called on the
         driver (rank 0)."""
         config, start = self.config, time.monotonic()
-        tasks = [self.task(source) for source in read_sets(spec)]
+        sources = read_sets(spec)
+        asked = [self.problems(source) for source in sources]
         output = None if config.output is None else Path(config.output)
         place = None if output is None else output.with_suffix(".jsonl")
         read: Mapping[str, Any] = {}
@@ -95,7 +84,7 @@ class Evaluation:
             # not named .json, because all .json files in the output folder are results of evaluations
             record = output.with_suffix(".inputs")
             read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="samples")
-        samples = Samples(place, _digest(spec.settings, tasks, read))
+        samples = Samples(place, _digest(spec.settings, asked, read))
         if samples.resumed:
             print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
         sets: list[SetMetrics] = []
@@ -108,9 +97,8 @@ class Evaluation:
                     pools[key] = stack.enter_context(GradePool(reward))
                 return pools[key].grade
 
-            for task in tasks:
-                own = task.problems
-                for name, measure in self.measures(task, grade_of, samples):
+            for source, own in zip(sources, asked, strict=True):
+                for name, measure in self.measures(source, grade_of, samples):
                     _ask(own, name, measure, samples)
                     sets.append(metrics_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
         means = macro(sets, seed=config.seed)
@@ -129,7 +117,7 @@ class Evaluation:
             print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
         check_failures(gradings(samples, sets), config.reward.max_failure_share)
 
-    def task(self, source: GradedSet) -> Task:
+    def problems(self, source: GradedSet) -> ProblemSet:
         """Returns a problem set with its tokenized prompts.
 
         Raises ConfigError if the template file is missing, and DataError for a token id outside the model's vocabulary.
@@ -145,22 +133,21 @@ class Evaluation:
         prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
         if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
             raise DataError(f"{source.title}: a prompt has {why}")
-        problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
-        return Task(problems=problems, reward=source.reward, judged=source.judged)
+        return ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
 
     def measures(
-        self, task: Task, grade_of: Callable[[Reward], Grade], samples: Samples
+        self, source: GradedSet, grade_of: Callable[[Reward], Grade], samples: Samples
     ) -> Iterator[tuple[str, Measure]]:
-        """Yields (name, function) of each measure of a task, such as `solve`. A measure comes after the measures whose
+        """Yields (name, function) of each measure of a problem set, such as `solve`. A measure comes after those whose
         samples it uses. `grade_of`: function that returns the grading function of a reward."""
         config, models = self.config, self.models
         tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
         sampling = sampling_of(config.sampling, n=config.n, seed=config.seed)
         common: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "context": config.context}
-        if task.judged:
+        if source.judged:
             yield JUDGE, Judge(engine=engine, **common)
             return
-        grade, wanted = grade_of(task.reward), config.measures
+        grade, wanted = grade_of(source.reward), config.measures
         if SOLVE in wanted:
             keep = bool({LEGIBILITY, DRIFT} & set(wanted))
             yield SOLVE, Solver(engine=engine, grade=grade, weigher=self.weigher(), keep_tokens=keep, **common)
@@ -204,15 +191,15 @@ class Evaluation:
         return measure
 
 
-def _digest(settings: Mapping[str, Any], tasks: Sequence[Task], read: Mapping[str, Any]) -> str:
+def _digest(settings: Mapping[str, Any], sets: Sequence[ProblemSet], read: Mapping[str, Any]) -> str:
     """Returns a hash of everything that the samples depend on: the settings, the problems, and the input files. `read`:
     digests of the input files."""
     asked = {name: value for name, value in settings.items() if name not in ("output", "launch")}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     digest.update(json.dumps(read, sort_keys=True).encode())
-    for task in tasks:
-        values = [problem.values for problem in task.problems.problems]
-        digest.update(repr((task.problems.name, task.problems.prompts, values)).encode())
+    for own in sets:
+        values = [problem.values for problem in own.problems]
+        digest.update(repr((own.name, own.prompts, values)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -62,14 +62,6 @@ class Answered:
     finished: bool  # False if the response was truncated at sampling.max_tokens
     graded: Graded | None = None  # None if the config has no reward
 
-    @property
-    def fault(self) -> str | None:
-        """Returns the name of the output file for a rejected response, `wrong` or `ungraded`; None if the response is
-        not rejected."""
-        if self.graded is None or self.graded.correct:
-            return None
-        return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
-
 
 def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None = None) -> int:
     """Implements `megatron-rl generate`: generates the teacher's responses and writes prompt/response pairs. Every rank
@@ -232,9 +224,13 @@ class _Generation:
             name: [] for name in ("train", "validation", "truncated", "wrong", "ungraded")
         }
         for row, a in zip(rows, found, strict=True):
-            aside = not a.finished and not config.keep_truncated
-            kept = "validation" if a.problem.row in chosen else "train"
-            files["truncated" if aside else a.fault or kept].append(row)
+            if not a.finished and not config.keep_truncated:
+                name = "truncated"
+            elif a.graded is not None and not a.graded.correct:
+                name = "wrong" if a.graded.outcome is Outcome.SCORE else "ungraded"
+            else:
+                name = "validation" if a.problem.row in chosen else "train"
+            files[name].append(row)
         output = Path(config.output)
         # removes the old completion mark before the files are replaced
         (output / generation_progress.MARK).unlink(missing_ok=True)

@@ -139,29 +139,27 @@ def solutions_from_json(
     problems = {p.id: p for p in prompts}
     out = []
     for i, row in enumerate(rows):
-        if row["id"] not in problems:
+        if (prompt := problems.get(row["id"])) is None:
             raise ValueError(
                 f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was"
             )
-        out.append(_restored(row, problems[row["id"]], f"{i}:{row['id']}", role, tokenizer))
+        tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(row["tokens"], np.int32)])
+        spans = [(len(prompt.tokens), Author.ENVIRONMENT), *row["spans"]]
+        rollout = Rollout(
+            role=role,
+            group=f"{i}:{row['id']}",
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            spans=spans_of(*((count, author, NO_VERSION) for count, author in spans)),
+            stop=Stop(row["stop"]),
+            payload=row.get("payload", prompt.payload),
+        )
+        if "text" in row:
+            rollout = annotate_turns(rollout)
+            turns = turn_texts(rollout, tokenizer)
+            out.append(Transcript(rollout=rollout, text=row["text"], correct=row["correct"], turns=turns))
+        else:
+            decoded = decode(tokenizer, rollout.response)
+            rollout = annotate_steps(rollout, decoded)
+            out.append(Solution(rollout=rollout, text=decoded.text, correct=row["correct"]))
     return out
-
-
-def _restored(row: Mapping[str, Any], prompt: Prompt, group: str, role: str, tokenizer: Any) -> Solution:
-    tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(row["tokens"], np.int32)])
-    own = [(count, author, NO_VERSION) for count, author in row["spans"]]
-    rollout = Rollout(
-        role=role,
-        group=group,
-        tokens=tokens,
-        logprobs=np.zeros(len(tokens), np.float32),
-        spans=spans_of((len(prompt.tokens), Author.ENVIRONMENT, NO_VERSION), *own),
-        stop=Stop(row["stop"]),
-        payload=row.get("payload", prompt.payload),
-    )
-    if "text" in row:
-        annotated = annotate_turns(rollout)
-        turns = turn_texts(annotated, tokenizer)
-        return Transcript(rollout=annotated, text=row["text"], correct=row["correct"], turns=turns)
-    decoded = decode(tokenizer, rollout.response)
-    return Solution(rollout=annotate_steps(rollout, decoded), text=decoded.text, correct=row["correct"])

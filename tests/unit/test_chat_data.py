@@ -315,11 +315,11 @@ def test_an_evaluation_asks_conversations_as_they_are(tmp_path):
     config = config_files.load(EvalConfig, [], ["model.path=models/x", f"data.path={path}"])
     tokenizer = chat_tokenizer()
     [source] = read_eval_sets(spec_of(config))
-    task = evaluate.Evaluation(config, OpenModels({}, {}, {config.model: tokenizer})).task(source)
-    assert task.problems.prompts == [tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)]
+    asked = evaluate.Evaluation(config, OpenModels({}, {}, {config.model: tokenizer})).problems(source)
+    assert asked.prompts == [tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)]
     texts = config_files.load(EvalConfig, [], ["model.path=models/x", f"data={{path: {path}, chat: false}}"])
     [source] = read_eval_sets(spec_of(texts))
-    [prompt] = evaluate.Evaluation(texts, OpenModels({}, {}, {texts.model: tokenizer})).task(source).problems.prompts
+    [prompt] = evaluate.Evaluation(texts, OpenModels({}, {}, {texts.model: tokenizer})).problems(source).prompts
     assert "<|im_start|>" not in tokenizer.decode(prompt, skip_special_tokens=False)
 
 

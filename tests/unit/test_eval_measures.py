@@ -137,7 +137,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     whole, metrics = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
     tasks = [
-        evaluate.Evaluation(config, OpenModels({}, {}, {config.model: TOKENIZER})).task(source)
+        evaluate.Evaluation(config, OpenModels({}, {}, {config.model: TOKENIZER})).problems(source)
         for source in read_sets(spec_of(config))
     ]
     digest = evaluate._digest(spec_of(config).settings, tasks, read_files(spec_of(config).settings))
