@@ -132,6 +132,18 @@ class Use:
         return not_finite(self.args, "args")
 
 
+def sections(settings: Any, kind: type[C], place: str = "") -> dict[str, C]:
+    """Returns {dotted name: section} of the sections of the type `kind` in a config. `place`: dotted name of
+    `settings`."""
+    if isinstance(settings, kind):
+        return {place: settings}
+    parts = vars(settings) if dataclasses.is_dataclass(settings) else settings if isinstance(settings, dict) else {}
+    found: dict[str, C] = {}
+    for name, part in parts.items():
+        found |= sections(part, kind, f"{place}.{name}" if place else str(name))
+    return found
+
+
 def field_comments(schema: type) -> dict[str, str]:
     """Returns {field name: comment} of a config dataclass. The command `megatron-rl settings` and the option `--help`
     print these comments.

@@ -119,10 +119,10 @@ class EvalConfig:
     # the model on these answers.
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
     junior: Model | None = None  # the second model of the measures handoff, legibility and drift
-    base: Model | None = None  # the model before training, for drift
     # Measure handoff: maximum number of rounds of one answer; in a round, each of the two models writes one turn
     max_rounds: PositiveInt = 150
     verifier: JudgingConfig | None = None  # a verifier model that scores the samples; null: no verifier
+    base: Model | None = None  # the model before training, for drift
     # The reward function that grades answers to the problems in `data`. Its settings `workers`, timeouts and memory
     # limit are used for the graders of the benchmarks as well.
     reward: Reward = field(default_factory=Reward)
@@ -158,16 +158,3 @@ class EvalConfig:
     def directory(self) -> Path:
         """Returns the directory that contains `output`."""
         return Path(self.output or ".").parent
-
-    @property
-    def models(self) -> dict[str, Model]:
-        """Returns {dotted name of the setting: model settings} of the models that the evaluation loads."""
-        judging = None if self.verifier is None else self.verifier.model
-        found = {"model": self.model, "junior": self.junior, "verifier.model": judging, "base": self.base}
-        return {name: model for name, model in found.items() if model is not None}
-
-    @property
-    def sets(self) -> dict[str, PromptSet]:
-        """Returns {dotted name of the setting: settings of the problem set} of the user's problem set, or an empty dict
-        if the config has none."""
-        return {} if self.data is None else {"data": self.data}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import ConfigError, Share, Use, config, path_problems, refuse
+from megatron_rl.config.base import ConfigError, Share, Use, config, path_problems, refuse, sections
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
@@ -89,23 +89,6 @@ class TrainConfig:
         """Returns the run directory."""
         return Path(self.run.dir) / self.run.name
 
-    @property
-    def models(self) -> dict[str, Model]:
-        """Returns {dotted name of the setting: model settings} of the models whose files the run reads. A name is, for
-        example, `roles.solver.model`."""
-        return {
-            f"roles.{name}.model": role.model
-            for name, role in self.roles.items()
-            if role.same_as is None and (role.endpoint is None or role.model.path)
-        }
-
-    @property
-    def sets(self) -> dict[str, PromptSet]:
-        """Returns {dotted name of the setting: settings of the problem set} of the problem sets that the run reads."""
-        own = {f"roles.{name}.data": role.data for name, role in self.roles.items() if role.data is not None}
-        held_out = self.evaluation.prompts
-        return {"data": self.data, **own, **({} if held_out is None else {HELD_OUT: held_out})}
-
 
 @config
 class SftConfig:
@@ -134,11 +117,6 @@ class SftConfig:
     def directory(self) -> Path:
         """Returns the run directory."""
         return Path(self.run.dir) / self.run.name
-
-    @property
-    def models(self) -> dict[str, Model]:
-        """Returns {dotted name of the setting: model settings} of the model."""
-        return {"model": self.model}
 
     @property
     def trained(self) -> RoleConfig:
@@ -193,12 +171,11 @@ class GenerateConfig:
         """Returns the directory that contains `output`."""
         return Path(self.output).parent
 
-    @property
-    def models(self) -> dict[str, Model]:
-        """Returns {dotted name of the setting: model settings} of the teacher, the model that generates the answers."""
-        return {"model": self.model}
 
-    @property
-    def sets(self) -> dict[str, PromptSet]:
-        """Returns {dotted name of the setting: settings of the problem set} of the teacher's problems."""
-        return {"data": self.data}
+def models_of(config: TrainConfig | SftConfig | EvalConfig | GenerateConfig) -> dict[str, Model]:
+    """Returns {dotted name of the setting: model settings} of the models whose files a command reads. A name is, for
+    example, `roles.solver.model`. Roles that share another role's model, or have an endpoint alone, are left out."""
+    roles = config.roles if isinstance(config, TrainConfig) else {}
+    without = {name for name, role in roles.items() if role.same_as or (role.endpoint and not role.model.path)}
+    left_out = {f"roles.{name}.model" for name in without}
+    return {name: model for name, model in sections(config, Model).items() if name not in left_out}

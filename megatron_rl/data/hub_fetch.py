@@ -23,7 +23,16 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.config.base import sections
+from megatron_rl.config.schema import (
+    ConfigError,
+    EvalConfig,
+    GenerateConfig,
+    PromptSet,
+    SftConfig,
+    TrainConfig,
+    models_of,
+)
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.file_checksums import digests, keep
 
@@ -202,7 +211,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, Kind, bool]]:
     """Yields (key, name, kind, whether weights are wanted) for every model and data set in a config."""
     roles = config.roles if isinstance(config, TrainConfig) else {}
     served = {f"roles.{name}.model" for name, role in roles.items() if role.endpoint is not None}
-    for key, model in config.models.items():
+    for key, model in models_of(config).items():
         yield f"{key}.path", model.path, "model", model.init == "pretrained" and key not in served
         yield f"{key}.tokenizer", model.tokenizer or "", "model", False
     for name, role in roles.items():
@@ -211,9 +220,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Kind, bool]]:
     if isinstance(config, SftConfig):
         yield "data.train", config.data.train, "dataset", True
         yield "data.validation", config.data.validation or "", "dataset", True
-    else:
-        for key, source in config.sets.items():
-            yield f"{key}.path", source.path, "dataset", True
+    for key, source in sections(config, PromptSet).items():
+        yield f"{key}.path", source.path, "dataset", True
 
 
 def _folder(wanted: Wanted, to: Path) -> Path:

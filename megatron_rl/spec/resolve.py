@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, overload
 
 from megatron_rl.config import files, plugins
-from megatron_rl.config.base import ConfigError, refuse
+from megatron_rl.config.base import ConfigError, refuse, sections
+from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
-from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig, models_of
 from megatron_rl.models import registry
 from megatron_rl.spec import checks, missing_files, server_gpus
 from megatron_rl.spec.run_spec import (
@@ -61,8 +62,8 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         "roles": roles_of(config),
         "engine": None if isinstance(config, SftConfig) else engine_of(config),
         "directory": config.directory,
-        "models": config.models,
-        "sets": {} if isinstance(config, SftConfig) else config.sets,
+        "models": models_of(config),
+        "sets": sections(config, PromptSet),
         "reward": None if isinstance(config, SftConfig) else config.reward,
         "settings": files.tree_of(config),
         "cluster": ClusterSpec(ranks=ranks, launch=config.launch),
@@ -129,7 +130,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     else:
         first_of: dict[Model, str] = {}
         roles = {}
-        for setting, model in config.models.items():
+        for setting, model in models_of(config).items():
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
