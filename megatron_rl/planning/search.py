@@ -177,9 +177,9 @@ def setting_words(place: str, before: Any, after: Any) -> list[str]:
 
     `place`: dotted name of the settings. No override can remove `urls` from a config.
     """
-    words = list[str]()
-    for name, now in vars(after).items():
-        was = vars(before)[name]
+    words, own, old = list[str](), dict[str, Any](vars(after)), dict[str, Any](vars(before))
+    for name, now in own.items():
+        was = old[name]
         if was == now or name in ("urls", "servers"):
             continue
         if dataclasses.is_dataclass(now) and type(was) is type(now):
