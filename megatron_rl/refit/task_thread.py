@@ -20,9 +20,7 @@ class TaskThread:
         self._thread.start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """Queues a call of `function`. Returns the Future of its result. The function may raise RuntimeError (such as
-        TransportError) and no other error.
-        """
+        """Queues a call of `function`. Returns the Future of its result, or of the error that the function raised."""
         future: Future[Any] = Future()
         self._tasks.put((future, function))
         return future
@@ -39,5 +37,5 @@ class TaskThread:
             future, function = task
             try:
                 future.set_result(function())
-            except RuntimeError as error:
+            except BaseException as error:  # raised again in the thread that waits for the result
                 future.set_exception(error)

@@ -315,7 +315,7 @@ class _Lane:
                 if self.ended:
                     raise TransportError("given up")
                 return use(self._socket)
-            except (OSError, RuntimeError, MemoryError) as error:  # torch raises RuntimeError when memory is exhausted
+            except BaseException as error:  # torch raises errors of several types, for example if memory is exhausted
                 self._failure = str(error) or type(error).__name__
                 self._shut()  # so that the other side notices
         raise TransportError(self._failure)
