@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.http import ServerLost
-from megatron_rl.engines.protocol import Sampling
 
 SLACK = 1e-3  # maximum positive log-prob that is accepted as rounding error
 # Limits of the size of an answer in bytes: a fixed allowance, plus an allowance per requested token.
@@ -81,15 +80,6 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
     highest = numbers.max(initial=-np.inf)
     require(highest <= SLACK, f"a log-prob of {highest:.6g}: no probability is above 1")
     return numbers
-
-
-def drawn(told: np.ndarray | None, sampling: Sampling, count: int) -> np.ndarray:
-    """Returns the log-probs [count] of sampled tokens: the values `told` that the server returned, or nan if it
-    returned none. A greedy token is sampled from a point mass, so its log-prob is 0.
-    """
-    if sampling.greedy:
-        return np.zeros(count, np.float32)
-    return np.full(count, np.nan, np.float32) if told is None else told
 
 
 def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:

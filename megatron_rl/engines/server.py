@@ -40,6 +40,7 @@ class Server:
     """
 
     health: ClassVar[str]  # route that answers successfully while the server is ready
+    version_route: ClassVar[str | None] = None  # route that answers `weight_version`; None if weights never change
     speaker: ClassVar[str]  # name of the engine in the possessive, for error messages, such as "vLLM's"
     # seconds before a request is sent again if the server failed it and did not ask for another time
     retry_after_s: ClassVar[float] = 0.0
@@ -110,7 +111,11 @@ class Server:
 
     def version(self) -> int:
         """Returns the version of the server's weights; -1 before the first weight sync (refit)."""
-        return 0
+        if self.version_route is None:
+            return 0
+        answer = self._http.call("GET", self.version_route)
+        with self._understood():
+            return _version_of(answer["weight_version"])
 
     def hang_up(self) -> None:
         """Aborts the requests in progress: they raise ServerLost. Thread-safe."""
@@ -145,16 +150,19 @@ class Server:
 
         `about`: why the completion ended (`finish_reason`, and in `stop_reason` the token or string that ended it) and
         optionally its weight versions (`weight_versions`, pairs of the first token and the name of the version).
-        `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none.
+        `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none (nan in the
+        completion).
         `model`: [T] log-probs under the model at temperature 1, or None if the server returned none.
         """
         told, own = (
             None if each is None else response_parsing.read_logprobs(each, tokens.shape) for each in (drawn, model)
         )
-        spans = [(start, version_of(name)) for start, name in about.get("weight_versions") or ()]
+        # A greedy token is sampled from a point mass, so its log-prob is 0.
+        unknown = 0.0 if sampling.greedy else np.nan
+        spans = [(start, _version_of(name)) for start, name in about.get("weight_versions") or ()]
         return Completion(
             tokens=tokens,
-            logprobs=response_parsing.drawn(told, sampling, len(tokens)),
+            logprobs=np.full(len(tokens), unknown) if told is None or sampling.greedy else told,
             stop=self._stop(about["finish_reason"], about.get("stop_reason"), sampling),
             model_logprobs=own,
             experts=experts,
@@ -195,7 +203,7 @@ class Server:
         return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
 
 
-def version_of(name: str) -> int:
+def _version_of(name: str) -> int:
     """Converts the name that a server gives to a weight version to an integer. The initial weights, named "default",
     have version -1. Raises ValueError for any other name that is not an integer.
     """

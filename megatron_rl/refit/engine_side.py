@@ -176,9 +176,4 @@ class EngineSide:
 
 def order_from_json(value: dict[str, Any]) -> RefitOrder:
     """Returns a RefitOrder from its JSON form, in which the integer keys of `base` are strings."""
-    return RefitOrder(
-        version=value["version"],
-        verify=value["verify"],
-        sums_on=value["sums_on"],
-        base={int(rank): version for rank, version in value["base"].items()},
-    )
+    return RefitOrder(**value | {"base": {int(rank): version for rank, version in value["base"].items()}})

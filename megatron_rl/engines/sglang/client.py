@@ -19,7 +19,7 @@ from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import JSON, RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopScores, empty
-from megatron_rl.engines.server import MARGIN_S, Server, version_of
+from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.sglang.routes import PATH as GENERATE
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.frames import Arrays, unpack_parts
@@ -50,7 +50,7 @@ class SglangServer(Server):
     """
 
     # route that stays available: /health fails while a weight sync or a pause blocks the scheduler
-    health, speaker = "/ping", "SGLang's"
+    health, speaker, version_route = "/ping", "SGLang's", "/model_info"
 
     def __init__(self, url: str, token: str, settings: Sglang, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
@@ -151,11 +151,6 @@ class SglangServer(Server):
         if due := [tag for tag in tags if tag in self._away]:
             self._post("/resume_memory_occupation", {"tags": due}, timeout_s=self._refit_timeout_s)
             self._away = self._away.difference(due)
-
-    def version(self) -> int:
-        answer = self._http.call("GET", "/model_info")
-        with self._understood():
-            return version_of(answer["weight_version"])
 
     def _request(self, prompt: list[int], sampling: Sampling, n: int, seed: int, facts: _Facts) -> dict[str, Any]:
         parameters = {

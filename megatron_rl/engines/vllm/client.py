@@ -17,7 +17,7 @@ from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.protocol import Completion, Sampling, TandemSampling, TopScores, empty
-from megatron_rl.engines.server import MARGIN_S, Server, version_of
+from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.vllm.names import ADAPTER, TANDEM
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
@@ -29,7 +29,7 @@ class VllmServer(Server):
     Verified with vLLM 0.32.
     """
 
-    health, speaker = "/health", "vLLM's"
+    health, speaker, version_route = "/health", "vLLM's", "/weight_info"
 
     def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
@@ -119,11 +119,6 @@ class VllmServer(Server):
             found = answer["status"]
         if found != status:
             raise ServerLost(f"{self.url} did not {what}: its status is {found!r}")
-
-    def version(self) -> int:
-        answer = self._http.call("GET", "/weight_info")
-        with self._understood():
-            return version_of(answer["weight_version"])
 
     def _adapter(self) -> dict[str, Any]:
         """Returns the request fields that select a LoRA adapter; an empty dict if the server has merged weights."""
