@@ -177,9 +177,9 @@ def setting_words(place: str, before: Any, after: Any) -> list[str]:
 
     `place`: dotted name of the settings. No override can remove `urls` from a config.
     """
-    words, own, old = list[str](), dict[str, Any](vars(after)), dict[str, Any](vars(before))
-    for name, now in own.items():
-        was = old[name]
+    words = list[str]()
+    for name in (field.name for field in dataclasses.fields(after)):
+        was, now = getattr(before, name), getattr(after, name)
         if was == now or name in ("urls", "servers"):
             continue
         if dataclasses.is_dataclass(now) and type(was) is type(now):
