@@ -53,6 +53,8 @@ class Arguments:
 
 
 class WithSettings(Arguments):
+    """The arguments of a command that takes the settings of a run."""
+
     settings: list[str] = argument(metavar=METAVAR)  # YAML files, then overrides
 
 
@@ -249,16 +251,22 @@ class Slice(Arguments):
 
 
 class Families(Arguments):
+    """The argument that names model families of the user's own."""
+
     # a model family of your own, as in a config's `families`; may be given several times
     family: list[str] = argument((), metavar="MODULE:NAME")
 
 
 class Conversion(Families):
+    """The arguments that all forms of `convert` have."""
+
     source: Path  # a run directory (its newest checkpoint), a checkpoint, or a role's directory in one
     target: Path  # the directory to make; it must not exist
 
 
 class OfCheckpoint(Conversion):
+    """The arguments of a conversion that reads a checkpoint."""
+
     # which role's model, where a checkpoint holds several; without it `reshard` takes all roles and the run's state,
     # into a directory of the same name iteration_N
     role: str | None = None
@@ -268,6 +276,8 @@ class OfCheckpoint(Conversion):
 
 
 class WritesModel(Conversion):
+    """The arguments of a conversion that writes the weights of one model."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # cast the weights (default: as they are stored)
     shard_gb: float = argument(4.0, type=gigabytes)  # largest size of an output file
     # read the result back and compare bit for bit; `to-hf`: and logits against transformers, a merged adapter against

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from megatron_rl.commands.settings import load
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
-from megatron_rl.config.schema import EvalConfig
+from megatron_rl.config.schema import EvalConfig, Model
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.explain import explain, explain_recipe
@@ -38,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
     if args.deep:
-        from megatron_rl.commands.check_models import check_models  # imports torch
-
         if spec.reward is not None:
             plugins.build(Use(target=spec.reward.target, args=spec.reward.args))
         check_models(spec)
@@ -52,6 +51,22 @@ def run(args: argparse.Namespace) -> int:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0
+
+
+def check_models(spec: Spec) -> None:
+    """Checks the models on this machine, as a command does when it starts. Raises ConfigError if a model's weights do
+    not match its config.json, or if a LoRA adapter does not match the settings."""
+    from megatron_rl.weights import hf_model, lora_adapters  # imports torch
+
+    models = [(role.model, role.lora) for role in spec.roles.values() if role.endpoint is None]
+    juniors = [role.tandem.junior for role in spec.roles.values() if role.tandem is not None]
+    models += [(Model(path=path), None) for path in juniors if path is not None]
+    for model, lora in models:
+        if Path(model.path).is_dir() and model.init == "pretrained":
+            sizes = hf_model.read_architecture(model.path)
+            hf_model.check(model.path, sizes, cast=True)
+            if lora is not None and lora.path is not None:
+                lora_adapters.read(lora.path, sizes, lora)
 
 
 def gpu_notes(spec: Spec, host: Host) -> list[str]:
