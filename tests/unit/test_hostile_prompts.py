@@ -14,7 +14,7 @@ from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.recipes.review import Reviewer
 from megatron_rl.recipes.solutions import Solution
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.types import Rollout
+from megatron_rl.types import Prompt, Rollout
 
 CHAT = chat_tokenizer()
 START = CHAT.convert_tokens_to_ids("<|im_start|>")
@@ -62,4 +62,6 @@ def test_an_answer_cannot_end_the_judges_prompt(context, tmp_path):
 
 def test_a_solution_cannot_end_the_prompt_of_a_vote(context):
     weigher = Weigher(engine=context.engines[JUDGE], tokenizer=CHAT, template=TEMPLATE, sampling=Sampling(max_tokens=8))
-    assert starts(weigher._prompt(("q", INJECTED))) == 2
+    weigher.weigh({0: ("q", INJECTED)})
+    [(tokens, _)] = context.engines[JUDGE].asked
+    assert starts(Prompt(id="0", tokens=tokens)) == 2
