@@ -22,10 +22,8 @@ NEMO ?= .venv-nemo
 NEMO_PIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check
 # The kit for a machine with one GPU: packages to bring (KIT), and its Python's version.
 KIT ?= .gpu-kit
-SITE ?= $(KIT)/site
 KIT_PYTHON ?= 3.12
 KIT_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
-HERE_PYTHONPATH = PYTHONPATH="$(abspath $(SITE)):$(CURDIR)"
 SEED ?= 0
 # ENGINE=vllm or sglang: the servers of the demo.
 ENGINE ?=
@@ -33,7 +31,7 @@ ENGINE_TARGET = $(if $(filter sglang,$(ENGINE)),engines-sglang,engines)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup engines engines-sglang nemo-run verifiers slurm real-model demo test test-unit test-numbers test-more check golden mutants \
-	fuzz soak bench oracles docs gpu-kit-wheels gpu-kit-site test-gpu-here clean FORCE
+	fuzz soak bench oracles docs gpu-kit-wheels clean FORCE
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -195,13 +193,6 @@ mutants: setup ## changes the core in 150 places, one at a time, and fails where
 gpu-kit-wheels: ## fetch the wheels that a machine with a GPU and no network needs into .gpu-kit/wheels (KIT_PYTHON=3.12)
 	$(PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version $(KIT_PYTHON) \
 		$(foreach name,$(KIT_PLATFORMS),--platform $(name)) -d $(KIT)/wheels -r tools/gpu_kit/wheels.txt
-
-gpu-kit-site: ## unpack them there, into .gpu-kit/site, for its own python3 (PYTHON=python3)
-	$(PYTHON) -m pip install --no-index --no-deps --no-compile --upgrade --target $(SITE) $(KIT)/wheels/*.whl
-
-test-gpu-here: ## tests/gpu by the machine's own python3, with .gpu-kit/site and without a network (PYTHON=python3)
-	@$(HERE_PYTHONPATH) $(PYTHON) tools/gpu_kit/check.py
-	$(HERE_PYTHONPATH) $(PYTHON) -m pytest tests/gpu --durations=10
 
 check: setup ## format, lint, types, layering, and the figures of tools/house.py with their bars
 	$(VENV)/bin/ruff format --check .

@@ -33,7 +33,7 @@ def kit_benchmark(own: Path, part: str, sleep_fails: bool = False) -> dict[str, 
 
 
 def kit_tests(own: Path, last_letter: str) -> dict[str, list[str]]:
-    """Runs tests/gpu as `make test-gpu-here` does. Returns the names of the tests by what became of them.
+    """Runs tests/gpu as `lease.sh tests` does. Returns the names of the tests by what became of them.
 
     `last_letter`: the folder of the fixture of this name, which is not made again.
     """

@@ -40,7 +40,7 @@ IMPORTED = [
 
 def environment() -> dict[str, str]:
     """Returns this process's environment with what a process of the tests needs beside it."""
-    given = os.environ.get("PYTHONPATH")  # packages may lie outside of the environment (`make test-gpu-here`)
+    given = os.environ.get("PYTHONPATH")  # packages may lie outside of the environment (tools/gpu_kit/lease.sh)
     folders = [str(ROOT), str(ROOT / "tests/helpers"), *([given] if given else [])]
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
