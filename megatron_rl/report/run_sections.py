@@ -118,28 +118,13 @@ class Gain:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """The first section of the page: whether the run learned."""
+def headline(run: RunMetrics) -> dict[str, Any]:
+    """Returns the first section of the page, whether the run learned.
 
-    alarms: Sequence[str]  # sentences about problems
-    gains: Sequence[Gain]  # the main held-out metric of each role
-    rewards: Sequence[Gain]  # the main training metric of each role
-    rest: Sequence[Gain]  # the other held-out metrics
-    longest: tuple[str, float] | None  # (phase that takes most time, its fraction of the time)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerdictCounts:
-    """The confusion matrix of a verifier's verdicts in some iterations."""
-
-    title: str
-    rows: Mapping[str, Sequence[tuple[str, float, float]]]  # {truth: (colour, count, fraction) for each verdict}
-    f1: float  # harmonic mean of the accuracies on correct and on wrong solutions
-
-
-def headline(run: RunMetrics) -> Headline:
-    """Returns the first section of the page: problems, held-out metrics, and training metrics."""
+    `alarms`: sentences about problems. `gains`: the main held-out metric of each role. `rewards`: the main training
+    metric of each role. `rest`: the other held-out metrics. `longest`: (phase that takes most time, its fraction of the
+    time), or None.
+    """
     gains = evaluation_gains(run) or [Gain(name, *both) for name, both in pairs(run.summary).items()]
     chosen = _main(gains)
     named = [gain.role for gain in chosen]
@@ -148,13 +133,13 @@ def headline(run: RunMetrics) -> Headline:
     for (_, phase), curve in run.seconds.items():
         phases[phase] = phases.get(phase, 0.0) + sum(curve.values)
     longest = max(phases, key=lambda phase: phases[phase], default="")
-    return Headline(
-        alarms=[*([f"The run failed: {run.failed}"] if run.failed else []), *run.unlearned()],
-        gains=chosen,
-        rewards=[gain for role in roles if (gain := _reward_gain(run, role)) is not None],
-        rest=[gain for gain in gains if gain not in chosen],
-        longest=(longest, phases[longest] / run.clock.total) if longest and run.clock.total > 0 else None,
-    )
+    return {
+        "alarms": [*([f"The run failed: {run.failed}"] if run.failed else []), *run.unlearned()],
+        "gains": chosen,
+        "rewards": [gain for role in roles if (gain := _reward_gain(run, role)) is not None],
+        "rest": [gain for gain in gains if gain not in chosen],
+        "longest": (longest, phases[longest] / run.clock.total) if longest and run.clock.total > 0 else None,
+    }
 
 
 def evaluation_gains(run: RunMetrics) -> list[Gain]:
@@ -181,9 +166,12 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     return {name: (start, end) for name, (start, end) in both.items() if _is_number(start) and _is_number(end)}
 
 
-def confusions(run: RunMetrics) -> list[VerdictCounts]:
-    """Returns the confusion matrices of the verifier's verdicts in the first and in the last iterations of each
-    scope."""
+def confusions(run: RunMetrics) -> list[dict[str, Any]]:
+    """Returns the confusion matrices of the verifier's verdicts in the first and in the last iterations of each scope.
+
+    `rows`: {truth: (colour, count, fraction) for each verdict}. `f1`: the harmonic mean of the accuracies on correct
+    and on wrong solutions.
+    """
     out = []
     for scope in run.updates:
         if not (known := run.confusion(scope)):
@@ -197,7 +185,7 @@ def confusions(run: RunMetrics) -> list[VerdictCounts]:
     return out
 
 
-def _verdict_counts(title: str, cells: Mapping[str, float]) -> VerdictCounts:
+def _verdict_counts(title: str, cells: Mapping[str, float]) -> dict[str, Any]:
     rows: dict[str, list[tuple[str, float, float]]] = {}
     for truth, names in {"right": ("tp", "fn"), "wrong": ("fp", "tn")}.items():
         total = sum(cells[name] for name in names)
@@ -205,7 +193,7 @@ def _verdict_counts(title: str, cells: Mapping[str, float]) -> VerdictCounts:
         rows[truth] = [("--good" if n in ("tp", "tn") else "--bad", cells[n], share) for n, share in shares.items()]
     right, wrong = rows["right"][0][2], rows["wrong"][1][2]
     f1 = 2 * right * wrong / (right + wrong) if right + wrong else 0.0
-    return VerdictCounts(title=title, rows=rows, f1=f1)
+    return {"title": title, "rows": rows, "f1": f1}
 
 
 def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:

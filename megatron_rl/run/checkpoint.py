@@ -50,8 +50,6 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise CheckpointError(f"run.keep = {keep}: at least one checkpoint must stay; set it to 1 or more")
         self.directory = Path(directory)
         self.keep = keep
 
@@ -67,8 +65,6 @@ class Checkpoints:
     def begin(self, number: int) -> Path:
         """Removes the remains of interrupted saves, and creates and returns the empty directory `pending(number)`. Only
         rank 0 calls this method."""
-        if number < 0:
-            raise CheckpointError(f"checkpoint number {number}: give the number of iterations done, 0 or more")
         self.directory.mkdir(parents=True, exist_ok=True)
         for leftover in self.directory.glob(".iteration_*.tmp"):
             shutil.rmtree(leftover)
@@ -88,10 +84,10 @@ class Checkpoints:
         `begin` was not called or nothing was saved.
         """
         pending = self.pending(number)
-        if not pending.is_dir():
-            raise CheckpointError(f"{pending} does not exist: call begin({number}) on rank 0 before saving")
         if not _files(pending):
-            raise CheckpointError(f"{pending} is empty: every rank must save into it before commit({number})")
+            raise CheckpointError(
+                f"{pending} has no files: call begin({number}) on rank 0, and save into it on every rank, before commit"
+            )
         seal(pending, number)
         self._publish(number)
         self._prune(number)

@@ -46,8 +46,6 @@ def test_only_the_newest_are_kept(tmp_path):
     for number in (1, 2, 10, 9):  # by number, not by name or time
         checkpoints.write(number, save(b"x"))
     assert names(tmp_path) == ["iteration_000009", "iteration_000010"]
-    with pytest.raises(CheckpointError, match="keep = 0"):
-        Checkpoints(tmp_path, keep=0)
 
 
 def test_what_was_just_written_is_never_removed(tmp_path):
@@ -101,7 +99,7 @@ def test_commit_without_begin_or_without_files_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="call begin"):
         checkpoints.commit(4)
     checkpoints.begin(4)
-    with pytest.raises(CheckpointError, match="empty"):
+    with pytest.raises(CheckpointError, match="save into it on every rank"):
         checkpoints.commit(4)
     assert checkpoints.newest() is None
 
