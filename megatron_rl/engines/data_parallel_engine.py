@@ -27,9 +27,8 @@ class DataParallelEngine:
 
     def __init__(self, world: World, name: str, engine: EmbeddedEngine) -> None:
         self._world, self._engine, self._full = world, engine, FullPrompts(name)
-        self._generate, self._score, self._score_top = (f"{verb}/{name}" for verb in ("generate", "score", "score_top"))
+        self._generate, self._score_top = f"generate/{name}", f"score_top/{name}"
         world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
-        world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
         world.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
 
     @property
@@ -63,25 +62,18 @@ class DataParallelEngine:
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Implements `engines.protocol.Engine.score`. The sequences are divided among the ranks."""
-        shares, texts = self._dealt(sequences)
-        return _in_order(shares, self._world.call_all(self._score, texts))
+        return [scores.logprobs for scores in self.score_top(sequences, 0)]
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """Implements `engines.protocol.Engine.score_top`. The sequences are divided among the ranks."""
-        shares, texts = self._dealt(sequences)
-        return _in_order(shares, self._world.call_all(self._score_top, [(own, k) for own in texts]))
-
-    def tend(self) -> None:
-        """No-op: there are no servers."""
-
-    def _dealt(self, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[list[np.ndarray]]]:
-        """Divides sequences among the ranks by length. Returns (indices of the sequences of each rank, sequences of
-        each rank).
-        """
+        """Implements `engines.protocol.Engine.score_top`. The sequences are divided among the ranks by length."""
         arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
         by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
         shares = [by_length[rank :: self._world.size] for rank in range(self._world.size)]
-        return shares, [[arrays[i] for i in share] for share in shares]
+        asked = [([arrays[i] for i in share], k) for share in shares]
+        return _in_order(shares, self._world.call_all(self._score_top, asked))
+
+    def tend(self) -> None:
+        """No-op: there are no servers."""
 
 
 T = TypeVar("T")
