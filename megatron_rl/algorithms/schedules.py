@@ -22,7 +22,7 @@ def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: f
     Raises ValueError for an exponential schedule with floor 0 below `start`.
     """
     if schedule == "exponential" and floor == 0 < start:
-        raise ValueError("floor = 0.0 of an exponential schedule: give more than 0 (linear and cosine can end at 0)")
+        raise ValueError("floor = 0.0 of an exponential schedule: give a number above 0; other schedules can end at 0")
     if start <= floor:
         return start
     share = min(1.0, update / total)

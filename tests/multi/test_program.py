@@ -61,7 +61,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("roles.generator.optimizer.min_lr=1.0", "is above optimizer.lr"),
         ("roles.generator.optimizer={decay: linear, decay_steps: 5, warmup_steps: 5}", "raise it"),
         ("recipe.args.updates=5", "updates: unknown key; did you mean"),
-        ("recipe.args.alpha_start=1.5", "from 0 to 1"),
+        ("recipe.args.alpha_start=1.5", "alpha_start = 1.5: give a value less than or equal to 1"),
         ("recipe.args.alpha_min=0.0", "give a number above 0"),
         ("recipe.args.verifier_template=nowhere.txt", "no prompt template 'nowhere.txt'"),
         ("recipe.args.step_labels=nowhere:labels", "cannot import nowhere"),
