@@ -103,10 +103,10 @@ def read_private(file: Path) -> Any:
     with os.fdopen(descriptor) as source:
         status, why = os.fstat(source.fileno()), ""
         if status.st_uid != os.geteuid():
-            why = f"belongs to user {status.st_uid}, this rank to {os.geteuid()}: {NOT_OURS}"
+            why = f"{file} belongs to user {status.st_uid}, this rank to {os.geteuid()}: {NOT_OURS}"
         elif status.st_mode & 0o077:
-            why = f"can be read by other users (mode {status.st_mode & 0o777:o}), and holds the secret of the ranks: "
-            why += "put the run's directory on a file system that keeps modes"
+            why = f"{file} can be read by other users (mode {status.st_mode & 0o777:o}), and holds the secret of the "
+            why += "ranks: put the run's directory on a file system that keeps modes"
         if why:
-            raise MeetingError(f"{file} {why}")
+            raise MeetingError(why)
         return json.load(source)
