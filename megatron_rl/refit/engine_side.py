@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
@@ -176,4 +176,5 @@ class EngineSide:
 
 def order_from_json(value: dict[str, Any]) -> RefitOrder:
     """Returns a RefitOrder from its JSON form, in which the integer keys of `base` are strings."""
-    return RefitOrder(**value | {"base": {int(rank): version for rank, version in value["base"].items()}})
+    base = {int(rank): version for rank, version in value["base"].items()}
+    return replace(RefitOrder(**value), base=base)
