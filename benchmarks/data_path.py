@@ -50,7 +50,7 @@ from megatron_rl.text import decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.training.update import scatter
 from megatron_rl.types import STEP, Annotations, Prompt, Rollout, Stop
-from megatron_rl.world import Replicas, TorchWorld
+from megatron_rl.world import Replicas, World
 
 LENGTH, PROMPT, GROUP = 8192, 512, 16  # tokens of a rollout, of its prompt; rollouts of a prompt
 STEPS = 12  # reasoning steps of a rollout
@@ -69,7 +69,7 @@ class Receiver:
     replays = False
     shares_prefixes = False
 
-    def __init__(self, world: TorchWorld) -> None:
+    def __init__(self, world: World) -> None:
         each = 1 if world.size <= 4 else 2
         ranks = [[*range(first, first + each)] for first in range(0, world.size, each)]
         groups = [dist.new_group(members, backend="gloo") for members in ranks] if each > 1 else []
@@ -134,7 +134,7 @@ def credited(method: str, prompts: Sequence[Prompt], completions: list[Completio
     return assign_advantages(out, reward="outcome", estimator="grpo", alpha=0.1 if method == "tango" else None)
 
 
-def one_way(world: TorchWorld, policy: Receiver, answers: Any, method: str, tokenizer: Any) -> Work:
+def one_way(world: World, policy: Receiver, answers: Any, method: str, tokenizer: Any) -> Work:
     """Answers in hand on the driver, None elsewhere -> all batches made on this rank, one after the other.
     Collective."""
     rollouts = None if answers is None else credited(method, *answers, tokenizer)
@@ -150,7 +150,7 @@ def rank_metrics(rank: int, folder: str, case: str, rounds: int, memory: bool) -
     method, ranks, millions = case.split("/")
     store = dist.FileStore(f"{folder}/{case.replace('/', '_')}_{memory}", int(ranks))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=int(ranks))
-    world = TorchWorld()
+    world = World()
     policy, tokenizer = Receiver(world), make_tokenizer() if method == "tango" and rank == 0 else None
     small = make_answers(100_000) if rank == 0 else None
     one_way(world, policy, small, method, tokenizer)  # imports, first pages, connections

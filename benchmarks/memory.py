@@ -36,7 +36,7 @@ from megatron_rl.config.schema import LossConfig, Model, RoleConfig
 from megatron_rl.megatron import offload, parallel, vocab_statistics
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.training.update import Trainee, update
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import World
 
 BARS = {"plain_over_chunked": 8.0}
 LIMITS = {"saving/rank_0": 1.1, "saving/rank_1": 1.1}
@@ -103,7 +103,7 @@ def saving(rank: int, folder: str, model: str) -> tuple[float, float]:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    world, directory = TorchWorld(), Path(folder) / "checkpoint"
+    world, directory = World(), Path(folder) / "checkpoint"
     role = RoleConfig(model=Model(path=model), loss=LossConfig(kl_coef=0.0), micro_batch_tokens=128)
     trainee = Trainee(policy=MegatronPolicy(role, parallel.create(OneRank())), loss=CompletionLoss())
     samples = train_step.rollouts("equal", 4, 128, VOCAB) if rank == 0 else None

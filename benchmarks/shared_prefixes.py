@@ -28,7 +28,7 @@ from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
-from megatron_rl.world import OneProcess
+from megatron_rl.world import World
 
 SMOLLM2 = dict(
     vocab_size=49152,
@@ -93,7 +93,7 @@ def measure(policy: MegatronPolicy, samples: list[Rollout], rounds: int) -> dict
         for shared in seconds:
             policy.role = replace(policy.role, shared_prefixes=shared)
             start = time.process_time()
-            found[shared] = update(OneProcess(), trainee, samples)
+            found[shared] = update(World(), trainee, samples)
             seconds[shared].append(time.process_time() - start)
     once, whole = (min(seconds[shared][1:]) for shared in (True, False))  # the first round is to warm up
     apart = [abs(found[True][name] / found[False][name] - 1) for name in ("loss", "grad_norm")]

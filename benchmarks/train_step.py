@@ -39,7 +39,7 @@ from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
-from megatron_rl.world import OneProcess, TorchWorld
+from megatron_rl.world import World
 
 ALONE = Layout()
 RANKS = 2
@@ -124,7 +124,7 @@ def our_step(
         model=Model(path=str(directory), dtype=dtype), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0),
         packed=packed, micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
-    world = TorchWorld() if dist.get_world_size() > 1 else OneProcess()
+    world = World()
     trainee = Trainee(policy=MegatronPolicy(role, parallel.create(layout)), loss=CompletionLoss())
     return lambda: update(world, trainee, samples if world.rank == 0 else None)
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -48,91 +48,7 @@ class Replicas:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
 
-class World(Protocol):
-    rank: int
-    size: int
-
-    def barrier(self) -> None:
-        """Waits until all ranks have called this method."""
-        ...
-
-    def broadcast(self, value: T) -> T:
-        """Returns rank 0's value on every rank."""
-        ...
-
-    def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        """Runs `function(*args)` on rank 0 and returns its result on every rank. An exception on rank 0 is raised on
-        every rank.
-        """
-        ...
-
-    def serve(self, name: str, handler: Handler) -> None:
-        """Registers `handler` under a name, so that `call_all` can run it. Every rank must register the same names."""
-        ...
-
-    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        """Runs the handler with this name on every rank at the same time, and returns the list of results by rank. Must
-        be called on rank 0 inside `from_driver`, in any thread. Calls from several threads run one after the other.
-
-        If the handler raises an error on any rank, raises FollowerError with the rank and its traceback after all ranks
-        have answered.
-        """
-        ...
-
-    def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
-        """Sends from rank 0 to every rank the bytes of the rank's replica, an array [sizes[replica]] uint8. Collective.
-
-        `make(replica)`: returns the bytes of a replica. It is called on rank 0 only, once per replica. It must not
-        raise, because other ranks are waiting.
-
-        Rank 0 sends each replica's bytes once, to its first rank, which broadcasts them to the replica's other ranks.
-        Rank 0 holds at most one such array besides the array of its replica.
-        """
-        ...
-
-    def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
-        """Sends a float32 array from one rank of each replica (its reporter rank) to rank 0. Returns the list of arrays
-        by replica on rank 0, None on other ranks. Collective.
-
-        `sizes`: number of elements of each replica's array, known on rank 0.
-        """
-        ...
-
-
-class OneProcess:
-    """A world of one rank, without torch.distributed."""
-
-    rank, size = 0, 1
-
-    def __init__(self) -> None:
-        self._handlers: dict[str, Handler] = {}
-        self._calling = threading.Lock()
-
-    def barrier(self) -> None:
-        return None
-
-    def broadcast(self, value: T) -> T:
-        return value
-
-    def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        return function(*args)
-
-    def serve(self, name: str, handler: Handler) -> None:
-        self._handlers[name] = handler
-
-    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        [argument] = args_per_rank
-        with self._calling:
-            return [self._handlers[name](argument)]
-
-    def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
-        return make(0)
-
-    def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
-        return None if own is None else [own]
-
-
-class TorchWorld:
+class World:
     """All ranks of the default process group, with a separate gloo group for communication (objects are never sent
     through NCCL).
 
@@ -148,9 +64,11 @@ class TorchWorld:
         self._calling = threading.Lock()  # lock: one command at a time, although any thread of rank 0 may send commands
 
     def barrier(self) -> None:
+        """Waits until all ranks have called this method."""
         dist.barrier(group=self._group)
 
     def broadcast(self, value: T) -> T:
+        """Returns rank 0's value on every rank."""
         return self._send(value)
 
     def everywhere(self, value: bool) -> bool:
@@ -158,6 +76,9 @@ class TorchWorld:
         return all(all_gather(value, self._group))
 
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs `function(*args)` on rank 0 and returns its result on every rank. An exception on rank 0 is raised on
+        every rank.
+        """
         if self.size == 1 or self._driving:  # in a nested call, only the outer call sends its result to the other ranks
             return function(*args)
         if self.rank != 0:
@@ -176,9 +97,16 @@ class TorchWorld:
         return result
 
     def serve(self, name: str, handler: Handler) -> None:
+        """Registers `handler` under a name, so that `call_all` can run it. Every rank must register the same names."""
         self._handlers[name] = handler
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
+        """Runs the handler with this name on every rank at the same time, and returns the list of results by rank. Must
+        be called on rank 0 inside `from_driver`, in any thread. Calls from several threads run one after the other.
+
+        If the handler raises an error on any rank, raises FollowerError with the rank and its traceback after all ranks
+        have answered.
+        """
         if len(args_per_rank) != self.size:
             raise ValueError(f"{len(args_per_rank)} arguments for {self.size} ranks: give one per rank")
         if name not in self._handlers:
@@ -200,6 +128,14 @@ class TorchWorld:
         return [unpack(packed) for _, packed in answers]
 
     def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+        """Sends from rank 0 to every rank the bytes of the rank's replica, an array [sizes[replica]] uint8. Collective.
+
+        `make(replica)`: returns the bytes of a replica. It is called on rank 0 only, once per replica. It must not
+        raise, because other ranks are waiting.
+
+        Rank 0 sends each replica's bytes once, to its first rank, which broadcasts them to the replica's other ranks.
+        Rank 0 holds at most one such array besides the array of its replica.
+        """
         own = replicas.of(self.rank)
         if self.rank == 0:
             for replica, ranks in enumerate(replicas.ranks):
@@ -215,6 +151,11 @@ class TorchWorld:
         return buffer
 
     def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+        """Sends a float32 array from one rank of each replica (its reporter rank) to rank 0. Returns the list of arrays
+        by replica on rank 0, None on other ranks. Collective.
+
+        `sizes`: number of elements of each replica's array, known on rank 0.
+        """
         if self.rank != 0:
             if self.rank in replicas.reporters:
                 assert own is not None

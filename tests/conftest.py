@@ -91,8 +91,7 @@ def _make_last_letter(base: Path) -> None:
     import random
 
     import task
-
-    from megatron_rl.contrib.last_letter_data import ProblemSizes, make_problem, teacher_solution
+    from teachers import ProblemSizes, make_problem, teacher_solution
 
     sizes = ProblemSizes((2, 3), (2, 3), alphabet=6)
     regime = task.Regime(0.35, sizes, sizes, sizes, sizes, 0.3, 1e-3, 1, 3, 1e-3)

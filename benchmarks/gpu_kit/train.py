@@ -34,7 +34,7 @@ from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.training.update import scatter
 from megatron_rl.weights import flops
 from megatron_rl.weights.counting import Parallel
-from megatron_rl.world import OneProcess
+from megatron_rl.world import World
 
 KINDS = ("equal", "varied")
 WITHOUT_OPTIMIZER = ("7B",)  # 14 bytes of state for each of 7.6 B parameters are more than one GPU has
@@ -164,7 +164,7 @@ def _fitting(shape: Shape, tokens: int, *, optimizer: bool) -> list[Recompute]:
 def work_of(policy: RandomPolicy, lengths: list[int], seed: int) -> Work:
     """Returns one optimizer step on random sequences."""
     rollouts = subjects.rollouts_of(lengths, policy.arch.vocab, seed)
-    return scatter(OneProcess(), policy, rollouts, loss=_LOSS)
+    return scatter(World(), policy, rollouts, loss=_LOSS)
 
 
 def both_passes(policy: RandomPolicy, work: Work) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "miniatures/last_letter")]
 
 import task  # noqa: E402
-
-from megatron_rl.contrib.last_letter_data import ProblemSizes, make_problem, teacher_solution  # noqa: E402
+from teachers import ProblemSizes, make_problem, teacher_solution  # noqa: E402
 
 SIZES = ProblemSizes((2, 3), (2, 3), alphabet=6)
 MISTAKES = 0.35  # share of the teacher's solutions with the misconception

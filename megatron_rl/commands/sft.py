@@ -25,7 +25,7 @@ from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
 from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.weights.dist_checkpoint import refuse_code
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import World
 
 
 def run(spec: SftSpec, place: Place) -> int:
@@ -38,7 +38,7 @@ def run(spec: SftSpec, place: Place) -> int:
         return _run(spec, place, world)
 
 
-def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
+def _run(spec: SftSpec, place: Place, world: World) -> int:
     samples: list[Rollout] = []  # `samples` and `validation` are filled on the driver (rank 0) only
     validation: list[Rollout] = []
     role = spec.roles["model"]
@@ -75,7 +75,7 @@ def _run(spec: SftSpec, place: Place, world: TorchWorld) -> int:
 
 
 def _train(
-    spec: SftSpec, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
+    spec: SftSpec, world: World, driver: Driver, policy: MegatronPolicy,
     plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
     """Runs supervised training steps.

@@ -12,13 +12,15 @@ from typing import Any
 from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting, spelled
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.evaluation.judging import Judging, Question, judge_all
+from megatron_rl.evaluation.judging import Judgement, Judging, Question, judge_all
 from megatron_rl.rewards.role_tags import judged_score
-from megatron_rl.text import decode
+from megatron_rl.text import decode, read_template
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import Draws
 from megatron_rl.types import Prompt, Rollout
 
+JUDGE = "judge"
+NO_PAYLOAD: Mapping[str, Any] = {}
 # function (texts to insert into a template) -> prompt, or None if the prompt is too long
 Ask = Callable[..., Prompt | None]
 
@@ -44,16 +46,20 @@ class Speaker:
     ask: Ask
 
 
-def put(context: RolloutContext, role: str, text: str, **payload: str) -> Prompt | None:
-    """Converts a text to a prompt of a role. Returns None if the prompt is too long; a prompt is never truncated."""
-    tokens = tokenize(context.tokenizers[role], text)
-    return Prompt(id=role, tokens=tokens, payload=payload) if len(tokens) <= context.max_prompt_tokens[role] else None
+def put(
+    context: RolloutContext, role: str, text: str, *, id: str | None = None, payload: Mapping[str, Any] = NO_PAYLOAD
+) -> Prompt | None:
+    """Converts a text to a prompt of a role. Returns None if the prompt is too long; a prompt is never truncated.
+    `id`: by default the role's name.
+    """
+    tokens, limit = tokenize(context.tokenizers[role], text), context.max_prompt_tokens[role]
+    return Prompt(id=id or role, tokens=tokens, payload=payload) if len(tokens) <= limit else None
 
 
 def put_filled(context: RolloutContext, role: str, template: str, *, question: str, **values: str) -> Prompt | None:
     """Fills a template with texts that models generated, and converts it to a prompt of a role with `put`."""
     text = fill_quoting(context.tokenizers[role], template, question=question, **values)
-    return put(context, role, text, question=question)
+    return put(context, role, text, payload={"question": question})
 
 
 def quoted(context: RolloutContext, role: str, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,3 +111,25 @@ def _judging(context: RolloutContext, judge: Speaker) -> Judging[Prompt | None, 
         prompt=lambda prompt: prompt, read=lambda _, text: judged_score(text)
     )
     return Judging(context.engines[judge.role], context.tokenizers[judge.role], judge.sampling, question)
+
+
+def judge_prompt(
+    context: RolloutContext, template: str, id: str, payload: Mapping[str, Any], /, **values: str
+) -> Prompt | None:
+    """Fills a judge's template with the problem's question and further values. Returns None if the prompt is too long;
+    a prompt is never truncated.
+    """
+    question = str(payload["question"])
+    text = fill_quoting(context.tokenizers[JUDGE], read_template(template), question=question, **values)
+    return put(context, JUDGE, text, id=id, payload=payload)
+
+
+def judge_rollout(
+    context: RolloutContext, answer: Judgement[Any, Any], *, form: float, agrees: float | None, weight: float
+) -> Rollout:
+    """Converts an answer of the judge to a rollout that the judge can be trained on. Its rewards are `format`, `agrees`
+    (if the correct answer is known) and total = weight * format + agrees.
+    """
+    known = {} if agrees is None else {"agrees": agrees}
+    drawn = answer.rollout(JUDGE, partner_weight=context.partner_weights.get(JUDGE, 0.0))
+    return drawn.with_rewards(total=weight * form + (agrees or 0.0), format=form, **known)

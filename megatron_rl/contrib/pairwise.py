@@ -13,7 +13,7 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import Count, CountOrZero
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.comparing import BOTH, Answer, Comparisons, comparison_metrics
-from megatron_rl.contrib.judge_role import JUDGE, judge_rollout
+from megatron_rl.contrib.judged import JUDGE, judge_rollout
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, question_text, sampling_for
 from megatron_rl.text import decode_all
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule

@@ -24,7 +24,7 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import plain
 from megatron_rl.training.update import update
 from megatron_rl.types import Rollout
-from megatron_rl.world import TorchWorld, World
+from megatron_rl.world import World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
@@ -195,7 +195,7 @@ class Probes:
             )
 
 
-def _run(spec: RunSpec, world: TorchWorld, place: Place, updates: int) -> int:
+def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
     recipe = spec.recipe
 
     def refuse_a_begun_run() -> None:

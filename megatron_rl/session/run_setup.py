@@ -51,7 +51,7 @@ from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.verify_weights import refuse_damaged_models
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 from megatron_rl.user_code import told, traceback_of
-from megatron_rl.world import DriverError, TorchWorld
+from megatron_rl.world import DriverError, World
 
 # timeout of a collective operation; long, because the other ranks wait while rank 0 computes rewards
 TIMEOUT = timedelta(hours=2)
@@ -125,7 +125,7 @@ class Driver:
 
 
 @contextlib.contextmanager
-def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
+def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[World]:
     """Context manager that initializes torch's process group: NCCL and gloo with GPUs, gloo only without GPUs.
 
     Reduces the log output of libraries. Without GPUs, sets one torch thread per process. `shared`: directory that all
@@ -161,7 +161,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
         own = address_of_first_rank(place.address, os.environ) if place.rank == 0 else place.address
         store = meet(file, rank=place.rank, address=own, timeout=MEET)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
-    world = TorchWorld()
+    world = World()
     world.barrier()
     if place.rank == 0:
         file.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
 
 @contextlib.contextmanager
-def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
+def open_world_for(spec: Spec, place: Place) -> Iterator[World]:
     """Context manager that initializes the process group as `open_world` does, and verifies the checksums of the
     models' weights.
 
@@ -191,7 +191,7 @@ def open_world_for(spec: Spec, place: Place) -> Iterator[TorchWorld]:
 
 @contextlib.contextmanager
 def open_driver(
-    spec: TrainingSpec, world: TorchWorld, place: Place, *, total_iterations: int | None
+    spec: TrainingSpec, world: World, place: Place, *, total_iterations: int | None
 ) -> Iterator[Driver]:  # fmt: skip
     """Context manager that opens a new or existing run directory and selects the checkpoint to resume from.
 
@@ -210,7 +210,7 @@ def open_driver(
 
 @contextlib.contextmanager
 def _opened(
-    spec: TrainingSpec, world: TorchWorld, directory: RunDirectory, total_iterations: int | None, watchdog: Watchdog,
+    spec: TrainingSpec, world: World, directory: RunDirectory, total_iterations: int | None, watchdog: Watchdog,
     place: Place,
 ) -> Iterator[Driver]:  # fmt: skip
     checkpoints = Checkpoints(directory.checkpoints, spec.run.keep)
@@ -272,7 +272,7 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
         raise
 
 
-def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
+def _newest(world: World, checkpoints: Checkpoints) -> Checkpoint | None:
     """Returns the newest checkpoint whose files match their checksums; None if there is none. Collective: each rank
     reads and checks a part of the files."""
 
@@ -296,7 +296,7 @@ class Saver:
     """
 
     def __init__(
-        self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool,
+        self, world: World, driver: Driver, policies: Mapping[str, Saves], *, background: bool,
         present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
         """`present`: returns a context manager that keeps a policy, given by its name, on the GPU inside its block."""

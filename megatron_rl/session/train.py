@@ -39,7 +39,7 @@ from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.dist_checkpoint import refuse_code
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import World
 
 # Settings in the section `run` of the config that do not affect the rollouts.
 FREE_RUN_SETTINGS = (
@@ -64,7 +64,7 @@ class _Parts:
     """The parts of a training run that are opened before its engines, and the position from which the run goes on."""
 
     spec: RunSpec
-    world: TorchWorld
+    world: World
     driver: Driver
     interrupts: Interrupts
     tokenizers: Mapping[str, Any]
@@ -74,7 +74,7 @@ class _Parts:
     progress: loop.Progress
 
 
-def _run(spec: RunSpec, place: Place, world: TorchWorld, *, fresh: bool, listener: Listener | None) -> int:
+def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Listener | None) -> int:
     iterations = spec.loop.num_iterations
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
@@ -138,7 +138,7 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
     return 0 if finished or stopped else 130
 
 
-def _open_parts(spec: RunSpec, world: TorchWorld, driver: Driver, interrupts: Interrupts) -> _Parts:
+def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrupts) -> _Parts:
     """Loads the tokenizers, data sets and policies, and restores the newest checkpoint if there is one. Collective."""
     driver.say(f"reading tokenizers and data: {spec.data.training['data'].path}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}

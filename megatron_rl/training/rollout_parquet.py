@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import safetensors.numpy
 
 from megatron_rl.types import STEP, Annotations, Author, Rollout, Stop
 
@@ -66,14 +65,14 @@ EXACT = pa.schema(
         ("tokens", _values_of(pa.int32())),
         ("logprobs", _values_of(pa.float32())),
         ("payload", pa.string()),  # the fields of the problem as JSON
-        ("names", pa.string()),  # JSON: names of the rewards, per-token values and annotations, in order
-        # all other arrays and numbers of the rollout in the safetensors format, see _arrays
-        ("arrays", pa.large_binary()),
+        # the fields in _OTHERS, serialised by message_codec
+        ("others", pa.large_binary()),
     ]
 )
 SCHEMA = pa.schema([*READABLE, *EXACT])
+_OTHERS = ("spans", "rewards", "annotations", "advantages", "partner_weight", "values", "experts")  # fields of Rollout
 # columns with many repeated values, stored with dictionary encoding
-REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", "agent", "episode", "names"]
+REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", "agent", "episode"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,74 +135,47 @@ def to_table(iteration: int, rollouts: Sequence[Rollout], texts: Sequence[Rollou
 
     Raises TypeError if a payload is not JSON.
     """
+    from megatron_rl.message_codec import pack  # a slow import, which readers of the texts do not need
+
     rows = [_readable(iteration, r, None if texts is None else texts[i]) for i, r in enumerate(rollouts)]
+    fields = [{name: getattr(r, name) for name in _OTHERS} for r in rollouts]
     columns = {
         **dict(zip(READABLE.names, pa.Table.from_pylist(rows, READABLE).columns, strict=True)),
-        "tokens": _lists([r.tokens for r in rollouts]),
-        "logprobs": _lists([r.logprobs for r in rollouts]),
-        "payload": pa.array([_payload(r) for r in rollouts], pa.string()),
-        "names": pa.array([json.dumps([list(r.rewards), list(r.values), list(r.annotations)]) for r in rollouts]),
-        "arrays": pa.array([safetensors.numpy.save(_arrays(r)) for r in rollouts], pa.large_binary()),
+        "tokens": [r.tokens for r in rollouts],
+        "logprobs": [r.logprobs for r in rollouts],
+        "payload": [_payload(r) for r in rollouts],
+        "others": [bytes(pack(each, [Annotations])) for each in fields],
     }
-    return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+    return pa.table(columns, schema=SCHEMA)
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
     """Returns the rollouts of a table that `to_table` created. Raises ValueError, KeyError or TypeError if a row is
     damaged.
     """
-    column = {name: table.column(name) for name in table.column_names}
-    plain = {name: column[name].to_pylist() for name in ("role", "group", "stop", "payload", "names")}
-    payloads = {text: json.loads(text) for text in set(plain["payload"])}  # the rollouts of a group share one payload
-    tokens, logprobs = _split(column["tokens"]), _split(column["logprobs"])
-    out = []
-    for i in range(table.num_rows):
-        arrays = safetensors.numpy.load(column["arrays"][i].as_buffer().to_pybytes())
-        rewards, values, annotations = json.loads(plain["names"][i])
-        partner_weight, *scores = arrays["numbers"].tolist()
-        advantages = arrays.get("advantages")
-        out.append(Rollout(
-            role=plain["role"][i],
-            group=plain["group"][i],
-            tokens=tokens[i],
-            logprobs=logprobs[i],
-            spans=arrays["spans"],
-            stop=Stop(plain["stop"][i]),
-            payload=payloads[plain["payload"][i]],
-            rewards=dict(zip(rewards, scores, strict=True)),
-            annotations={
-                name: Annotations(arrays[f"ranges.{k}"], arrays.get(f"scores.{k}"))
-                for k, name in enumerate(annotations)
-            },
-            advantages=advantages.item() if advantages is not None and advantages.ndim == 0 else advantages,
-            partner_weight=partner_weight,
-            values={name: arrays[f"values.{k}"] for k, name in enumerate(values)},
-            experts=arrays.get("experts"),
-        ))  # fmt: skip
-    return out
+    from megatron_rl.message_codec import unpack  # a slow import, which readers of the texts do not need
+
+    names = ["role", "group", "stop", "payload", "others"]
+    rows = table.select(names).to_pylist()
+    payloads = {text: json.loads(text) for text in {row["payload"] for row in rows}}  # a group shares one payload
+    return [
+        Rollout(
+            role=row["role"],
+            group=row["group"],
+            tokens=np.array(tokens.values.to_numpy()),
+            logprobs=np.array(logprobs.values.to_numpy()),
+            stop=Stop(row["stop"]),
+            payload=payloads[row["payload"]],
+            **unpack(row["others"], [Annotations]),
+        )
+        for row, tokens, logprobs in zip(rows, table.column("tokens"), table.column("logprobs"), strict=True)
+    ]
 
 
 def num_bytes(rollout: Rollout) -> int:
     """Returns the total size of a rollout's arrays in bytes."""
     arrays = [rollout.tokens, rollout.logprobs, rollout.spans, rollout.advantages, rollout.experts]
     return sum(a.nbytes for a in (*arrays, *rollout.values.values()) if isinstance(a, np.ndarray))
-
-
-def _arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-    """Returns all arrays and numbers of a rollout by name, except tokens and log-probs, which have separate columns. An
-    advantage shared by all tokens is a 0-d array.
-    """
-    arrays = {"spans": rollout.spans, "numbers": np.array([rollout.partner_weight, *rollout.rewards.values()])}
-    if rollout.advantages is not None:
-        arrays["advantages"] = np.asarray(rollout.advantages)
-    if rollout.experts is not None:
-        arrays["experts"] = rollout.experts
-    arrays |= {f"values.{k}": value for k, value in enumerate(rollout.values.values())}
-    for k, annotation in enumerate(rollout.annotations.values()):
-        arrays[f"ranges.{k}"] = annotation.ranges
-        if annotation.scores is not None:
-            arrays[f"scores.{k}"] = annotation.scores
-    return {name: np.ascontiguousarray(array) if array.ndim else array for name, array in arrays.items()}
 
 
 def _payload(rollout: Rollout) -> str:
@@ -244,20 +216,6 @@ def _readable(iteration: int, rollout: Rollout, text: RolloutText | None) -> dic
             for own, said in text.pieces
         ] or None
     return row
-
-
-def _lists(arrays: Sequence[np.ndarray]) -> pa.ListArray:
-    """Returns a list array with one list per input array. All lists share one buffer."""
-    offsets = np.concatenate([[0], np.cumsum([array.size for array in arrays], dtype=np.int64)]).astype(np.int32)
-    flat = pa.array(np.concatenate(arrays))
-    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=_values_of(flat.type))
-
-
-def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
-    """Splits a list column. Returns one array per row; the arrays are writable views of one buffer."""
-    lists = cast(pa.ListArray, column.combine_chunks())
-    offsets, values = lists.offsets.to_numpy(), np.array(lists.values.to_numpy())
-    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
 def _advantage(rollout: Rollout) -> float | None:

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from safetensors import SafetensorError
 
 from megatron_rl.run.atomic_files import push
 from megatron_rl.run.json_lines import RESUME, DiskError
@@ -35,7 +34,7 @@ from megatron_rl.training.rollout_parquet import (
 )
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 4  # version of the file format; files of other versions are rejected
+FORMAT = 5  # version of the file format; files of other versions are rejected
 ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
 CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
 State = dict[str, Any]  # a state of JSON values, for checkpoints
@@ -46,7 +45,7 @@ _HEAD = b"megatron_rl"  # key of the project's entry in the file's metadata
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
-    AttributeError, pa.ArrowException, SafetensorError,
+    AttributeError, pa.ArrowException,
 )  # fmt: skip
 _log = logging.getLogger(__name__)
 

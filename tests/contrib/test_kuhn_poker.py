@@ -11,17 +11,17 @@ import pytest
 from fake_engines import ScriptedEngine
 from toys import EOS, characters, graded
 
-from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.contrib.kuhn_poker import (
+from examples.miniatures.poker.equilibria import (
     average_policy,
     best_response,
-    deal,
     equilibrium,
     exploitability,
     hand_value,
     information_sets,
 )
+from megatron_rl.config import plugins
+from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.contrib.kuhn_poker import deal
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.environment import EpisodeSettings
 from megatron_rl.environments.episode_types import EpisodeEnd, Said

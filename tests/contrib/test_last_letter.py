@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, Qwen2ForCausalLM
-
-from megatron_rl.contrib.last_letter import grade, step_labels
-from megatron_rl.contrib.last_letter_data import (
+from teachers import (
     MAX_STEPS,
     ProblemSizes,
     make_problem,
@@ -17,6 +14,9 @@ from megatron_rl.contrib.last_letter_data import (
     teacher_solution,
     verification_text,
 )
+from transformers import AutoConfig, Qwen2ForCausalLM
+
+from megatron_rl.contrib.last_letter import grade, step_labels
 from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import decode, fill, load_tokenizer, read_template

@@ -8,8 +8,8 @@ from judges import asked, context_of, problems, roll_out, said
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.contrib.comparing import Comparison, read_comparison
 from megatron_rl.contrib.pairwise import Pairwise
-from megatron_rl.contrib.pairwise_reward import Comparison, read_comparison
 
 
 @pytest.fixture

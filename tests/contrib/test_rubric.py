@@ -10,8 +10,7 @@ from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.contrib import entailment_reward
 from megatron_rl.contrib.entailment import Entailment
-from megatron_rl.contrib.rubric import Rubric
-from megatron_rl.contrib.rubric_reward import Criterion, read_rubric, rubric_reward, saturated
+from megatron_rl.contrib.rubric import Criterion, Rubric, read_rubric, rubric_reward, saturated
 from megatron_rl.training.rollouts import measure
 from megatron_rl.types import Author
 

@@ -20,7 +20,7 @@ from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights import hf_model, parameter_mapping
 from megatron_rl.weights.hf_writer import HfWriter
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import World
 
 M_MMAP_THRESHOLD = -3  # number of an option of glibc's mallopt
 
@@ -31,7 +31,7 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def exported(world: TorchWorld, case: dict[str, Any]) -> dict[str, Any]:
+def exported(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Exports one model. Returns the peak memory of the export, and whether the files hold the policy's weights."""
     model, target = Model(path=case["model"], dtype=case["dtype"]), Path(case["target"])
     role = RoleConfig(model=model, layout=Layout(**case["layout"]))
@@ -62,7 +62,7 @@ def kill_at(call: int) -> None:
 def main(out: str, cases: str, killed_at: str) -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # malloc keeps no freed tensors, which would count as used
     dist.init_process_group("gloo")
-    world = TorchWorld()
+    world = World()
     if int(killed_at) and world.rank == 0:
         kill_at(int(killed_at))
     answers = {name: exported(world, case) for name, case in json.loads(cases).items()}

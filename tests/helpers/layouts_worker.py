@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from one_process import OneProcess
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.aggregation import aggregate
@@ -27,7 +28,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.training.update import Trainee, policy_logprobs, scatter, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
 from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
-from megatron_rl.world import OneProcess, TorchWorld, World
+from megatron_rl.world import World
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
@@ -68,7 +69,7 @@ def make_batch(vocab: int) -> Batch:
 
 @cache
 def _world(group: object) -> World:
-    return TorchWorld() if dist.get_world_size() > 1 else OneProcess()
+    return World() if dist.get_world_size() > 1 else OneProcess()
 
 
 def world() -> World:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fake_engines import TableEngine
 from fake_policy import TablePolicy, without_speed
+from one_process import OneProcess
 from toys import EOS, characters, graded, streaming
 
 from megatron_rl.algorithms.policy_loss import PolicyLoss
@@ -21,7 +22,6 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
-from megatron_rl.world import OneProcess
 
 ALPHABET = "?12345abcde"  # the answer to 1 is a, to 2 is b, ...
 VOCAB = len(ALPHABET) + 1

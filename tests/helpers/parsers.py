@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.contrib import last_letter, ssrl_reward
-from megatron_rl.contrib.pairwise_reward import read_comparison
-from megatron_rl.contrib.proposals import read_proposal
+from megatron_rl.contrib.comparing import read_comparison
+from megatron_rl.contrib.self_play import read_proposal
 from megatron_rl.environments.python_tool import _FENCED
 from megatron_rl.environments.tool_task import first_call
 from megatron_rl.rewards import code_answer, exact_match, math_answer, role_tags, short_answer

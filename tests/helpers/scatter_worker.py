@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 from fake_policy import TablePolicy, without_speed
+from one_process import OneProcess
 
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.micro_batches import micro_batches
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.training.update import Trainee, policy_logprobs, scatter, update
 from megatron_rl.types import Rollout, spans_of
-from megatron_rl.world import DriverError, OneProcess, Replicas, TorchWorld
+from megatron_rl.world import DriverError, Replicas, World
 
 VOCAB, SIZE = 9, 500
 
@@ -85,7 +86,7 @@ def refused(world, policy, loss) -> str:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    world, rollouts, policy = TorchWorld(), make_rollouts(), Pairs()
+    world, rollouts, policy = World(), make_rollouts(), Pairs()
     mine, loss = rollouts if world.rank == 0 else None, PolicyLoss(LossConfig(kl_coef=0.0))
     answer = {"refused": refused(world, policy, loss)}
     with Sent() as sent:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.world import DriverError, FollowerError, TorchWorld
+from megatron_rl.world import DriverError, FollowerError, World
 
 
 class Asked:
@@ -64,7 +64,7 @@ def at_once(world):
 
 def main(out):
     dist.init_process_group("gloo")
-    world = TorchWorld()
+    world = World()
     asked = Asked(world.rank)
     world.serve("ask", asked)
     seen = list(cases(world, asked))

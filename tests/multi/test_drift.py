@@ -12,6 +12,7 @@ import torch
 from conftest import program
 from fake_engines import TableEngine
 from fake_policy import TablePolicy
+from one_process import OneProcess
 from tiny_models import make_model
 from toys import characters
 
@@ -22,7 +23,6 @@ from megatron_rl.session.drift import Gap, Probes, judge, measure
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.update import Trainee
-from megatron_rl.world import OneProcess
 
 LIMIT = 0.05
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from one_process import OneProcess
 from ranks import run_ranks
 
-from megatron_rl.world import OneProcess, TorchWorld
+from megatron_rl.world import World
 
 WORKER = Path(__file__).parents[1] / "helpers" / "world_worker.py"
 
@@ -73,7 +74,7 @@ def test_one_process_behaves_alike():
 def alone():
     """A world of one rank that torch.distributed knows."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield TorchWorld()
+    yield World()
     dist.destroy_process_group()
 
 

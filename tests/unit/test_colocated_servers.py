@@ -13,6 +13,7 @@ import pytest
 from fake_policy import TablePolicy
 from fake_servers import ADDRESS, ROLE, TOKEN, engines_in, until
 from fake_vllm import FakeVllm
+from one_process import OneProcess
 from specs import check
 from specs import problems as problems_of
 from test_recipes import TOKENIZER, context_of, mixed_verifier, problems, solution
@@ -55,7 +56,6 @@ from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
-from megatron_rl.world import OneProcess
 
 G, V = "generator", "verifier"
 MEMORY_ROUTES = ("/sleep", "/wake_up", "/update_weights")

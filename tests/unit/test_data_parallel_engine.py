@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from one_process import OneProcess
 from tiny_models import make_model
 from toys import characters
 
@@ -14,7 +15,6 @@ from megatron_rl.engines.data_parallel_engine import DataParallelEngine, split_o
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Completion, Sampling
 from megatron_rl.message_codec import pack, unpack
-from megatron_rl.world import OneProcess
 
 PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)], [3, 4]]
 SAMPLINGS = [Sampling(max_tokens=12, n=n, seed=n, temperature=t) for n, t in ((3, 1.0), (1, 0.0), (4, 0.7))]

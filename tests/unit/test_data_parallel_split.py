@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fake_policy import TablePolicy, without_speed
+from one_process import OneProcess
 
 from megatron_rl.algorithms.objectives import objective
 from megatron_rl.algorithms.policy_loss import CompletionLoss, PolicyLoss
@@ -20,7 +21,6 @@ from megatron_rl.batches.rollout_buffer import _join
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.training.update import Trainee, mean_loss, policy_logprobs, scatter, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
-from megatron_rl.world import OneProcess
 
 VOCAB, LAYERS, CHOSEN = 12, 3, 2
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 from fake_servers import ADDRESS, RunEngines, engines_in, expected
 from fake_vllm import UPDATE
+from one_process import OneProcess
 
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.open_engines import PoolRefit
-from megatron_rl.world import OneProcess
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
 PROMPTS = [[i + 1, 4] for i in range(6)]

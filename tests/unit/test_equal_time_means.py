@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from test_recipes import TOKENIZER, Problems, context_of, iteration, problems, roll_out, solution, texts, verification
 
+from examples.miniatures.last_letter.teachers import solution_text, teacher_solution, verification_text
 from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
 from examples.studies.equal_time.own_verdicts import ScoredTango, approval_of
 from examples.studies.equal_time.together import TogetherTango
-from megatron_rl.contrib.last_letter_data import solution_text, teacher_solution, verification_text
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.types import STEP
 

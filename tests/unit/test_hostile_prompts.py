@@ -7,7 +7,7 @@ from chats import chat_tokenizer
 from fake_engines import ScriptedEngine
 from toys import graded
 
-from megatron_rl.contrib.judge_role import JUDGE, judge_prompt
+from megatron_rl.contrib.judged import JUDGE, judge_prompt
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.votes import Weigher

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from damaged_runs import flip, make_run
+from one_process import OneProcess
 from tiny_models import make_model
 from toys import EOS, characters
 
@@ -26,7 +27,6 @@ from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session import run_setup, train
 from megatron_rl.weights import hf_model
 from megatron_rl.weights.hf_writer import Planned
-from megatron_rl.world import OneProcess
 
 
 class Disk:

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from one_process import OneProcess
 
 from megatron_rl.config.schema import ConfigError, LossConfig, Model, RoleConfig
 from megatron_rl.megatron.router_replay import RouterReplay, of_tokens
 from megatron_rl.training.update import policy_logprobs
 from megatron_rl.types import FREE, Author, Rollout, spans_of
-from megatron_rl.world import OneProcess
 
 LAYERS, CHOSEN = 3, 2
 

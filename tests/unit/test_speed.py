@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fake_policy import TablePolicy
+from one_process import OneProcess
 
 from megatron_rl import timing
 from megatron_rl.algorithms.policy_loss import PolicyLoss
@@ -25,7 +26,6 @@ from megatron_rl.training.update import Trainee, update
 from megatron_rl.training.update import _speed as speed_of
 from megatron_rl.types import Author, Rollout, spans_of
 from megatron_rl.weights import flops
-from megatron_rl.world import OneProcess
 
 SHAPE = read_shape("qwen2.5-1.5b")
 LOSS = PolicyLoss(LossConfig(kl_coef=0.1))

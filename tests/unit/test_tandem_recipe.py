@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_engines import ScriptedEngine
 from fake_policy import TablePolicy
+from one_process import OneProcess
 from specs import check
 from test_recipes import (
     TOKENIZER,
@@ -40,7 +41,6 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import from_completion, measure, sample
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import NO_VERSION, STEP, Author, Prompt, Stop
-from megatron_rl.world import OneProcess
 
 JUNIOR_FIRST = TandemSampling(rule=Rule(strategy="bernoulli"))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import specs as config_checks
 from fake_policy import TablePolicy
+from one_process import OneProcess
 from test_recipes import TOKENIZER, Problems, context_of, mixed_verifier, problems, solution
 from toys import streaming
 
@@ -20,7 +21,6 @@ from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
-from megatron_rl.world import OneProcess
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-from megatron_rl.contrib.last_letter_data import (
+from teachers import (
     LETTERS,
     MAX_STEPS,
     ProblemSizes,
@@ -21,6 +18,9 @@ from megatron_rl.contrib.last_letter_data import (
     teacher_solution,
     verification_text,
 )
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.text import fill
 

@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from examples.miniatures.poker.equilibria import exploitability, hand_value, information_sets
 from megatron_rl.config.plugins import build
-from megatron_rl.contrib.kuhn_poker import (
-    AGENTS,
-    Actions,
-    KuhnPoker,
-    exploitability,
-    hand_value,
-    information_sets,
-    legal_actions,
-)
+from megatron_rl.contrib.kuhn_poker import AGENTS, Actions, KuhnPoker, legal_actions
 from megatron_rl.engines.protocol import Engine
 from megatron_rl.recipes.agents import Agents
 from megatron_rl.training.iteration import RolloutContext

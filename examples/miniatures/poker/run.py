@@ -20,14 +20,8 @@ HERE, BASE = Path(__file__).parent, Path("runs/poker")
 sys.path += [str(HERE.parent), str(HERE.parent / "evolve")]
 
 import task  # noqa: E402  (beside the other example)
-from mini_runs import command, console, series  # noqa: E402  (beside the examples)
-from rich.table import Table  # noqa: E402
-
-from megatron_rl.contrib.kuhn_poker import (  # noqa: E402
-    AGENTS,
-    CARDS,
+from equilibria import (  # noqa: E402
     GAME_VALUE,
-    KuhnPoker,
     PolicyTable,
     average_policy,
     best_response,
@@ -35,8 +29,11 @@ from megatron_rl.contrib.kuhn_poker import (  # noqa: E402
     exploitability,
     hand_value,
     information_sets,
-    legal_actions,
 )
+from mini_runs import command, console, series  # noqa: E402  (beside the examples)
+from rich.table import Table  # noqa: E402
+
+from megatron_rl.contrib.kuhn_poker import AGENTS, CARDS, KuhnPoker, legal_actions  # noqa: E402
 
 STEPS = 300  # of the supervised start, as in sft.yaml
 HANDS = 1024

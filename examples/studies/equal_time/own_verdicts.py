@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from examples.miniatures.last_letter.teachers import CORRECT, MAX_STEPS, NOTHING
 from megatron_rl.algorithms.advantages import assign_advantages, step_rewards
 from megatron_rl.chat_template import tokenize
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.contrib.last_letter_data import CORRECT, MAX_STEPS, NOTHING
 from megatron_rl.recipes.review import Judged, Reviewed
 from megatron_rl.recipes.solutions import VERIFIER, Solution
 from megatron_rl.recipes.tango import LeanTango
@@ -91,8 +91,8 @@ class ScoredTango(OwnVerdicts):
     """Tango whose verdicts come from one scoring pass of the verifier over each solution.
 
     What is scored is the verification that finds every step correct, as a teacher of the last-letter task would write
-    it (contrib/last_letter_data.py). A step is correct where the verifier gives its part of that text a probability
-    above a half.
+    it (miniatures/last_letter/teachers.py). A step is correct where the verifier gives its part of that text a
+    probability above a half.
     """
 
     def _verdicts(self, context: RolloutContext, solutions: Sequence[Solution]) -> list[Sequence[bool]]:

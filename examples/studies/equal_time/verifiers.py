@@ -17,9 +17,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples/miniatures/last_letter")]
 
 import run as last_letter  # noqa: E402  (examples/miniatures/last_letter/run.py)
 import task  # noqa: E402
+from teachers import MAX_STEPS, make_problem, teacher_solution, verification_text  # noqa: E402
 
 from examples.studies.equal_time.together import EACH, HEAD, TAIL  # noqa: E402
-from megatron_rl.contrib.last_letter_data import MAX_STEPS, make_problem, teacher_solution, verification_text  # noqa: E402
 from megatron_rl.rewards.tags import step_texts  # noqa: E402
 from megatron_rl.text import fill  # noqa: E402
 

@@ -25,8 +25,7 @@ import task  # noqa: E402  (beside the other example)
 from measures import Metrics, measure  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-
-from megatron_rl.contrib.last_letter_data import ProblemSizes  # noqa: E402
+from teachers import ProblemSizes  # noqa: E402
 
 ARMS = {
     "grpo": ["recipe.target=megatron_rl.recipes.grpo:Grpo", "roles.generator.tandem=null"],
