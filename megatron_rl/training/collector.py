@@ -9,14 +9,17 @@ twice.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
 from megatron_rl.training.rollouts import measure, without_signal
@@ -30,41 +33,11 @@ class RolloutError(RuntimeError):
     """A recipe returned rollouts that cannot be trained on. The message names the rollout and the problem."""
 
 
-class Reader(Protocol):
-    """An endless stream of prompts whose position can be saved. Implemented by data.problems.PromptReader."""
-
-    dropped: int  # number of prompts skipped so far because they were too long
-
-    def take(self, count: int) -> list[Prompt]: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class IterationMaker(Protocol):
-    """Generates the rollouts of iterations, or reads them from the record of another run. `make` is called for one
-    iteration at a time, in order.
-    """
-
-    def make(self, iteration: Iteration) -> Collected: ...
-
-    def state(self) -> State:
-        """Returns everything that changes when rollouts are generated, as JSON values: the positions of the prompt
-        readers and the recipe's state.
-        """
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state returned by `state`."""
-        ...
-
-
 @dataclass(frozen=True)
 class ReaderSource:
     """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader."""
 
-    reader: Reader
+    reader: PromptReader
     prompts_per_iteration: int
 
     def take(self, count: int | None = None) -> list[Prompt]:
@@ -72,26 +45,32 @@ class ReaderSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Position:
-    """Everything that changes when rollouts are generated: the recipe's state, and the position of each role's prompt
-    reader. Roles may share a reader.
+class IterationMaker(ABC):
+    """Generates the rollouts of iterations, or reads them from the record of another run. Holds everything that changes
+    meanwhile: the recipe, and each role's prompt reader. Roles may share a reader.
     """
 
     recipe: Recipe
-    readers: Mapping[str, Reader]
+    readers: Mapping[str, PromptReader]
+
+    @abstractmethod
+    def make(self, iteration: Iteration) -> Collected:
+        """Returns the rollouts and metrics of an iteration. Called for one iteration at a time, in order."""
 
     def state(self) -> State:
+        """Returns the recipe's state and the positions of the prompt readers, as JSON values."""
         data = {role: reader.state_dict() for role, reader in self.readers.items()}
         return {"recipe": self.recipe.state_dict(), "data": data}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores a state returned by `state`."""
         self.recipe.load_state_dict(state["recipe"])
         for role, reader in self.readers.items():
             reader.load_state_dict(state["data"][role])
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutMaker(_Position):
+class RolloutMaker(IterationMaker):
     """Generates the rollouts of iterations with the recipe. Each iteration gets a new RolloutContext, and problems from
     the prompt reader of the first role that it trains.
     """
@@ -116,11 +95,12 @@ class RolloutMaker(_Position):
         found = self.recipe.rollout(iteration, ReaderSource(reader, self.prompts_per_iteration), context)
         if reader.dropped > dropped:
             context.add_metrics(iteration.role, {"prompts_too_long": float(reader.dropped - dropped)})
-        _check_roles(iteration, found)
+        if problem := next(_problems(iteration, found, self.uncredited), None):
+            raise RolloutError(f"iteration {iteration.number}{problem}")
         rollouts = {role: list(found[role]) for role in iteration.roles}
-        for role in iteration.roles:
-            _check_rollouts(iteration, role, rollouts[role], credited=role not in self.uncredited)
-        metrics = {role: self._figures(role, rollouts[role]) for role in iteration.roles}
+        metrics = {role: measure(own) for role, own in rollouts.items()}
+        for role in rollouts.keys() - self.uncredited:
+            metrics[role]["groups_without_signal"] = without_signal(rollouts[role])
         # `context.metrics` may include roles that the iteration does not train
         for role, added in context.metrics.items():
             metrics[role] = {**metrics.get(role, {}), **added}
@@ -128,13 +108,9 @@ class RolloutMaker(_Position):
             metrics[iteration.role].update(self.own_watch.take())
         return Collected(rollouts=rollouts, metrics=metrics)
 
-    def _figures(self, role: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        metrics = measure(rollouts)
-        return metrics if role in self.uncredited else {**metrics, "groups_without_signal": without_signal(rollouts)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayMaker(_Position):
+class ReplayMaker(IterationMaker):
     """Reads the iterations that another run recorded, instead of generating rollouts. After each iteration, the recipe
     and the prompt readers are set to the state that the other run had after this iteration.
     """
@@ -164,19 +140,6 @@ class _CollectedIteration:
     state: State  # state of the recipe and the prompt readers after the iteration
 
 
-@dataclass
-class _Exchange:
-    """The state shared by the thread that generates rollouts and the thread that trains. Both threads hold the lock
-    `change` while they read or write the state.
-    """
-
-    change: threading.Condition = field(default_factory=threading.Condition)
-    ready: list[_CollectedIteration] = field(default_factory=list)
-    failure: BaseException | None = None
-    trained: int = 0  # number of iterations trained since the collector started
-    closed: bool = False
-
-
 class Collector:
     """Provides the rollouts of each iteration to the training loop, on the driver (rank 0). `upcoming` yields every
     iteration in order, beginning at the run's current position.
@@ -198,7 +161,11 @@ class Collector:
         self._watch, self._idle = watch or Stopwatch(), idle
         # state of the recipe and the prompt readers after the last iteration that `take` returned
         self._state = _as_json(maker.state())
-        self._exchange = _Exchange()
+        # Both threads hold the lock `_change` while they read or write the next four attributes.
+        self._change = threading.Condition()
+        self._ready: list[_CollectedIteration] = []
+        self._failure: BaseException | None = None
+        self._trained, self._closed = 0, False  # number of iterations trained since the collector started
         self._disk = threading.Lock()  # lock that is held while the store reads or writes files
         self._thread: threading.Thread | None = None
 
@@ -225,9 +192,9 @@ class Collector:
         """Reports that the iteration last returned by `take` has been trained and the engines have the new weights, so
         that the rollouts of one more iteration may be generated.
         """
-        with self._exchange.change:
-            self._exchange.trained += 1
-            self._exchange.change.notify_all()
+        with self._change:
+            self._trained += 1
+            self._change.notify_all()
 
     def state(self) -> State:
         """Returns the state for a checkpoint: the state of the recipe and the prompt readers after the iteration last
@@ -245,9 +212,9 @@ class Collector:
         """Stops generating rollouts ahead. If an iteration is being written to disk, waits until the file is complete.
         An iteration that is still being generated is discarded.
         """
-        with self._exchange.change:
-            self._exchange.closed = True
-            self._exchange.change.notify_all()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
         with self._disk:
             pass
 
@@ -262,33 +229,30 @@ class Collector:
         if self._thread is None:
             self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
             self._thread.start()
-        exchange = self._exchange
         while True:
-            with exchange.change:
-                exchange.change.wait_for(lambda: exchange.ready or exchange.failure, LOOK_S)
-                if exchange.ready:
-                    return exchange.ready.pop(0)
-                if exchange.failure is not None:
-                    raise exchange.failure
+            with self._change:
+                self._change.wait_for(lambda: self._ready or self._failure, LOOK_S)
+                if self._ready:
+                    return self._ready.pop(0)
+                if self._failure is not None:
+                    raise self._failure
             self._idle()
 
     def _produce(self) -> None:
-        exchange = self._exchange
         try:
-            for offset, iteration in enumerate(self._upcoming):
-                with exchange.change:
-                    exchange.change.wait_for(lambda at=offset: exchange.closed or at - exchange.trained <= self._max)
-                    if exchange.closed:
+            for offset in itertools.count():
+                with self._change:
+                    self._change.wait_for(lambda at=offset: self._closed or at - self._trained <= self._max)
+                    if self._closed:
                         return
-                done = self._one(iteration)
-                with exchange.change:
-                    exchange.ready.append(done)
-                    exchange.change.notify_all()
-            raise ValueError("an iteration is due after the last one of the schedule")
+                done = self._one(self._next())
+                with self._change:
+                    self._ready.append(done)
+                    self._change.notify_all()
         except BaseException as error:  # re-raised by `take`
-            with exchange.change:
-                exchange.failure = error
-                exchange.change.notify_all()
+            with self._change:
+                self._failure = error
+                self._change.notify_all()
 
     def _one(self, iteration: Iteration) -> _CollectedIteration:
         """Returns an iteration with its rollouts: from the store if a previous, killed process of the run left its file
@@ -303,7 +267,7 @@ class Collector:
         state = _as_json(self._maker.state())
         with self._disk:
             # a write that has begun holds the lock, so the process does not exit in the middle of it
-            if not self._exchange.closed:
+            if not self._closed:
                 self._store.put(iteration, collected, state)
         return _CollectedIteration(iteration, collected, state)
 
@@ -330,25 +294,23 @@ def _as_json(state: State) -> State:
     return json.loads(json.dumps(state))
 
 
-def _check_roles(iteration: Iteration, found: Mapping[str, Sequence[Rollout]]) -> None:
+def _problems(
+    iteration: Iteration, found: Mapping[str, Sequence[Rollout]], uncredited: Collection[str]
+) -> Iterator[str]:
+    """Yields why the rollouts of an iteration cannot be trained on, as the rest of a sentence that begins with the
+    iteration. `uncredited`: roles whose loss needs no advantages.
+    """
     if set(found) != set(iteration.roles):
-        raise RolloutError(
-            f"iteration {iteration.number} trains {', '.join(iteration.roles)}, and the recipe returned rollouts of "
+        yield (
+            f" trains {', '.join(iteration.roles)}, and the recipe returned rollouts of "
             f"{', '.join(found) or 'no role'}: return each role of the iteration, with an empty list where there are "
             "none"
         )
-
-
-def _check_rollouts(iteration: Iteration, role: str, rollouts: Sequence[Rollout], *, credited: bool) -> None:
-    """Raises RolloutError for the first rollout that cannot be trained on. `credited`: whether the role's loss needs
-    advantages.
-    """
-    for place, rollout in enumerate(rollouts):
-        wrong = _fault(rollout, role, credited)
-        if wrong is not None:
-            raise RolloutError(
-                f"iteration {iteration.number}, {role}: rollout {place} (group {rollout.group!r}) {wrong}"
-            )
+        return
+    for role in iteration.roles:
+        for place, rollout in enumerate(found[role]):
+            if wrong := _fault(rollout, role, role not in uncredited):
+                yield f", {role}: rollout {place} (group {rollout.group!r}) {wrong}"
 
 
 def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:

@@ -104,13 +104,9 @@ class DeviceMemory:
         """Context manager that keeps a policy's weights on the device while the engines sleep: for a checkpoint or to
         compute log-probs.
         """
-        if self._engines is None:
-            yield
-            return
         self.clear()
-        with self.trainees[name].policy.memory.present():
+        with self._present(name):
             yield
-        self.trainees[name].policy.memory.sleep(weights=True)
 
     @contextlib.contextmanager
     def refit(self, name: str) -> Iterator[None]:
@@ -118,14 +114,20 @@ class DeviceMemory:
         engine's copy then stays on the device, also during further weight syncs, until a policy trains or `weights`
         needs the memory.
         """
+        if self._generating:
+            self.clear()
+        with self._present(name):
+            yield
+        self._refitted.add(name)
+        self._weights_there = True
+
+    @contextlib.contextmanager
+    def _present(self, name: str) -> Iterator[None]:
+        """Context manager that keeps a policy's weights on the device if engines are colocated."""
         if self._engines is None:
             yield
             return
-        if self._generating:
-            self.clear()
-        policy = self.trainees[name].policy
-        with policy.memory.present():
+        memory = self.trainees[name].policy.memory
+        with memory.present():
             yield
-        policy.memory.sleep(weights=True)
-        self._refitted.add(name)
-        self._weights_there = True
+        memory.sleep(weights=True)

@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_rl.spec.run_spec import first_iterations
 from megatron_rl.training import preflight
+from megatron_rl.training.collector import Collector, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
+from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.world import World
@@ -31,24 +32,6 @@ TELLING = (
 
 class NothingTrained(RuntimeError):
     """Raised if a run executed no update of any policy, so that the run is not reported as a success."""
-
-
-class IterationSource(Protocol):
-    """The source of each iteration's rollouts, on the driver (rank 0). Implemented by training.collector.Collector,
-    which generates rollouts with a recipe or reads them from the record of another run.
-    """
-
-    def take(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts of the iteration that is due."""
-        ...
-
-    def trained(self) -> None:
-        """Reports that the iteration last returned by `take` has been trained and the engines have the new weights."""
-        ...
-
-    def saved(self, number: int) -> None:
-        """Reports that a checkpoint which is completely written covers all iterations before number `number`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +104,8 @@ class Progress:
         """Number of cycles in which at least one iteration is finished."""
         return self.cycle + (self.index > 0)
 
-    def next_iteration(self, schedule: Schedule) -> Iteration:
-        """Returns the next iteration to execute, and sets `cycle` to the cycle of this iteration."""
-        while self.index >= len(schedule[self.cycle]):
-            self.cycle, self.index = self.cycle + 1, 0
-        roles = schedule[self.cycle][self.index]
-        return Iteration(
-            cycle=self.cycle, index=self.index, roles=roles, number=self.number, updates=dict(self.iterations)
-        )
-
     def iteration_done(self, iteration: Iteration) -> None:
-        self.index, self.number = self.index + 1, self.number + 1
+        self.cycle, self.index, self.number = iteration.cycle, iteration.index + 1, iteration.number + 1
         for role in iteration.roles:
             self.iterations[role] = self.iterations.get(role, 0) + 1
 
@@ -150,7 +124,7 @@ class Setup:
     policy_of: Mapping[str, str]
     recipe: Recipe
     context: RolloutContext
-    iterations: IterationSource | None  # None on all ranks except the driver
+    iterations: Collector | None  # None on all ranks except the driver
     held_out: Sequence[Prompt] = ()
     hooks: Hooks
 
@@ -172,18 +146,16 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     if not total:
         raise NothingTrained("the run has 0 iterations: set run.iterations or the recipe's updates above 0")
     _start(setup, plan, progress)
-    told = False
-    while progress.number < total:
+    for number, iteration in enumerate(upcoming(schedule, progress.state_dict())):
         before = progress.evaluated
         if _evaluate_if_due(setup, plan, progress, total) and _asked_to_stop(setup):
             # the checkpoint is saved before the evaluation, so a run resumed from the checkpoint evaluates again
             progress.evaluated = before
             _leave(setup, progress)
             return False
-        if not told:
+        if number == 0:
             setup.hooks.say("writing the first rollouts")
-            told = True
-        _iteration(setup, plan, progress, schedule)
+        _iteration(setup, plan, progress, iteration)
         _settle(setup, wait=False)
         if setup.world.rank == 0:
             setup.hooks.iteration_done(progress.number)
@@ -269,11 +241,10 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
             setup.hooks.log(progress.cycle, "preflight", found, iteration=0)
 
 
-def _iteration(setup: Setup, plan: Plan, progress: Progress, schedule: Schedule) -> None:
+def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteration) -> None:
     """Executes one iteration: takes its rollouts and updates, in the order of the roles, every policy whose usable
     rollouts have a signal (a nonzero advantage).
     """
-    iteration = progress.next_iteration(schedule)
     due = _Due(setup, plan, iteration)
     setup.memory.generate()
     found = setup.world.from_driver(due.take)
@@ -319,7 +290,9 @@ class _Due:
         assert self._setup.iterations is not None, "iterations are taken on the driver"
         self._collected = self._setup.iterations.take(self._iteration)
         for role in self._iteration.roles:
-            usable = [r for r in self._collected.rollouts.get(role, ()) if self._is_usable(r)]
+            usable = [r for r in self._collected.rollouts.get(role, ()) if r.num_trainable]
+            if self._plan.mixed == "drop":
+                usable = [r for r in usable if len(r.versions) <= 1]
             self.usable.setdefault(self._setup.policy_of[role], []).extend(usable)
         return [(name, self._has_signal(name)) for name in self.usable]
 
@@ -337,9 +310,6 @@ class _Due:
         if rollouts is None:
             return {}
         return {**self._collected.metrics.get(role, {}), **_ages(rollouts, version)}
-
-    def _is_usable(self, rollout: Rollout) -> bool:
-        return rollout.num_trainable > 0 and not (self._plan.mixed == "drop" and len(rollout.versions) > 1)
 
     def _has_signal(self, name: str) -> bool:
         """Checks whether a policy has something to learn from: an advantage whose absolute value is above the rounding

@@ -32,10 +32,10 @@ class Farthest(Collector):
         self._leave_after = leave_after
 
     def take(self, iteration):
-        collected, exchange = super().take(iteration), self._exchange
-        with exchange.change:
-            while self._max and len(exchange.ready) < self._max and exchange.failure is None:
-                exchange.change.wait(0.5)
+        collected = super().take(iteration)
+        with self._change:
+            while self._max and len(self._ready) < self._max and self._failure is None:
+                self._change.wait(0.5)
         if iteration.number + 1 == self._leave_after:
             (self._store.directory.parent / STOP).touch()
         return collected

@@ -214,7 +214,7 @@ class Watched(threading.Condition):
 def test_a_thread_that_waits_to_collect_goes_on_after_an_update_and_ends_when_the_collector_is_closed(tmp_path):
     maker = Counting()
     collector = make(tmp_path, maker, k=1)
-    change = collector._exchange.change = Watched()
+    change = collector._change = Watched()
     collector.take(next(upcoming(SCHEDULE, START)))
     assert change.waits.acquire(timeout=30) and maker.collected == 2, "it waits for the first update"
     collector.trained()

@@ -305,7 +305,10 @@ def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(ITERATION) is None and f"its format is 99, and this version reads {store_module.FORMAT}" in caplog.text
+    assert (
+        store.get(ITERATION) is None
+        and f"its format is 99, and this version reads {store_module.FORMAT}" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("rows", [{"generator": 1, "verifier": 2}, {"generator": 3, "verifier": 0}, {"judge": 3}])
