@@ -31,7 +31,7 @@ ENGINE_TARGET = $(if $(filter sglang,$(ENGINE)),engines-sglang,engines)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup engines engines-sglang nemo-run verifiers slurm real-model demo test test-unit test-numbers test-more check golden mutants \
-	fuzz soak bench oracles docs gpu-kit-wheels clean FORCE
+	fuzz soak bench oracles docs gpu-kit-wheels gpu-kit-rehearsal clean FORCE
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -193,6 +193,13 @@ mutants: setup ## changes the core in 150 places, one at a time, and fails where
 gpu-kit-wheels: ## fetch the wheels that a machine with a GPU and no network needs into .gpu-kit/wheels (KIT_PYTHON=3.12)
 	$(PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version $(KIT_PYTHON) \
 		$(foreach name,$(KIT_PLATFORMS),--platform $(name)) -d $(KIT)/wheels -r tools/gpu_kit/wheels.txt
+
+REHEARSAL ?= .venv-rehearsal
+gpu-kit-rehearsal: ## the kit and the trainer on the pretended device, in the versions of a GPU machine (PYTHON=python3.12); 2.5 GB to fetch
+	$(PYTHON) -m venv $(REHEARSAL)
+	sed 's/ *#.*//' tools/gpu_kit/machine.txt tools/gpu_kit/wheels.txt > $(REHEARSAL)/packages.txt
+	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check -r $(REHEARSAL)/packages.txt hypothesis peft -c tools/gpu_kit/rehearsal.txt
+	$(REHEARSAL)/bin/python -m pytest tests/emulated -k "not interpreter" # its Triton's interpreter does not know this NumPy (docs/gpu.md)
 
 check: setup ## format, lint, types, layering, and the figures of tools/house.py with their bars
 	$(VENV)/bin/ruff format --check .

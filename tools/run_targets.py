@@ -52,6 +52,8 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
         "make .venv-latest/.ready && "
         ".venv-latest/bin/python -m pytest tests/multi/test_layouts.py tests/multi/test_actor.py -q"
     ),
+    # the pretended device in the versions of a GPU machine
+    "gpu-kit-rehearsal": "make gpu-kit-rehearsal",
     # numbers and servers as on processors without AVX-512, without wide vectors, and with AMX
     "processors": (
         "make engines && make PROCESSOR=sse test-numbers && make PROCESSOR=avx2 test-numbers && "
