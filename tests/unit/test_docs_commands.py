@@ -121,6 +121,8 @@ def check_command(words):
         check_command(rest[next(i for i, word in enumerate(rest) if "python" in word or word == "megatron-rl") :])
     elif (ROOT / head).is_file():
         assert (ROOT / head).stat().st_mode & 0o111, f"{head} cannot be run"
+    elif head == "bash":
+        check_path(rest[0])
     elif head in ("pytest", "sbatch"):
         check_pytest(rest) if head == "pytest" else check_path(rest[-1])
     else:
