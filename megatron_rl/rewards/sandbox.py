@@ -187,14 +187,12 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
             if not _readable(first, START_TIMEOUT_S):
                 raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
         status = process.wait()
-        errors.seek(max(0, _size(errors) - KEPT_ERROR_BYTES))
-        told = errors.read().decode("utf-8", "replace").strip().splitlines()
+        told = _text(errors, max(0, _size(errors) - KEPT_ERROR_BYTES), KEPT_ERROR_BYTES).strip().splitlines()
         if begun is None:
             raise SandboxFailure(told[-1] if told else "it was lost before its code began")
         limits = ((output, settings.output_bytes), (errors, ERROR_BYTES))
         cut = next((most for file, most in limits if _size(file) > most), None)
-        output.seek(0)
-        text = output.read(settings.output_bytes).decode("utf-8", "replace")
+        text = _text(output, 0, settings.output_bytes)
         if cut is not None:
             return Ran(output=text, why=f"more than {cut} bytes of output", cut=True, seconds=seconds)
         why = f"no answer within {settings.timeout_s:g} s" if late else _fault(status, told)
@@ -250,6 +248,12 @@ def _pidfd(process: int, stack: contextlib.ExitStack) -> int:
 
 def _size(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
+
+
+def _text(file: IO[bytes], start: int, most: int) -> str:
+    """Returns the text of up to `most` bytes of a file from the offset `start` on."""
+    file.seek(start)
+    return file.read(most).decode("utf-8", "replace")
 
 
 def _file_of(data: bytes, stack: contextlib.ExitStack) -> IO[bytes]:
