@@ -50,6 +50,11 @@ class Reviewer:
         payload = {key: rollout.payload[key] for key in ("question", "answer") if key in rollout.payload}
         return Prompt(id=rollout.group, tokens=tokens, payload=payload)
 
+    def judging(self, context: RolloutContext, sampling: Sampling) -> Judging[Solution, verdicts.Review]:
+        """Returns a new stream of requests to the verifier's engine."""
+        question = Question(prompt=lambda solution: self.prompt(context, solution), read=self.read)
+        return Judging(context.engines[self.role], context.tokenizers[self.role], sampling, question)
+
     def read(self, solution: Solution, text: str) -> verdicts.Review:
         return verdicts.review(
             text,
@@ -87,8 +92,7 @@ class Reviews:
         size: int = 1,
     ) -> None:  # fmt: skip
         """Prepares the requests for `sampling.n` verifications of each solution."""
-        question = Question(prompt=lambda solution: reviewer.prompt(context, solution), read=reviewer.read)
-        self._judging = Judging(context.engines[reviewer.role], context.tokenizers[reviewer.role], sampling, question)
+        self._judging = reviewer.judging(context, sampling)
         self._watch, self._reviewed, self._size = context.watch, reviewed, size
         self._places: list[int] = []
         self._waiting: dict[str, dict[int, Solution]] = {}

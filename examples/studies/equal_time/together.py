@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judging, Question
-from megatron_rl.recipes.review import Reviewer, Reviews, Verification
+from megatron_rl.recipes.review import Reviewer, Verification
 from megatron_rl.recipes.solutions import Solution
 from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.verdicts import Review
@@ -44,43 +43,38 @@ class TogetherTango(LeanTango):
 class ReviewerOfPairs(Reviewer):
     """Asks about two solutions at once."""
 
-    def begin(self, context: RolloutContext, sampling: Sampling) -> Reviews:
-        return ReviewsOfPairs(self, context, sampling)
+    def judging(self, context: RolloutContext, sampling: Sampling) -> JudgingOfPairs:  # type: ignore[override]
+        return JudgingOfPairs(self, context, sampling)
 
 
-class ReviewsOfPairs(Reviews):
-    """Verifications of solutions, of which those of one problem are joined as they become known."""
+class JudgingOfPairs:
+    """A stream of requests to the verifier's engine. Two solutions of one problem are joined as they become known."""
 
     def __init__(self, reviewer: ReviewerOfPairs, context: RolloutContext, sampling: Sampling) -> None:
-        self._reviewer, self._context, self._watch = reviewer, context, context.watch
+        self._reviewer, self._context = reviewer, context
         question = Question[Pair, list[Review]](prompt=self._prompt, read=self._read)
         longer = replace(sampling, max_tokens=SIZE * sampling.max_tokens)
         self._pairs = Judging(context.engines[reviewer.role], context.tokenizers[reviewer.role], longer, question)
-        self._places: list[int] = []
         self._open: dict[str, list[tuple[int, Solution]]] = {}  # by problem, what waits for a second one
         self._asked: dict[int, list[int]] = {}  # first place of a pair -> its places
 
-    def add(self, place: int, solution: Solution) -> None:
-        self._places.append(place)
+    def ask(self, place: int, solution: Solution) -> None:
+        """Adds a solution. `place` is its index."""
         own = self._open.setdefault(solution.rollout.group, [])
         own.append((place, solution))
         if len(own) == SIZE:
-            self._ask(self._open.pop(solution.rollout.group))
+            self._request(self._open.pop(solution.rollout.group))
 
-    def finish(self) -> list[list[Verification]]:
+    def answers(self) -> Iterator[tuple[int, list[Verification]]]:
+        """Yields (index of a solution, its verifications). Solutions that are still alone are asked about first."""
         for own in self._open.values():
-            self._ask(own)
+            self._request(own)
         self._open = {}
-        start = time.perf_counter()
-        found: dict[int, list[Verification]] = {}
         for key, answers in self._pairs.answers():
             for i, place in enumerate(self._asked[key]):
-                found[place] = [replace(a, item=a.item[i], opinion=a.opinion[i]) for a in answers]
-            self._watch.beat()
-        self._watch.add("review", time.perf_counter() - start)
-        return [found.get(place, []) for place in sorted(self._places)]
+                yield place, [replace(a, item=a.item[i], opinion=a.opinion[i]) for a in answers]
 
-    def _ask(self, own: Sequence[tuple[int, Solution]]) -> None:
+    def _request(self, own: Sequence[tuple[int, Solution]]) -> None:
         self._asked[own[0][0]] = [place for place, _ in own]
         self._pairs.ask(own[0][0], [solution for _, solution in own])
 
