@@ -67,10 +67,13 @@ class Dapo(Grpo):
         draw = partial(self._draw, iteration, context)
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         context.add_metrics(GENERATOR, metrics | self._record.metrics())
-        limit = context.samplings[GENERATOR].max_tokens
-        rollouts, weights = priced(groups, limit, self.overlong, self.brevity)
+        rollouts, weights = self._price(groups, context)
         credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
         return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
+
+    def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
+        """Returns the rollouts of all groups, and the weight of each of their rewards. Subclasses add rewards here."""
+        return priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
 
     def state_dict(self) -> dict[str, Any]:
         return self._record.state_dict()

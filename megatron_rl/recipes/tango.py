@@ -197,8 +197,11 @@ class BaseTango(Recipe):
         sizes = Counter(s.rollout.group for s in solutions)
         compared = [s for s in solutions if sizes[s.rollout.group] > 1]
         if compared:
-            share = 1 - without_signal([s.rollout for s in compared], "outcome")
-            self._signal += (1 - SIGNAL_DECAY) * (share - self._signal)
+            self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(compared) - self._signal)
+
+    def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
+        """Returns the share of an iteration's problems whose solutions have different outcomes."""
+        return 1 - without_signal([s.rollout for s in solutions], "outcome")
 
     def _alpha(self, update: int) -> float:
         total = self.generator_updates
