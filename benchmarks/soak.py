@@ -50,6 +50,7 @@ from soaking import faults, runs, watch
 from soaking.faults import Fault, World
 
 from megatron_rl.run.metrics import read_metrics
+from megatron_rl.training import rollout_parquet
 from megatron_rl.training.store import ROLLOUTS, iteration_files, read_rows
 
 ROOT = Path(__file__).parent.parent
@@ -314,11 +315,11 @@ def _lies(run: Path) -> int:
     """Returns the number of sampled tokens with a log-prob that no server gives them (fake_vllm.logprob_of)."""
     wrong = 0
     for path in iteration_files(run / ROLLOUTS):
-        for row in pq.read_table(path, columns=["spans", "tokens", "logprobs"]).to_pylist():
-            spans, tokens, told = row["spans"], row["tokens"], row["logprobs"]
-            for start, end, author, *_ in (spans[i : i + 4] for i in range(0, len(spans), 4)):
+        for rollout in rollout_parquet.from_table(pq.read_table(path)):
+            for start, end, author, *_ in rollout.spans.tolist():
                 if author == POLICY_WROTE:
-                    wrong += sum(t != -token / 128 for token, t in zip(tokens[start:end], told[start:end], strict=True))
+                    pairs = zip(rollout.tokens[start:end].tolist(), rollout.logprobs[start:end].tolist(), strict=True)
+                    wrong += sum(told != -token / 128 for token, told in pairs)
     return wrong
 
 

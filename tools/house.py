@@ -30,14 +30,14 @@ CORE_CONFIGS = f"{PACKAGE}/megatron/"
 SHORT, LONG, FILE = 8, 50, 500  # lines of a helper, of a function, of a file
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 BARS: dict[str, tuple[float, float]] = {  # figure -> (today's bar, the aim); lower the bar when a figure falls
-    "lines of code": (41950, 36000),
+    "lines of code": (39700, 36000),
     "file exceptions of layers": (0, 0),
     "two-way package imports": (0, 0),
     "whole-config signatures": (10, 10),
-    "single-use helpers": (157, 100),
-    "raise per 1,000 lines": (17.2, 12),
+    "single-use helpers": (100, 100),
+    "raise per 1,000 lines": (12, 12),
     "functions over 50 lines": (0, 0),
-    "files over 500 lines": (8, 0),
+    "files over 500 lines": (0, 0),
     "Makefile targets": (25, 25),
     "CHANGELOG lines": (70, 70),
 }
