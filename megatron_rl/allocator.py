@@ -26,11 +26,14 @@ def restart_without_thread_caches() -> None:
     GLIBC_TUNABLES when a program starts. Does nothing without glibc, under a debugger or profiler, in a child of
     multiprocessing, and if GLIBC_TUNABLES already sets the size.
     """
-    own = os.environ.get(TUNABLES, "")
-    if own.endswith(NO_CACHES):
+    # sys.monitoring is available from Python 3.12
+    tools = [sys.monitoring.get_tool(number) for number in range(6)] if "monitoring" in vars(sys) else []
+    watched = sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
+    arguments = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :]
+    alone = multiprocessing.parent_process() is None and sys.argv[0] not in ("", "-", "-c")
+    if os.environ.get(TUNABLES, "").endswith(NO_CACHES):
         give_caches_back()
-    elif not (_is_watched() or NO_CACHES.partition("=")[0] in own or not _is_program()):
-        os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
+    elif sys.executable and alone and arguments == sys.argv[1:] and not watched and _switch_caches_off():
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -42,9 +45,7 @@ def started_without_thread_caches() -> Iterator[None]:
     """A context manager: programs that are started inside the `with` block have no per-thread malloc caches, unless
     GLIBC_TUNABLES already sets the cache size. These programs must call `give_caches_back`.
     """
-    own = os.environ.get(TUNABLES, "")
-    if platform.libc_ver()[0] == "glibc" and NO_CACHES.partition("=")[0] not in own:
-        os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
+    _switch_caches_off()
     try:
         yield
     finally:
@@ -64,20 +65,15 @@ def give_caches_back() -> None:
             del os.environ[TUNABLES]
 
 
-def _is_program() -> bool:
-    """Returns whether this process is a Python main program with glibc that can be restarted with the same
-    arguments.
+def _switch_caches_off() -> bool:
+    """Sets GLIBC_TUNABLES for programs that start from now on. Returns whether it was set: the C library is glibc, and
+    the variable did not set the cache size before.
     """
-    asked = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :] == sys.argv[1:]
-    alone = multiprocessing.parent_process() is None and sys.argv[0] not in ("", "-", "-c")
-    return bool(sys.executable) and platform.libc_ver()[0] == "glibc" and asked and alone
-
-
-def _is_watched() -> bool:
-    """Returns whether a debugger or profiler is attached to this process."""
-    monitoring = getattr(sys, "monitoring", None)  # available from Python 3.12
-    tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(6)]
-    return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
+    own = os.environ.get(TUNABLES, "")
+    if platform.libc_ver()[0] != "glibc" or NO_CACHES.partition("=")[0] in own:
+        return False
+    os.environ[TUNABLES] = f"{own}:{NO_CACHES}" if own else NO_CACHES
+    return True
 
 
 def limit_arenas() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import os
@@ -35,9 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Ranks that overlap communication with matrix products need this setting. CUDA reads it once, when torch first
         # accesses a GPU, which may happen during an import. Ranks that this process starts inherit the setting.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        if not {"-h", "--help"} & {*words} and _is_first():
-            _tell_start(command, words)
-    from megatron_rl.commands.parser import build_parser  # slow imports: done after the first line has been printed
+        # rank 0 of a launcher (torchrun or Slurm), or a process without a launcher, prints a line before slow imports
+        first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        if first and not {"-h", "--help"} & {*words}:
+            from megatron_rl.run.startup_messages import tell
+
+            files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+            tell(command, f"reading {', '.join(files)}" if files else "reading the settings")
+    from megatron_rl.commands.parser import (  # slow imports: done after the first line has been printed
+        COMMANDS,
+        build_parser,
+    )
     from megatron_rl.config.base import ConfigError, without_passwords
     from megatron_rl.run.json_lines import DiskError
     from megatron_rl.run.run_directory import RunBusy
@@ -48,34 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.settings += rest  # settings given after an option
-    try:
-        return _call(args)
-    except (ConfigError, DiskError, RunBusy) as error:
-        print(f"megatron-rl {args.command}: {without_passwords(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-
-
-def _is_first() -> bool:
-    """Returns whether this process is rank 0 of a launcher (torchrun or Slurm), or was started without a launcher."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
-def _tell_start(command: str, words: Sequence[str]) -> None:
-    """Prints the first line of output, before slow imports."""
-    from megatron_rl.run.startup_messages import tell
-
-    files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
-    tell(command, f"reading {', '.join(files)}" if files else "reading the settings")
-
-
-def _call(args: argparse.Namespace) -> int:
-    """Runs the command that the parsed arguments specify. Imports only the module of this command."""
-    from megatron_rl.commands.parser import COMMANDS
-
     module = COMMANDS[args.command][1]
     if args.command == "eval" and (args.completions or args.compare):
         module = "offline"
-    return importlib.import_module(f"megatron_rl.commands.{module}").run(args)
+    try:
+        return importlib.import_module(f"megatron_rl.commands.{module}").run(args)
+    except (ConfigError, DiskError, RunBusy) as error:
+        print(f"megatron-rl {args.command}: {without_passwords(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":

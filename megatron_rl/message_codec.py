@@ -129,8 +129,8 @@ class _Unpacker:
             "dict": self._dict,
             "array": arrays.__getitem__,
             "object": self._object,
-            "again": self._again,
-            "enum": self._enum,
+            "again": lambda number: self._objects[range(len(self._objects))[number]],
+            "enum": lambda name, member: self._travellers[name].__members__[member],  # a class without members raises
             "number": lambda name: arrays[name][()],
             "bytes": lambda name: arrays[name].tobytes(),
             "path": Path,
@@ -152,9 +152,6 @@ class _Unpacker:
         values = [self.value(part) for part in members]
         return dict(zip(values[::2], values[1::2], strict=True))
 
-    def _again(self, number: int) -> Any:
-        return self._objects[range(len(self._objects))[number]]
-
     def _object(self, name: str, members: Sequence[Any]) -> Any:
         kind = self._travellers[name]
         values = [self.value(part) for part in members]
@@ -165,9 +162,3 @@ class _Unpacker:
             found = kind(**dict(zip(fields, values, strict=True)))
         self._objects.append(found)
         return found
-
-    def _enum(self, name: str, member: str) -> Any:
-        kind = self._travellers[name]
-        if not issubclass(kind, enum.Enum):
-            raise TypeError(f"{name} is no enum")
-        return kind.__members__[member]

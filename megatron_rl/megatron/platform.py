@@ -53,10 +53,10 @@ class _Stream:
     def record_event(self, event: Any = None) -> Any:
         return event or _Stream()
 
-    def _nothing(self, *unused: Any, **ignored: Any) -> None:
+    def synchronize(self, *unused: Any, **ignored: Any) -> None:
         return None
 
-    synchronize = wait = record = wait_stream = wait_event = _nothing
+    wait = record = wait_stream = wait_event = synchronize
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -209,7 +209,7 @@ def _patch_tensor() -> None:
 
 def _patch_megatron() -> None:
     """Replaces the functions of Megatron-core that assume CUDA or NCCL."""
-    with _silent_imports(), _without_compiler(), _without_wandb():
+    with _imports():
         from megatron.core.distributed import param_and_grad_buffer as buffers
         from megatron.core.tensor_parallel import mappings
         from megatron.core.tensor_parallel import random as core_random
@@ -220,7 +220,9 @@ def _patch_megatron() -> None:
     buffers.dist_reduce_scatter_func = _sum_of_several(buffers.dist_reduce_scatter_func)
     # Megatron-core converts the split sizes of the dispatcher's all-to-all to numpy arrays only if they are on a CUDA
     # device.
-    token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _replace_torch_optimizer()
 
@@ -232,13 +234,18 @@ def _replace_torch_optimizer() -> None:
     replaced too: the gradient norm, which synchronizes with the GPU for each tensor, and gradient clipping, which
     starts two kernels for each tensor and moves twice the bytes.
     """
-    with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext(), _without_wandb():
+    with _imports():
         import megatron.core.optimizer as core_optimizer
         import megatron.core.utils as core_utils
         from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not is_active() and clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm_of_all, _scale_all
+        # returns (norm over all tensors together, [1], on the device of the tensors; None)
+        clip_grads.l2_norm_impl = lambda size, flag, tensors, *unused: (
+            torch.stack(torch._foreach_norm(tensors[0])).norm().view(1),
+            None,
+        )
+        clip_grads.multi_tensor_scale_impl = _scale_all
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
         distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
@@ -258,14 +265,6 @@ def sum_weight_gradients() -> None:
     layers.__dict__["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
 
 
-def _norm_of_all(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, per_tensor: bool, *unused: Any
-) -> tuple[torch.Tensor, None]:
-    """Returns (norm over all tensors together, [1], on the device of the tensors; None). Replaces Megatron-core's
-    function of the same signature."""
-    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
-
-
 def _scale_all(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, scale: float) -> None:
     """Multiplies tensors by `scale` in place. Replaces Megatron-core's function of the same signature, to which core
     passes the same gradients as sources and as targets when it clips them."""
@@ -273,36 +272,28 @@ def _scale_all(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, scal
 
 
 @contextlib.contextmanager
-def _without_wandb() -> Iterator[None]:
-    """Context manager that hides the package wandb in the block. Megatron-core's inference modules would import it,
-    which takes half a second."""
+def _imports() -> Iterator[None]:
+    """Context manager for imports of Megatron-core: silences warnings, hides the package wandb, and on a CPU replaces
+    torch.compile by a function that returns functions unchanged.
+
+    Core would import wandb for loggers that this project does not use. That takes half a second, and creates two
+    temporary directories, which a killed process leaves behind. Core decorates small functions with torch.compile to
+    fuse GPU kernels. On a CPU, the decorator would load torch's compiler at every start, which takes two seconds, and
+    later call a C++ compiler.
+    """
     there = {name: module for name, module in sys.modules.items() if name == "wandb"}
     sys.modules["wandb"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["wandb"]
-        sys.modules.update(there)
-
-
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Context manager in which torch.compile returns functions unchanged.
-
-    Megatron-core decorates small functions with torch.compile to fuse GPU kernels. On a CPU, the decorator would load
-    torch's compiler at every start, which takes two seconds, and later call a C++ compiler.
-    """
     original = torch.compile
-    torch.compile = _uncompiled  # type: ignore[assignment]
+    if is_active():  # also as a decorator with arguments
+        torch.compile = lambda model=None, **unused: model if model else lambda function: function  # type: ignore
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         torch.compile = original  # type: ignore[assignment]
-
-
-def _uncompiled(model: Any = None, **unused: Any) -> Any:
-    """Replaces torch.compile, also as a decorator with arguments, and returns the function unchanged."""
-    return model if model is not None else lambda function: function
+        del sys.modules["wandb"]
+        sys.modules.update(there)
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -367,18 +358,13 @@ def _mend_names() -> None:
     `HAVE_TE` in core's multi-latent attention: it is True even if the import of Transformer Engine produced a
     placeholder, and the attention then cannot be built.
     """
-    with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext():
+    with _imports():
         from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils
 
     moe_utils.__dict__.setdefault("te_general_gemm", None)
     if not isinstance(vars(multi_latent_attention).get("TELinear"), type):
         multi_latent_attention.__dict__["HAVE_TE"] = False
-
-
-def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces Megatron-core's maybe_move_tensor_to_cpu for tensors that are already on the CPU."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
@@ -409,21 +395,3 @@ def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any
         return original(model_state, is_loading, metadata) if is_loading else own_rows(optimizer, model_state)
 
     optimizer.sharded_param_state_fully_reshardable = state
-
-
-@contextlib.contextmanager
-def _silent_imports() -> Iterator[None]:
-    """Context manager that silences warnings and hides the package wandb inside the block.
-
-    Megatron-core imports an installed wandb for loggers that this project does not use. The import creates two
-    temporary directories, which a killed process leaves behind.
-    """
-    hidden = {} if "wandb" in sys.modules else {"wandb": None}
-    sys.modules.update(hidden)  # type: ignore[arg-type]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
