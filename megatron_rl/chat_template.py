@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.config.model import Model
 from megatron_rl.text import fill, load_tokenizer
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies, vocabulary_of
@@ -89,13 +89,10 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
     """
     tokenizer = load_tokenizer(model.tokenizer or model.path)
     if model.chat_template is not None:
-        try:
+        told = f"model.chat_template = {model.chat_template!r} cannot be read"
+        cure = "give a file with a Jinja template, or null for the tokenizer's own"
+        with refusing(lambda error: f"{told} ({error}): {cure}", OSError, UnicodeDecodeError):
             tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"model.chat_template = {model.chat_template!r} cannot be read ({error}): give a file with a Jinja "
-                "template, or null for the tokenizer's own"
-            ) from error
     vocabulary_of(model, tokenizer)
     return tokenizer
 

@@ -240,6 +240,14 @@ def spans_of(*parts: tuple[int, int, int]) -> np.ndarray:
     return np.stack([starts, ends, authors, versions], axis=1).astype(np.int32)
 
 
+def spans_of_tokens(authors: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    """Returns the spans [K, 4] (see Rollout.spans) of tokens from the author and the weight version of each, [T]."""
+    changes = (authors[1:] != authors[:-1]) | (versions[1:] != versions[:-1])
+    starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(changes) + 1])[: len(authors)]
+    ends = np.append(starts[1:], len(authors))[: len(starts)]
+    return np.stack([starts, ends, authors[starts], versions[starts]], axis=1).astype(np.int32)
+
+
 def _check_spans(spans: np.ndarray, length: int, group: str) -> None:
     """Raises ValueError unless the spans cover [0, length) in order without gaps and each author is valid."""
     if length == 0 and len(spans) == 0:

@@ -4,13 +4,14 @@ from answers.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.chat_template import USER
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.rewards.tags import block_texts
@@ -49,11 +50,12 @@ class GymnasiumText(Environment):
     def __post_init__(self) -> None:
         if self.turns < 1:
             raise ConfigError(f"args.turns = {self.turns}: give at least 1")
-        try:
+        with refusing(lambda error: f"args.template: {error}", FileNotFoundError):
             self._template = read_template(self.template)
-        except FileNotFoundError as error:
-            raise ConfigError(f"args.template: {error}") from None
-        self._gymnasium = _library()
+        with refusing(
+            lambda error: f"gymnasium cannot be imported ({error}): run `pip install gymnasium`", ImportError
+        ):
+            self._gymnasium: Any = importlib.import_module("gymnasium")
         self._world = self._make()
         try:
             self._space = self._world.action_space
@@ -153,11 +155,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _library() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError(f"gymnasium cannot be imported ({error}): run `pip install gymnasium`") from error
-    return gymnasium

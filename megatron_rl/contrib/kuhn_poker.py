@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.chat_template import USER
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.rewards.role_tags import last_inside
@@ -54,10 +54,8 @@ class KuhnPoker(Environment):
             )
         if self.tag is not None and not self.tag.isidentifier():
             raise ConfigError(f"args.tag = {self.tag!r}: give a word without brackets, such as action, or null")
-        try:
+        with refusing(lambda error: f"args.template: {error}", FileNotFoundError):
             self._template = read_template(self.template)
-        except FileNotFoundError as error:
-            raise ConfigError(f"args.template: {error}") from None
         for name in ("{card}", "{said}"):
             if name not in self._template:
                 raise ConfigError(f"args.template = {self.template!r}: it needs {name}, without which none can play")

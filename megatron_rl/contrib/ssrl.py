@@ -14,7 +14,7 @@ from megatron_rl.recipes.solutions import GENERATOR, sampling_for, solve
 from megatron_rl.rewards.tags import block_spans
 from megatron_rl.text import decode
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
-from megatron_rl.types import NO_VERSION, Author, Rollout
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,7 @@ def without_information(rollout: Rollout, tokenizer: Any) -> Rollout:
     masked = np.zeros(len(rollout.tokens), bool)
     for start, end in ranges:
         masked[start:end] = True
-    authors = np.where(masked, Author.ENVIRONMENT, rollout.authors).astype(np.int32)
+    authors = np.where(masked, Author.ENVIRONMENT, rollout.authors)
     versions = np.repeat(rollout.spans[:, 3], rollout.spans[:, 1] - rollout.spans[:, 0])
-    versions = np.where(masked, NO_VERSION, versions).astype(np.int32)
-    starts = np.flatnonzero(np.diff(authors, prepend=-1) | np.diff(versions, prepend=-2))
-    ends = np.append(starts[1:], len(masked))
-    spans = np.stack([starts, ends, authors[starts], versions[starts]], axis=1)
+    spans = spans_of_tokens(authors, np.where(masked, NO_VERSION, versions))
     return replace(rollout, spans=spans, logprobs=np.where(masked, 0.0, rollout.logprobs))

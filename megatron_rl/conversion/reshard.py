@@ -16,10 +16,11 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.config.base import ConfigError, refuse
+from megatron_rl.config.model import Layout
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
-from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal
 from megatron_rl.weights import rank_layouts, tensor_copies
@@ -94,8 +95,9 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
         raise ConfigError(
             f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
         )
-    axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts or layout.etp > 1 else None)
-    problems = trainer_problems(sizes, axes, str(source.model))
+    etp = layout.etp if sizes.experts or layout.etp > 1 else None
+    checked = Layout(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=etp, sequence_parallel=layout.tp > 1)
+    problems = trainer_problems(sizes, checked, str(source.model))
     refuse(*(f"no run reads such a checkpoint: {line}" for line in problems))
     cuts, left, constant = _cuts(sizes, layout), set(checkpoint.shapes), kept_float32(sizes)
     with DistWriter(folder) as writer:

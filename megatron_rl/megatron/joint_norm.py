@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.megatron import platform
+from megatron_rl.megatron.torch_layers import TensorSharded
 
 platform.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # noqa: E402
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 
-class JointNorm(torch.nn.Module):
+class JointNorm(TensorSharded):
     """A root-mean-square norm over all heads together, which are split over the tensor ranks. Input and output are
     [..., heads of this rank, d].
 
@@ -29,6 +29,7 @@ class JointNorm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.group: Any = parallel_state.get_tensor_model_parallel_group()
+        self.axis = {"weight": 0}
         self.eps, self.head_dim, self.width = eps, hidden_size, heads * hidden_size
         own = self.width // self.group.size()
         self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
@@ -39,17 +40,6 @@ class JointNorm(torch.nn.Module):
         weight = self.weight.view(-1, self.head_dim)
         normed: Any = _NormOverRanks.apply(x, weight, self.eps, self.width, self.group)
         return normed
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns Megatron-core's sharded state dict of the weight: the tensor ranks hold different parts of the
-        weight, not copies."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
-        )
 
 
 class _NormOverRanks(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Lora
 from megatron_rl.megatron import platform
+from megatron_rl.megatron.torch_layers import TensorSharded
 from megatron_rl.models.lora_targets import Projection, adapted, linears, projections
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
@@ -34,7 +35,6 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Joined:
     inward: bool  # True if tensor ranks split the module's weight by columns, False if by rows
 
 
-class Adapter(torch.nn.Module):
+class Adapter(TensorSharded):
     """This rank's part of the LoRA matrices A [r, columns] and B [rows, r] of one adapted matrix.
 
     One of the two matrices is split over the tensor ranks; the other is replicated on all of them. Under sequence
@@ -68,17 +68,6 @@ class Adapter(torch.nn.Module):
         self.axis = {"lora_a": 1} if inward else {"lora_b": 0}
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=1 if inward else 0, stride=1)
         whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns Megatron-core's sharded state dict of A and B. One of the matrices is split over the tensor ranks,
-        and the other is replicated."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, self.axis, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
-        )
 
 
 class LayerAdapters(torch.nn.ModuleDict):

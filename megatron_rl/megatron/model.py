@@ -401,7 +401,9 @@ def _layer_spec(
             num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.features.qk_norm
         )
         if attends:
-            cast(Any, spec).submodules.self_attention.submodules.core_attention = _attention(arch)
+            cast(Any, spec).submodules.self_attention.submodules.core_attention = ModuleSpec(
+                module=SDPAttention, params={"features": arch.features}
+            )
         return spec
     first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
     sparse = [arch.is_sparse(number) for number in range(first, first + count)]
@@ -431,18 +433,13 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
     for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if experts else (mlp,):
         part.activation_func = ACTIVATIONS[arch.features.activation][1]
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = _attention(arch)
+    attention.core_attention = ModuleSpec(module=SDPAttention, params={"features": arch.features})
     if latent:
         layer.submodules.self_attention = ModuleSpec(
             module=LatentAttention, params={"features": arch.features}, submodules=attention
         )
     _set_norms(layer.submodules, arch, config)
     return layer
-
-
-def _attention(arch: Architecture) -> ModuleSpec:
-    """Returns the spec of SDPAttention, the project's attention module."""
-    return ModuleSpec(module=SDPAttention, params={"features": arch.features})
 
 
 def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> None:

@@ -40,18 +40,6 @@ class Groups:
     _globals: dict[str, Any]
 
     @property
-    def tp_rank(self) -> int:
-        return self.tp.rank()
-
-    @property
-    def pp_rank(self) -> int:
-        return self.pp.rank()
-
-    @property
-    def cp_rank(self) -> int:
-        return self.cp.rank()
-
-    @property
     def dp_size(self) -> int:
         return self.dp.size()
 
@@ -65,22 +53,22 @@ class Groups:
         """This rank's tensor-parallel and expert-tensor-parallel position, which determines its part of each
         parameter."""
         etp = self.layout.expert_tp
-        return Shard(self.layout.tp, self.tp_rank, etp, self.experts.rank() % etp)
+        return Shard(self.layout.tp, self.tp.rank(), etp, self.experts.rank() % etp)
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp.size() - 1
+        return self.pp.rank() == self.pp.size() - 1
 
     @property
     def answers(self) -> bool:
         """True on the first tensor rank of the last pipeline stage, which returns the log-probs of its tokens."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp.rank() == 0
 
     @property
     def reports(self) -> bool:
         """True on exactly one rank of each data-parallel replica: the rank that reports the replica's sums, such as the
         loss."""
-        return self.answers and self.cp_rank == 0
+        return self.answers and self.cp.rank() == 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -181,8 +181,8 @@ class MegatronPolicy(RoleModel):
         """Yields this rank's micro-batches of one optimizer step, or of all steps if `step` is None. Each micro-batch
         is created when it is requested."""
         layout = self.role.layout
-        context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
-        parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
+        context = Context(layout.cp, self.groups.cp.rank(), self.groups.cp)
+        parts, part = (layout.tp, self.groups.tp.rank()) if layout.sequence_parallel else (1, 0)
         unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
         cut = core_step.RankPart(
             self.role.packed, parts=parts, part=part, context=context, unit=unit, flash=self._flash

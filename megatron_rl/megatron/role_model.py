@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import lora, offload, optimizer, platform, router_replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.timing import Timer
@@ -138,7 +138,7 @@ class RoleModel:
 
     def _check_settings(self) -> None:
         role, path = self.role, self.role.model.path
-        problems = trainer_problems(self.arch, Axes.of(role.layout), path)
+        problems = trainer_problems(self.arch, role.layout, path)
         problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
         problems += adapter_problems(self.arch, role, path) + prefix_problems(role)
         refuse(*problems)

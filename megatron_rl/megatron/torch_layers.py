@@ -16,7 +16,26 @@ from megatron_rl.megatron import platform
 
 platform.install()
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+
+class TensorSharded(torch.nn.Module):
+    """A module whose parameters in `axis` are split over the tensor-parallel ranks in `group`, along the given axis."""
+
+    group: Any
+    axis: dict[str, int]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns Megatron-core's sharded state dict of the parameters."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, self.axis, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
 
 
 class Chosen:

@@ -1,4 +1,4 @@
-"""Checks which layouts a model allows: the single table of which sizes must be divisible by which axes.
+"""Checks which layouts a model allows: the single table of which sizes must be divisible by which layout.
 
 Config checks, the trainer, planning, its search, and the weight maps all use this table. Therefore they refuse the same
 layouts with the same message: the value, the number that does not divide it, and the nearest numbers that do.
@@ -7,35 +7,11 @@ layouts with the same message: the value, the number that does not divide it, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from megatron_rl.config.schema import Layout
 from megatron_rl.models.registry import family_of
 from megatron_rl.models.sizes import Sizes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axes:
-    """The sizes of the axes of a trainer's parallel layout, that is, the number of ranks over which each axis shards a
-    model."""
-
-    tp: int = 1
-    runs: int = 1  # number of equal runs of layers, pp x vpp; 1 for layouts whose stages may be uneven
-    ep: int = 1
-    etp: int | None = None  # expert tensor parallelism; None: the same as tp
-    sequence_parallel: bool = True
-
-    @classmethod
-    def of(cls, layout: Layout) -> Self:
-        """Returns the axes of a parallel layout that a config sets."""
-        return cls(
-            tp=layout.tp,
-            runs=layout.pp * (layout.vpp or 1),
-            ep=layout.ep,
-            etp=layout.etp,
-            sequence_parallel=layout.sequence_parallel,
-        )
 
 
 class Violation(NamedTuple):
@@ -89,10 +65,11 @@ def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False)
     return [*rules, _Rule("shared_ffn", "tp")]
 
 
-def trainer_violations(sizes: Sizes, axes: Axes) -> list[Violation]:
+def trainer_violations(sizes: Sizes, layout: Layout) -> list[Violation]:
     """Returns a Violation for each model size that is not divisible by the number of ranks on an axis of a trainer's
     layout."""
-    ranks = {"tp": axes.tp, "pp x vpp": axes.runs, "ep": axes.ep, "etp": axes.tp if axes.etp is None else axes.etp}
+    runs = layout.pp * (layout.vpp or 1)
+    ranks = {"tp": layout.tp, "pp x vpp": runs, "ep": layout.ep, "etp": layout.expert_tp}
     return [*_violations(sizes, _rules(sizes), ranks)]
 
 
@@ -102,7 +79,7 @@ def engine_violations(sizes: Sizes, tp: int, *, expert_parallel: bool = False) -
     return [*_violations(sizes, _rules(sizes, engine=True, expert_parallel=expert_parallel), {"tp": tp})]
 
 
-def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
+def trainer_problems(sizes: Sizes, layout: Layout, model: str) -> list[str]:
     """Checks whether a model can be sharded for a trainer's layout. Returns one error message, with a fix, for each
     problem; an empty list if there is no problem.
 
@@ -111,12 +88,12 @@ def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
     Besides divisibility, the function checks two rules for experts: a dense model has no experts to shard, and
     Megatron-core trains experts under tensor parallelism only with sequence parallelism.
     """
-    found = [violation.says(model) for violation in trainer_violations(sizes, axes)]
-    if not sizes.experts and (axes.ep > 1 or axes.etp not in (None, 1) or (axes.etp or axes.tp) != axes.tp):
-        found.append(f"{model} has no experts: set layout.ep = {axes.ep} to 1 and layout.etp = {axes.etp} to null")
-    if sizes.experts and axes.tp > 1 and not axes.sequence_parallel:
+    found = [violation.says(model) for violation in trainer_violations(sizes, layout)]
+    if not sizes.experts and (layout.ep > 1 or layout.etp not in (None, 1) or layout.expert_tp != layout.tp):
+        found.append(f"{model} has no experts: set layout.ep = {layout.ep} to 1 and layout.etp = {layout.etp} to null")
+    if sizes.experts and layout.tp > 1 and not layout.sequence_parallel:
         found.append(
-            f"{model} has experts, and layout.tp = {axes.tp}: Megatron-core trains that only with sequence "
+            f"{model} has experts, and layout.tp = {layout.tp}: Megatron-core trains that only with sequence "
             "parallelism; set layout.sequence_parallel to true"
         )
     return found

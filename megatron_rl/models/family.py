@@ -7,9 +7,11 @@ family with another architecture overrides what differs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from megatron_rl.config.base import refusing
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
 from megatron_rl.models.rows import OuterRows, Row
@@ -73,14 +75,17 @@ class Family:
         for key, value in self.settled.items():
             if config.get(key, value) not in (value, None):
                 raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
-        try:
+        told, wrong = f"{where} is not the config.json of a {self.model_type} model", (AttributeError, OverflowError)
+        with self.complete(where), refusing(lambda error: f"{told}: {error}", *wrong, TypeError, ValueError):
             sizes = self.sizes(config)
             self.features(config)
-        except KeyError as error:
-            raise ConfigError(f"{where}: {error} is missing, which a {self.model_type} model must have") from None
-        except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise ConfigError(f"{where} is not the config.json of a {self.model_type} model: {error}") from None
         return sizes
+
+    def complete(self, where: str) -> AbstractContextManager[None]:
+        """Context manager that converts a KeyError to a ConfigError which says that config.json lacks the key."""
+        return refusing(
+            lambda error: f"{where}: {error} is missing, which a {self.model_type} model must have", KeyError
+        )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes of the model described by a supported config.json. Raises KeyError if a key is missing."""

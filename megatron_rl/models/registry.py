@@ -71,10 +71,8 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
     """Returns the features of the model that the contents of a config.json describe. Raises ConfigError, which names
     the key, if a key is missing. `where`: the file, for error messages."""
     family = _named(config, where)
-    try:
+    with family.complete(where):
         return family.features(config)
-    except KeyError as error:
-        raise ConfigError(f"{where}: {error} is missing, which a {family.model_type} model must have") from None
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import Embedded, Servers
-from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import owners
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning import compute, memory
@@ -200,7 +200,7 @@ def make(case: Case) -> RunPlan:
     """Estimates the memory and time of a run. Raises ConfigError if a layout does not divide a model or the cluster."""
     shapes, roles = case.models, case.roles
     for name, role in roles.items():
-        problems = trainer_problems(shapes[name].sizes, Axes.of(role.layout), shapes[name].name)
+        problems = trainer_problems(shapes[name].sizes, role.layout, shapes[name].name)
         refuse(*(f"roles.{name}: {line}" for line in problems))
     actors = {
         name: Actor(

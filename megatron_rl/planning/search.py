@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from megatron_rl.config.engine_kinds import default_servers
 from megatron_rl.config.schema import Embedded, Layout, RoleConfig
-from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
+from megatron_rl.models.divisibility import allowed, engine_violations, trainer_problems
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.hardware import GIB
@@ -133,7 +133,7 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
             layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp == tp else etp, sequence_parallel=tp > 1)
             divides = ranks % layout.model_ranks == 0 == ranks % layout.expert_ranks
             holds = not sizes.experts or etp * ep <= ranks // pp
-            if divides and holds and not trainer_problems(sizes, Axes.of(layout), shape.name):
+            if divides and holds and not trainer_problems(sizes, layout, shape.name):
                 yield layout
 
 

@@ -20,7 +20,7 @@ from megatron_rl.config.model import RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
-from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
@@ -212,7 +212,7 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
     yield from problems
     if read is not None:
         sizes, features = read
-        lines = trainer_problems(sizes, Axes.of(role.layout), path)
+        lines = trainer_problems(sizes, role.layout, path)
         lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
         lines += adapter_problems(sizes, role, path)
         yield from (f"{place}: {line}" for line in lines)

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
+from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of, spans_of_tokens
 
 # allowed difference between the share of tokens that a tandem's senior generated and the expected share
 SHARE_SLACK = 0.2
@@ -39,7 +39,7 @@ class Draws:
 
     def __init__(self, context: RolloutContext, role: str, sampling: Sampling) -> None:
         self._engine, self._role, self._sampling = context.engines[role], role, sampling
-        self._partner_weight = context.partner_weights.get(role, 0.0)
+        self._weight = context.partner_weights.get(role, 0.0)
         self._prompts: dict[int, Prompt] = {}
         self.session = context.session(role)
 
@@ -60,17 +60,8 @@ class Draws:
                     "an engine sent completions of a tandem without an author for each token: has it a junior at all?"
                 )
             prompt = self._prompts[index]
-            yield index, [self._rollout(index, prompt, completion) for completion in completions]
-
-    def _rollout(self, index: int, prompt: Prompt, completion: Completion) -> Rollout:
-        return from_completion(
-            prompt,
-            completion,
-            role=self._role,
-            group=f"{index}:{prompt.id}",
-            version=self._engine.version,
-            partner_weight=self._partner_weight,
-        )
+            about = {"role": self._role, "group": f"{index}:{prompt.id}", "version": self._engine.version}
+            yield index, [from_completion(prompt, each, partner_weight=self._weight, **about) for each in completions]
 
 
 def from_completion(
@@ -133,11 +124,8 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
     if completion.authors is not None:
         authors[~completion.authors] = Author.PARTNER
         versions[~completion.authors] = NO_VERSION
-    cuts = np.flatnonzero((authors[1:] != authors[:-1]) | (versions[1:] != versions[:-1])) + 1
-    begins = np.concatenate([np.zeros(1, np.int64), cuts])[:written]
-    ends = np.append(begins[1:], written)[: len(begins)]
-    own = np.stack([before + begins, before + ends, authors[begins], versions[begins]], axis=1)
-    return np.concatenate([spans_of((before, Author.ENVIRONMENT, NO_VERSION)), own]).astype(np.int32)
+    asked = np.full(before, Author.ENVIRONMENT), np.full(before, NO_VERSION)
+    return spans_of_tokens(*(np.concatenate(pair) for pair in zip(asked, (authors, versions), strict=True)))
 
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.config.base import ConfigError, refuse
-from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.config.model import Layout
+from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard, engine, hf_shapes, trainer_parameters
 
@@ -98,8 +99,9 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     Raises ConfigError if the layout does not divide the model.
     """
     etp = layout.etp if sizes.experts or layout.etp > 1 else None
-    axes = Axes(tp=layout.tp, ep=layout.ep, etp=etp)  # the runs of layers are not checked, since they may be uneven
-    refuse(*(f"trainer: {line}" for line in trainer_problems(sizes, axes, f"the {sizes.family} model")))
+    # the runs of layers are not checked, since they may be uneven
+    checked = Layout(tp=layout.tp, ep=layout.ep, etp=etp, sequence_parallel=layout.tp > 1)
+    refuse(*(f"trainer: {line}" for line in trainer_problems(sizes, checked, f"the {sizes.family} model")))
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
         ends = stage == 0, stage == layout.pp - 1

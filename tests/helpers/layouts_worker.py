@@ -311,7 +311,7 @@ def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted
     worst = 0.0
     with policy.groups.active(), torch.no_grad():
         for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
-            found, first = logits.flatten(0, 1)[micro.wanted].cpu(), policy.groups.tp_rank * logits.shape[-1]
+            found, first = logits.flatten(0, 1)[micro.wanted].cpu(), policy.groups.tp.rank() * logits.shape[-1]
             want = wanted[index[micro.start + micro.answers.cpu()], first : first + logits.shape[-1]]
             worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
     return worst

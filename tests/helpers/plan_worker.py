@@ -120,7 +120,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
         count=len(packed),
         recompute=memory.recomputed(role.model),
     )
-    plan = memory.training(Actor(shape, cut, Precision.cpu(dtype), role.lora), micro, stage=policy.groups.pp_rank)
+    plan = memory.training(Actor(shape, cut, Precision.cpu(dtype), role.lora), micro, stage=policy.groups.pp.rank())
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 
 

@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_rl.config.schema import ConfigError, Layout
 from megatron_rl.models import registry
 from megatron_rl.models.divisibility import (
-    Axes,
     allowed,
     engine_problems,
     engine_violations,
@@ -162,7 +161,7 @@ LATENT = replace(SPARSE, family="deepseek_v2", heads=16, ffn=100, dense_layers=1
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_divide_a_model_is_refused_with_the_nearest_that_does(sizes, layout, says):
-    problems = trainer_problems(sizes, Axes.of(Layout(**layout)), "it")
+    problems = trainer_problems(sizes, Layout(**layout), "it")
     assert any(says in line for line in problems), problems
 
 
@@ -186,8 +185,8 @@ def test_an_engine_that_does_not_divide_a_model_is_refused(sizes, tp, expert_par
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from([SMALL, SPARSE]), st.integers(1, 12), st.integers(1, 12), st.integers(1, 24))
 def test_the_nearest_that_work_are_allowed_and_none_is_nearer(sizes, tp, pp, ep):
-    axes = Axes(tp=tp, runs=pp, ep=ep if sizes.experts else 1, etp=tp)
-    for violation in trainer_violations(sizes, axes):
+    layout = Layout(tp=tp, pp=pp, ep=ep if sizes.experts else 1, etp=tp)
+    for violation in trainer_violations(sizes, layout):
         works = allowed(sizes, violation.axis)
         assert not works(violation.ranks) and violation.nearest and all(map(works, violation.nearest))
         low, high = min(violation.nearest), max(violation.nearest)

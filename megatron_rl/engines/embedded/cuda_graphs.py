@@ -15,7 +15,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,22 +27,6 @@ from megatron_rl.engines.protocol import Sampling
 _log = logging.getLogger(__name__)
 ROW_UNIT = 8  # smallest difference of two padded row counts above 4
 GROWTH = 256  # number of columns (tokens) by which the KV cache of recorded steps grows
-
-
-class Recorder(Protocol):
-    """Records decoding steps for fast replay. A step is a function without arguments that performs the same operations
-    on the current contents of the same memory in each call.
-    """
-
-    def rehearse(self, step: Callable[[], None]) -> None:
-        """Runs a step for the first time, which also initializes the internal memory of libraries."""
-        ...
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Records a step that has been rehearsed, without running it again. Returns a function that replays the step,
-        or None if the step cannot be recorded and must be called directly.
-        """
-        ...
 
 
 def padded_rows(rows: int) -> int:
@@ -117,7 +101,7 @@ class GraphRecorder:
         return graph.replay
 
 
-def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], None], *, pool: Any, stream: Any) -> None:
+def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], object], *, pool: Any, stream: Any) -> None:
     """Captures a step as a CUDA graph. If the capture fails, raises RuntimeError after it has restored the current
     stream and the GPU memory allocator's pool.
     """
@@ -153,7 +137,7 @@ def _mend_generator() -> torch.cuda.CUDAGraph:
     try:
         small, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         with contextlib.suppress(RuntimeError):
-            _capture(small, _small_step, pool=pool, stream=torch.cuda.Stream())
+            _capture(small, lambda: torch.zeros(1, device="cuda"), pool=pool, stream=torch.cuda.Stream())
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
         state = generator.get_state()
@@ -169,10 +153,6 @@ def _mend_generator() -> torch.cuda.CUDAGraph:
         ) from error
 
 
-def _small_step() -> None:
-    torch.zeros(1, device="cuda")
-
-
 class Step:
     """One decoding step of `rows` rows (sequences) that always uses the same memory, so that it can be replayed as a
     CUDA graph. A call replaces the newest token of each row by the next sampled token.
@@ -185,7 +165,7 @@ class Step:
     """
 
     def __init__(
-        self, decoder: Decoder, layers: Sequence[Tensor], state: Tensor, sampling: Sampling, recorder: Recorder
+        self, decoder: Decoder, layers: Sequence[Tensor], state: Tensor, sampling: Sampling, recorder: GraphRecorder
     ) -> None:
         self._decoder, self._layers, self._state, self._sampling = decoder, list(layers), state, sampling
         self._window = layers[0].shape[3]
@@ -225,7 +205,7 @@ class Step:
 class Steps:
     """The decoding steps of one batch, by padded row count. All steps are dropped when the KV cache is reallocated."""
 
-    def __init__(self, decoder: Decoder, state: Tensor, sampling: Sampling, recorder: Recorder) -> None:
+    def __init__(self, decoder: Decoder, state: Tensor, sampling: Sampling, recorder: GraphRecorder) -> None:
         self._decoder, self._state, self._sampling, self._recorder = decoder, state, sampling, recorder
         self._width, self._steps = 0, dict[int, Step]()
 

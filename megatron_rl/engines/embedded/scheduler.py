@@ -79,7 +79,7 @@ class ContinuousBatch:
         max_batch: int,
         writers: Writers | None = None,
         tells_experts: bool = False,
-        recorder: graphs.Recorder | None = None,
+        recorder: graphs.GraphRecorder | None = None,
     ) -> None:
         self._decoders, self._ends, self._writers = decoders, ends, writers
         self._device, self._sampling = decoders[0].device, rows[0].sampling

@@ -78,13 +78,22 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw).to(device, dtype)
 
+    def plain_gate(x: Tensor, *, tanh: bool) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
+
+    def plain_turn(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
     for name, tanh in (("the gate of SwiGLU", False), ("the gate of GeGLU", True)):
-        yield name, _alone(gates.gated, tanh=tanh), _alone(_gated, tanh=tanh), [random(2, 2 * WIDTH)]
+        yield name, _alone(gates.gated, tanh=tanh), _alone(plain_gate, tanh=tanh), [random(2, 2 * WIDTH)]
     cos, sin = random(ROWS, 1, 24), random(ROWS, 1, 24)
     turned = _alone(rope.rotate, cos=cos, sin=sin)
-    yield "the rotary embedding", turned, _alone(_rotated, cos=cos, sin=sin), [random(ROWS, 5, 24)]
+    yield "the rotary embedding", turned, _alone(plain_turn), [random(ROWS, 5, 24)]
     normed = _alone(norm.rms_norm, eps=1e-5, from_one=True)  # the only form that models ask for
-    yield "the norm", normed, _alone(_normed), [random(ROWS, WIDTH), random(WIDTH)]
+    plain = _alone(lambda x, weight: F.rms_norm(x, weight.shape, 1.0 + weight, 1e-5))
+    yield "the norm", normed, plain, [random(ROWS, WIDTH), random(WIDTH)]
     for entropy in (True, False):
         form = "with entropy" if entropy else "without entropy"
         ours, plain = (functools.partial(own, entropy=entropy) for own in (_statistics, _plain_statistics))
@@ -97,20 +106,6 @@ def _alone(function: Callable[..., Tensor], **settings: Any) -> Kernel:
     """Returns a function that calls `function` with the keyword arguments `settings` and returns its result as a tuple
     of one tensor."""
     return lambda *inputs: (function(*inputs, **settings),)
-
-
-def _gated(x: Tensor, *, tanh: bool) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
-
-
-def _rotated(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, 1.0 + weight, 1e-5)
 
 
 @torch.no_grad()
