@@ -6,7 +6,6 @@ Needs no privileges beyond the caller's processes. On other systems than Linux t
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ PAUSE_S = 0.002  # seconds between two checks of processes that are ending
 class Entry:
     """The entry of one process in the process table (/proc)."""
 
+    parent: int
     session: int
     # start time of the process in clock ticks since boot; start time and pid together identify a process uniquely
     start: int
@@ -36,13 +36,13 @@ def look(pid: int) -> Entry | None:
     fields = text.rpartition(")")[2].split()  # the command name may contain any characters; it ends at the last ")"
     # A process whose main thread has ended has the state zombie, but is alive while it has other threads.
     ended = fields[0] in "ZX" and int(fields[17]) <= 1
-    return None if ended else Entry(session=int(fields[3]), start=int(fields[19]))
+    return None if ended else Entry(parent=int(fields[1]), session=int(fields[3]), start=int(fields[19]))
 
 
 def children(pid: int) -> list[int]:
     """Returns the child processes of a process, including zombies."""
-    if not _lists_children():
-        return [other for other in everybody() if _parent(other) == pid]
+    if not os.path.exists("/proc/thread-self/children"):  # the kernel lacks the option CONFIG_PROC_CHILDREN
+        return [other for other in everybody() if (entry := look(other)) is not None and entry.parent == pid]
     out: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -117,7 +117,11 @@ def end_strays(keeper: int, worker: int) -> None:
         for pid in left:
             kill(pid)
         killed.update(left)
-        killed = {pid for pid in killed if not _reap(pid)}
+        for pid in [*killed]:
+            with contextlib.suppress(ChildProcessError):  # not a child: its parent reaps it
+                if os.waitpid(pid, os.WNOHANG)[0] != pid:
+                    continue
+            killed.remove(pid)
         time.sleep(PAUSE_S)
 
 
@@ -149,16 +153,6 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _reap(pid: int) -> bool:
-    """Collects the exit status of a child process if the child has ended. Returns whether it has ended; True for a
-    process that is not a child of this process.
-    """
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:  # not a child: its parent reaps it
-        return True
-
-
 def _numbers(path: str) -> list[int]:
     """Returns the integers in a file; an empty list if the file does not exist any more."""
     try:
@@ -166,16 +160,3 @@ def _numbers(path: str) -> list[int]:
             return [int(word) for word in file.readall().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
-
-
-@functools.cache
-def _lists_children() -> bool:
-    """Returns whether the kernel lists the children of a process in /proc (option CONFIG_PROC_CHILDREN)."""
-    return os.path.exists("/proc/thread-self/children")
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return 0

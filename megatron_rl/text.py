@@ -119,18 +119,8 @@ def fill(template: str, **values: str) -> str:
     """Replaces `{name}` in a template by each value. Other braces (LaTeX) are kept. Values are not searched
     for names.
     """
-    pieces = [template]
-    for name, value in values.items():
-        mark = "{" + name + "}"
-        parted: list[str] = []
-        for i, piece in enumerate(pieces):
-            if i % 2:  # an inserted value
-                parted.append(piece)
-                continue
-            for k, part in enumerate(piece.split(mark)):
-                parted += [value, part] if k else [part]
-        pieces = parted
-    return "".join(pieces)
+    names = "|".join(map(re.escape, values))
+    return re.sub(f"{{({names})}}", lambda found: values[found[1]], template) if names else template
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +247,8 @@ def _windowed(backend: Any, ids: Sequence[int]) -> Decoded:
     for i in range(len(ids)):
         window = backend.decode(ids[start : i + 1], skip_special_tokens=True)
         piece = window[len(context) :]
-        shown = _common_prefix(piece, text, length)
+        # number of leading characters of `piece` that match text[length:]
+        shown = next((k for k, one in enumerate(piece) if text[length + k : length + k + 1] != one), len(piece))
         ends.append(max(length + shown, ends[-1] if ends else 0))
         if piece and shown == len(piece) and not piece.endswith("\ufffd"):
             length, start, read = length + shown, read, i + 1
@@ -266,10 +257,3 @@ def _windowed(backend: Any, ids: Sequence[int]) -> Decoded:
         ends[-1] = len(text)
     size = np.array([0, *itertools.accumulate(len(character.encode()) for character in text)], np.int64)
     return Decoded(text, text.encode(), size[np.array(ends, np.int64)])
-
-
-def _common_prefix(piece: str, text: str, offset: int) -> int:
-    """Returns the number of leading characters of `piece` that match text[offset:]."""
-    if text.startswith(piece, offset):
-        return len(piece)
-    return next(k for k, character in enumerate(piece) if text[offset + k : offset + k + 1] != character)

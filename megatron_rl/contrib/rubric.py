@@ -177,7 +177,12 @@ class Rubric(Recipe):
         context.add_metrics(GENERATOR, metrics)
         learned = {GENERATOR: assign_advantages(graded, reward="outcome", estimator=self.estimator)}
         if self.train_judge:
-            judged = [self._judge_rollout(context, answer) for answer in answers]
+            judged = []
+            for answer in answers:
+                score, gold = answer.opinion, answer.item.gold
+                agrees = None if gold is None else 0.0 if score is None else 1.0 - abs(score - gold)
+                told = {"form": float(score is not None), "agrees": agrees, "weight": self.format_weight}
+                judged.append(judge_rollout(context, answer, **told))
             learned[JUDGE] = assign_advantages(judged, reward="total", estimator=self.estimator)
         return learned
 
@@ -244,11 +249,6 @@ class Rubric(Recipe):
         tiers = "\n".join(f"{score}: {tier}" for score, tier in enumerate(claim.criterion.tiers))
         values = {"response": claim.text, "criterion": claim.criterion.criterion, "tiers": tiers}
         return judge_prompt(context, self.judge_template, claim.rollout.group, claim.rollout.payload, **values)
-
-    def _judge_rollout(self, context: RolloutContext, answer: Answer) -> Rollout:
-        score, gold = answer.opinion, answer.item.gold
-        agrees = None if gold is None else 0.0 if score is None else 1.0 - abs(score - gold)
-        return judge_rollout(context, answer, form=float(score is not None), agrees=agrees, weight=self.format_weight)
 
 
 def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:

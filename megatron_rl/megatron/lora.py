@@ -225,11 +225,6 @@ class RoleAdapters:
         return found
 
 
-def only_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a model's sharded state dict that belong to LoRA adapters."""
-    return {name: value for name, value in state.items() if lora_adapters.is_adapter(name)}
-
-
 def freeze(cores: Sequence[Any]) -> None:
     """Freezes a model's weights, and keeps activation recomputation working for adapters.
 

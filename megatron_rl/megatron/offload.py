@@ -235,17 +235,13 @@ def _move_state(optimizer: Any, device: torch.device) -> None:
         for state in part.optimizer.state.values():
             states += [(state, name) for name, value in state.items() if torch.is_tensor(value)]
         masters += [master for group in part.shard_fp32_from_float16_groups for master in group if master is not None]
-    moved = iter(_moved([*(state[name] for state, name in states), *(master.data for master in masters)], device))
+    tensors = [*(state[name] for state, name in states), *(master.data for master in masters)]
+    if device.type == "cpu":  # to pinned memory
+        copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))
+        moved = (tensor if tensor.device == device else next(copies) for tensor in tensors)
+    else:
+        moved = (tensor.to(device, non_blocking=True) for tensor in tensors)
     for state, name in states:
         state[name] = next(moved)
     for master in masters:
         master.data = next(moved)
-
-
-def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Returns the tensors moved to `device`, to or from pinned memory. Tensors that are already on `device` are
-    returned unchanged."""
-    if device.type != "cpu":
-        return [tensor.to(device, non_blocking=True) for tensor in tensors]
-    copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))
-    return [tensor if tensor.device == device else next(copies) for tensor in tensors]

@@ -53,7 +53,10 @@ class RoleModel:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.timer = Timer(cuda=torch.cuda.is_available())
         self.arch = hf_model.read_architecture(role.model.path)
-        self._check_settings()
+        path = role.model.path
+        problems = trainer_problems(self.arch, role.layout, path)
+        problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
+        refuse(*problems, *adapter_problems(self.arch, role, path), *prefix_problems(role))
         adapted = role.lora is not None
         self.fused = models.uses_transformer_engine(self.arch, role.model.dtype, adapted=adapted)
         self.attends = not self.fused or role.shared_prefixes  # Transformer Engine has no attention for shared prefixes
@@ -135,13 +138,6 @@ class RoleModel:
                 for chunk in self._model:
                     models.unwrap(chunk).temperature = self._temperature
             yield
-
-    def _check_settings(self) -> None:
-        role, path = self.role, self.role.model.path
-        problems = trainer_problems(self.arch, role.layout, path)
-        problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
-        problems += adapter_problems(self.arch, role, path) + prefix_problems(role)
-        refuse(*problems)
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Builds this rank's model chunks and loads their weights. Returns Megatron-core's config and the chunks,

@@ -83,20 +83,16 @@ class RouterReplay:
         choose = default_compute_topk if self._own is None else self._own.get_replay_topk
         assert choose is not None
         free = choose(scores, topk, num_groups, group_topk)
-        wanted = self._wanted()
+        wanted, recomputes = self._now, torch.is_grad_enabled()
+        if recomputes and self._again:
+            wanted = self._again.pop(0)
+        elif self._training and not recomputes:
+            self._again.append(wanted)
         if wanted is None:
             return free
         wanted = wanted.to(scores.device, torch.int64)
         chosen = torch.where(wanted == FREE, free[1], wanted)
         return scores.gather(1, chosen), chosen
-
-    def _wanted(self) -> Tensor | None:
-        """Returns the expert choices for the current forward pass or recomputation, or None if nothing is replayed."""
-        if torch.is_grad_enabled():
-            return self._again.pop(0) if self._again else self._now
-        if self._training:
-            self._again.append(self._now)
-        return self._now
 
 
 def install(chunk: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.megatron import checkpoint_writers, lora, optimizer, optimizer_checkpoint, platform
+from megatron_rl.megatron import checkpoint_writers, optimizer, optimizer_checkpoint, platform
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.role_model import RoleModel
@@ -113,7 +113,8 @@ class PolicyState:
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):
             whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
-            state[f"model{i}"] = whole if model.adapters is None else lora.only_adapters(whole)
+            adapters = {name: value for name, value in whole.items() if lora_adapters.is_adapter(name)}
+            state[f"model{i}"] = whole if model.adapters is None else adapters
         if model.trainable:
             state["optimizer"] = model.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = model.scheduler.state_dict()

@@ -48,22 +48,15 @@ def setting_problems(
 def prefix_problems(role: RoleConfig) -> list[str]:
     """Returns one error message, with a fix, for every setting of a role that is incompatible with `shared_prefixes`
     (computing a prompt that several rollouts share only once)."""
-    if not role.shared_prefixes:
-        return []
-    found = []
-    if not role.packed:
-        found.append(
-            "shared_prefixes = true with packed = false: a padded row holds one whole sequence; set packed to true, or "
-            "shared_prefixes to false"
-        )
-    if role.layout.cp > 1:
-        found.append(
-            f"shared_prefixes = true with layout.cp = {role.layout.cp}: context parallelism cuts whole sequences; set "
-            "cp to 1, or shared_prefixes to false"
-        )
-    if role.model.router_aux_loss:
-        found.append(
-            f"shared_prefixes = true with model.router_aux_loss = {role.model.router_aux_loss}: that loss would count "
-            "a prompt once and not once per sample, which is another loss; set it to 0, or shared_prefixes to false"
-        )
-    return found
+    cp, aux_loss = role.layout.cp, role.model.router_aux_loss
+    reasons = {
+        "packed = false: a padded row holds one whole sequence; set packed to true": not role.packed,
+        f"layout.cp = {cp}: context parallelism cuts whole sequences; set cp to 1": cp > 1,
+        f"model.router_aux_loss = {aux_loss}: that loss would count a prompt once and not once per sample, which is "
+        "another loss; set it to 0": aux_loss > 0,
+    }
+    return [
+        f"shared_prefixes = true with {reason}, or shared_prefixes to false"
+        for reason, holds in reasons.items()
+        if holds and role.shared_prefixes
+    ]
