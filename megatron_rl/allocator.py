@@ -27,7 +27,8 @@ def restart_without_thread_caches() -> None:
     multiprocessing, and if GLIBC_TUNABLES already sets the size.
     """
     # sys.monitoring is available from Python 3.12
-    tools = [sys.monitoring.get_tool(number) for number in range(6)] if "monitoring" in vars(sys) else []
+    monitoring = vars(sys).get("monitoring")
+    tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(6)]
     watched = sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
     arguments = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :]
     alone = multiprocessing.parent_process() is None and sys.argv[0] not in ("", "-", "-c")

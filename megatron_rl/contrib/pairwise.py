@@ -17,7 +17,7 @@ from megatron_rl.contrib.judged import JUDGE, judge_rollout
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, question_text, sampling_for
 from megatron_rl.text import decode_all
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
-from megatron_rl.training.rollouts import Draws, greedy, sample
+from megatron_rl.training.rollouts import drawn, greedy, sample
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -116,11 +116,15 @@ class Pairwise(Recipe):
         """
         n, groups = self.group_size, dict[int, list[Rollout]]()
         references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
-        draws = Draws(context, GENERATOR, sampling_for(context, iteration, GENERATOR, n))
-        for i, prompt in enumerate(prompts):
-            draws.ask(i, prompt)
+        sampling = sampling_for(context, iteration, GENERATOR, n)
         with context.watch("rollout"):
-            for i, group in draws.answers():  # a group is compared while other groups are still being generated
+            for i, group in drawn(
+                context,
+                GENERATOR,
+                prompts,
+                sampling,
+                # a group is compared while other groups are still being generated
+            ):
                 groups[i], texts = group, _texts(context, group)
                 for j in _others(n, references[i]):
                     compared.add(i * n + j, prompts[i], texts[j], texts[references[i]])

@@ -21,7 +21,7 @@ from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
-from megatron_rl.training.rollouts import Draws, greedy, plain
+from megatron_rl.training.rollouts import drawn, greedy, plain
 from megatron_rl.types import Prompt, Rollout
 
 PASS = 0.5  # minimum score of a fulfilled criterion
@@ -212,11 +212,9 @@ class Rubric(Recipe):
         first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]
         question = Question[Claim, float | None](prompt=lambda claim: self._ask(context, claim), read=Claim.read)
         judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], asked, question)
-        draws, claims = Draws(context, GENERATOR, own), dict[int, Claim]()
-        for i, prompt in enumerate(prompts):
-            draws.ask(i, prompt)
+        claims = dict[int, Claim]()
         with context.watch("rollout"):
-            for i, group in draws.answers():
+            for i, group in drawn(context, GENERATOR, prompts, own):
                 for key, claim in enumerate(self._claims(context, i * own.n, group, rubrics[i]), start=first[i]):
                     claims[key] = claim
                     judging.ask(key, claim)

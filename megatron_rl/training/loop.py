@@ -245,9 +245,21 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
     """Executes one iteration: takes its rollouts and updates, in the order of the roles, every policy whose usable
     rollouts have a signal (a nonzero advantage).
     """
-    due = _Due(setup, plan, iteration)
+    collected, usable = Collected(rollouts={}, metrics={}), dict[str, list[Rollout]]()  # filled on the driver only
+
+    def take() -> list[tuple[str, bool]]:
+        """Takes the iteration's rollouts. Returns (name, whether it has something to learn from) of each policy."""
+        nonlocal collected
+        assert setup.iterations is not None, "iterations are taken on the driver"
+        collected = setup.iterations.take(iteration)
+        for role in iteration.roles:
+            own = [r for r in collected.rollouts.get(role, ()) if r.num_trainable]
+            own = [r for r in own if plan.mixed != "drop" or len(r.versions) <= 1]
+            usable.setdefault(setup.policy_of[role], []).extend(own)
+        return [(name, _has_signal(setup, plan, name, own)) for name, own in usable.items()]
+
     setup.memory.generate()
-    found = setup.world.from_driver(due.take)
+    found = setup.world.from_driver(take)
     learning = [name for name, signal in found if signal]
     for name, signal in found:
         version = progress.updates.get(name, 0)
@@ -256,71 +268,33 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
         if signal:
             with setup.context.watch("train"), setup.memory.train(name, learning):
                 trainee = setup.trainees[name]
-                metrics |= update(setup.world, trainee, due.usable.get(name), rescore=plan.mixed == "rescore")
+                metrics |= update(setup.world, trainee, usable.get(name), rescore=plan.mixed == "rescore")
             progress.updates[name] = version + 1
             with setup.context.watch("refit"):
                 _refit(setup, progress, name)
         # number of updates of the policy so far, including this iteration's
         metrics["update"] = float(progress.updates.get(name, 0))
         for role in (r for r in iteration.roles if setup.policy_of[r] == name):
-            shown = due.metrics(role, version)
+            own = collected.rollouts.get(role)
+            shown = {} if own is None else {**collected.metrics.get(role, {}), **_ages(own, version)}
             progress.last_metrics[role] = shown
             setup.hooks.log(iteration.cycle, role, shown | metrics, iteration=iteration.number)
     if setup.world.rank == 0:
-        setup.hooks.show(iteration, due.rollouts)
+        setup.hooks.show(iteration, collected.rollouts)
     progress.iteration_done(iteration)
     if setup.iterations is not None:
         setup.iterations.trained()
 
 
-class _Due:
-    """The iteration that is being executed. Its rollouts and metrics exist on the driver only."""
+def _has_signal(setup: Setup, plan: Plan, name: str, rollouts: Sequence[Rollout]) -> bool:
+    """Checks whether a policy has something to learn from: an advantage whose absolute value is above the rounding
+    error.
 
-    def __init__(self, setup: Setup, plan: Plan, iteration: Iteration) -> None:
-        self._setup, self._plan, self._iteration = setup, plan, iteration
-        self._collected = Collected(rollouts={}, metrics={})
-        self.usable: dict[str, list[Rollout]] = {}  # rollouts that may be trained on, by policy
-
-    def take(self) -> list[tuple[str, bool]]:
-        """Takes the rollouts of the iteration from the iteration source, on the driver.
-
-        Returns (name, has signal) for each policy of the iteration, in order. `has signal` is True if there is
-        something to learn from.
-        """
-        assert self._setup.iterations is not None, "iterations are taken on the driver"
-        self._collected = self._setup.iterations.take(self._iteration)
-        for role in self._iteration.roles:
-            usable = [r for r in self._collected.rollouts.get(role, ()) if r.num_trainable]
-            if self._plan.mixed == "drop":
-                usable = [r for r in usable if len(r.versions) <= 1]
-            self.usable.setdefault(self._setup.policy_of[role], []).extend(usable)
-        return [(name, self._has_signal(name)) for name in self.usable]
-
-    @property
-    def rollouts(self) -> Mapping[str, Sequence[Rollout]]:
-        """The iteration's rollouts by role; empty on ranks other than the driver."""
-        return self._collected.rollouts
-
-    def metrics(self, role: str, version: int) -> dict[str, float]:
-        """Returns the metrics of the role's rollouts; empty on ranks other than the driver.
-
-        `version`: weight version of the policy before its update.
-        """
-        rollouts = self._collected.rollouts.get(role)
-        if rollouts is None:
-            return {}
-        return {**self._collected.metrics.get(role, {}), **_ages(rollouts, version)}
-
-    def _has_signal(self, name: str) -> bool:
-        """Checks whether a policy has something to learn from: an advantage whose absolute value is above the rounding
-        error.
-
-        For a loss that does not use advantages, or with `Plan.train_without_signal`, one rollout is enough.
-        """
-        rollouts = self.usable[name]
-        if self._plan.train_without_signal or not self._setup.trainees[name].loss.uses_advantages:
-            return bool(rollouts)
-        return any(np.abs(np.asarray(r.advantages)).max(initial=0.0) > ROUNDING for r in rollouts)
+    For a loss that does not use advantages, or with `Plan.train_without_signal`, one rollout is enough.
+    """
+    if plan.train_without_signal or not setup.trainees[name].loss.uses_advantages:
+        return bool(rollouts)
+    return any(np.abs(np.asarray(r.advantages)).max(initial=0.0) > ROUNDING for r in rollouts)
 
 
 def _refit(setup: Setup, progress: Progress, name: str) -> None:

@@ -25,11 +25,18 @@ def sample(context: RolloutContext, role: str, prompts: Sequence[Prompt], sampli
     """Samples n rollouts for each of P prompts. Returns [P * n] rollouts. The n rollouts of one prompt are adjacent and
     form a separate group, even if two prompts have the same id.
     """
+    found = dict(drawn(context, role, prompts, sampling))
+    return [rollout for i in range(len(prompts)) for rollout in found[i]]
+
+
+def drawn(
+    context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
+) -> Iterator[tuple[int, list[Rollout]]]:
+    """Yields (index, the n rollouts of the prompt) as soon as all rollouts of a prompt are generated."""
     draws = Draws(context, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
-    found = dict(draws.answers())
-    return [rollout for i in range(len(prompts)) for rollout in found[i]]
+    yield from draws.answers()
 
 
 class Draws:

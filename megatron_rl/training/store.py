@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.run.atomic_files import push
 from megatron_rl.run.json_lines import RESUME, DiskError
+from megatron_rl.text import Decoded
 from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.rollout_parquet import (
     EXACT,
@@ -38,7 +39,7 @@ FORMAT = 5  # version of the file format; files of other versions are rejected
 ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
 CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
 State = dict[str, Any]  # a state of JSON values, for checkpoints
-Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> decoded text
+Decode = Callable[[str, np.ndarray], Decoded]  # (role, tokens [T]) -> decoded text
 _NAME = re.compile(r"iteration_[0-9]{1,18}\.parquet")
 _HEAD = b"megatron_rl"  # key of the project's entry in the file's metadata
 # size of the digest before the footer; size of the footer's length and Parquet's magic number after it
@@ -48,15 +49,6 @@ _UNREADABLE = (
     AttributeError, pa.ArrowException,
 )  # fmt: skip
 _log = logging.getLogger(__name__)
-
-
-class TokenText(Protocol):
-    """The decoded text of some tokens; implemented by text.Decoded."""
-
-    @property
-    def text(self) -> str: ...
-
-    def text_of(self, first: int, end: int) -> str: ...
 
 
 class StoreError(RuntimeError):
