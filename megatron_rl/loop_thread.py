@@ -17,8 +17,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         """`name`: the name of the thread."""
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -34,16 +35,9 @@ class LoopThread:
         ends the loop's thread. Later calls are no-ops."""
         if not self._thread.is_alive():  # in a forked child there is no such thread, either
             return
-        self.run(_end_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self.loop.close()
 
-
-async def _end_all() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()  # asynchronous generators hold connections
-    await asyncio.get_running_loop().shutdown_default_executor()  # its threads resolve host names
+    def _serve(self) -> None:
+        self.loop.run_forever()
+        self._runner.close()  # cancels the tasks, and ends asynchronous generators (connections) and threads (DNS)

@@ -239,12 +239,8 @@ def transformer_config(
         bias_activation_fusion=fused,
         # despite its name: Megatron-core then uses the layer spec's activation module
         use_te_activation_func=not fused,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
         # Megatron-core's unfused version copies the sequence lengths to the host in every layer
         apply_rope_fusion=fused,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
         # With `overlap_p2p`, gloo may read a stage's output after Megatron-core would have freed the output.
         deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),

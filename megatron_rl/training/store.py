@@ -144,20 +144,17 @@ class IterationStore:
         path = self.path(iteration.number)
         if not path.is_file():
             return None
+        wanted = self._fingerprint, iteration.roles, iteration.number
         try:
             with _opened(path) as file:
                 head = _head(file)
-                if (head.fingerprint, head.roles) != (
-                    self._fingerprint,
-                    iteration.roles,
-                ) or head.number != iteration.number:
-                    return None
-                return Collected(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+                if (head.fingerprint, head.roles, head.number) == wanted:
+                    return Collected(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
         except _UNREADABLE as error:
             _log.warning(
                 "%s cannot be read (%s): iteration %d is collected again", path, _one_line(error), iteration.number
             )
-            return None
+        return None
 
     def read(self, iteration: Iteration) -> tuple[Collected, State]:
         """Returns the rollouts of an iteration and the state after it, for a replay. The settings of the recorded run
