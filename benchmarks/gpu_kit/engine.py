@@ -15,7 +15,7 @@ from gpu_kit.findings import Findings
 from gpu_kit.subjects import RandomPolicy, Scale
 from gpu_kit.two_processes import pair
 from megatron_rl.engines.batched_session import Row
-from megatron_rl.engines.embedded.cuda_graphs import Recorder
+from megatron_rl.engines.embedded.cuda_graphs import GraphRecorder
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.models.shape import read_shape
@@ -87,7 +87,7 @@ def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]
 class CountingRecorder:
     """A recorder that passes steps on to another recorder, and counts captures and replays."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder, self.captures, self.replays = recorder, 0, 0
 
     def rehearse(self, step: Callable[[], None]) -> None:

@@ -35,11 +35,7 @@ class GroupLimit:
         default_compute_topk: Choose | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E]."""
-        own = self._routing
-        by_group = scores.unflatten(1, (own.groups, -1))  # [n, groups, E / groups]
-        best = by_group.topk(own.group_best, dim=-1).values.sum(-1).topk(own.groups_chosen, dim=-1).indices
-        out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
-        return by_group.masked_fill(out[..., None], -torch.inf).flatten(1).topk(topk, dim=1)
+        return self._routing.within_groups(scores).topk(topk, dim=1)
 
 
 class RouterReplay:

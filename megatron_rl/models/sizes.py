@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -115,6 +116,13 @@ class Routing:
     groups: int = 1
     groups_chosen: int = 1
     group_best: int = 1
+
+    def within_groups(self, scores: Any) -> Any:
+        """Returns expert scores, a tensor [n, E], with -inf for the experts outside of a token's best groups."""
+        by_group = scores.unflatten(-1, (self.groups, -1))  # [n, groups, E / groups]
+        best = by_group.topk(self.group_best, dim=-1).values.sum(dim=-1).topk(self.groups_chosen, dim=-1).indices
+        outside = best.new_ones(by_group.shape[:2]).bool().scatter_(1, best, False)
+        return by_group.masked_fill(outside[..., None], -math.inf).flatten(1)
 
 
 @dataclass(frozen=True, kw_only=True)

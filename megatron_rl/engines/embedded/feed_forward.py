@@ -48,23 +48,12 @@ def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Te
     scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
     liked = scores if layer.bias is None else scores + layer.bias
     if routing.groups > 1:
-        liked = _within_groups(liked, routing)
+        liked = routing.within_groups(liked)
     chosen = liked.topk(routing.chosen, dim=-1).indices
     weights = scores.gather(1, chosen)
     if routing.renormalised:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights * routing.scale, chosen
-
-
-def _within_groups(liked: Tensor, routing: Routing) -> Tensor:
-    """Sets the scores [N, E] of experts outside a token's best groups to -inf.
-
-    The score of a group is the sum of its `group_best` largest expert scores.
-    """
-    by_group = liked.unflatten(-1, (routing.groups, -1))  # [N, groups, E / groups]
-    best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1).topk(routing.groups_chosen, dim=-1).indices
-    out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=liked.device).scatter_(1, best, False)
-    return by_group.masked_fill(out[..., None], -torch.inf).flatten(1)
 
 
 def gated(fused: Tensor, activation: str = "silu") -> Tensor:
