@@ -1,4 +1,4 @@
-"""Requests to the engines of several roles, whose completions are futures."""
+"""Requests to the engines of several roles. The completion of each request is a future."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class EngineAnswers:
-    """Sessions with the engines of several roles. Any thread may send requests within `reading`."""
+    """Sessions with the engines of several roles. Within the context manager `reading`, any thread may send requests."""
 
     def __init__(self, context: RolloutContext, roles: Iterable[str]) -> None:
         # The exception of an engine that failed; all pending futures are cancelled.
         self.failure: BaseException | None = None
+        self.over = False  # whether all further requests are cancelled
         self._context = context
         self._sessions = {role: context.session(role) for role in roles}
         self._lock = threading.Lock()  # guards the attributes below
-        self._over = False
         self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # {(role, key): future of the answer}
 
     def ask(self, role: str, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None) -> Future[Completion]:
@@ -34,7 +34,7 @@ class EngineAnswers:
         """
         future: Future[Completion] = Future()
         with self._lock:
-            if self._over:
+            if self.over:
                 future.cancel()
                 return future
             self._waiting[role, key] = future
@@ -42,10 +42,11 @@ class EngineAnswers:
         return future
 
     def look_after(self, work: Future[T]) -> T:
-        """Waits for the result of `work`. Meanwhile reports to the run's watchdog that the run is alive, and updates
-        the engine servers of the roles as needed.
+        """Waits for the result of `work` and returns it. Meanwhile reports to the run's watchdog that the run is alive,
+        and updates the engine servers of the roles as needed.
 
-        Must be called in the thread that manages the servers. Raises the exception of an engine that failed.
+        Must be called in the thread that manages the servers. If an engine fails, raises the engine's exception without
+        waiting for `work`.
         """
         while self.failure is None and not wait([work], LOOK_S).done:
             self._context.watch.beat()
@@ -57,10 +58,8 @@ class EngineAnswers:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager that receives the engines' answers in one thread per role. When the block ends, open requests
-        are cancelled.
-
-        Waits for the threads, because a call of an engine may involve all ranks.
+        """Context manager that receives the engines' answers in one thread per role. At the end of the block, pending
+        requests are cancelled and the threads are joined, because a call of an engine may involve all ranks.
         """
         readers = [
             threading.Thread(target=self._read, args=(role,), name=f"answers of {role}", daemon=True)
@@ -93,9 +92,9 @@ class EngineAnswers:
             self._end()
 
     def _end(self) -> None:
-        """Cancels the pending requests, and all later ones."""
+        """Cancels the pending requests. Later requests are cancelled by `ask`."""
         with self._lock:
-            self._over = True
+            self.over = True
             left, self._waiting = list(self._waiting.values()), {}
         for future in left:
             future.cancel()

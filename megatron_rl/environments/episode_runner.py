@@ -80,19 +80,30 @@ class EpisodesPlay:
         }
         self._workers = asyncio.Semaphore(settings.workers)
         self._answers = EngineAnswers(context, samplings)
+        self._episodes: list[asyncio.Task[Episode]] = []
 
     def play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
         """Plays one episode of each of [E] tasks. Returns [E] episodes, in order.
 
         Raises ConfigError if an environment uses a role for which the recipe has no agent. Exceptions of engines pass
-        through.
+        through. Every environment is closed, also after an error, unless one of its calls hangs.
         """
-        with contextlib.closing(LoopThread("episodes")) as thread, self._answers.reading():
-            return self._answers.look_after(thread.start(self._play(tasks, seeds)))
+        with contextlib.closing(LoopThread("episodes")) as thread:
+            try:
+                with self._answers.reading():
+                    return self._answers.look_after(thread.start(self._play(tasks, seeds)))
+            finally:  # after an error, the other episodes end when they wait for an answer: there are no more answers
+                thread.run(self._wait())
 
     async def _play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
         pairs = zip(tasks, seeds, strict=True)
-        return await asyncio.gather(*(self._episode(number, *pair) for number, pair in enumerate(pairs)))
+        self._episodes = [asyncio.create_task(self._episode(number, *pair)) for number, pair in enumerate(pairs)]
+        return await asyncio.gather(*self._episodes)
+
+    async def _wait(self) -> None:
+        """Waits until all episodes have ended, at most `step_timeout_s`."""
+        if self._episodes:
+            await asyncio.wait(self._episodes, timeout=self._settings.step_timeout_s)
 
     async def _episode(self, number: int, task: Prompt, seed: int) -> Episode:
         """Plays one episode and closes its environment."""
@@ -113,13 +124,13 @@ class EpisodesPlay:
         return _result(running, over)
 
     async def _talk(self, running: _Underway, limit: asyncio.Timeout) -> EpisodeEnd:
-        """Lets the environment and the models talk until the end of the episode. `limit`: the timeout of the episode,
-        which begins with the call of `begin`."""
-        begin = running.world.begin
-        method, result = (
-            "begin",
-            await self._call(lambda: begin(copy.deepcopy(dict(running.task.payload)), running.seed), limit),
-        )
+        """Passes answers of the models to the environment until the environment ends the episode. Returns the end.
+
+        `limit`: the timeout of the episode. It is set when a worker thread calls the environment's `begin`.
+        """
+        method, world = "begin", running.world
+        payload = dict(running.task.payload)
+        result = await self._call(lambda: world.begin(copy.deepcopy(payload), running.seed), limit)
         while not isinstance(result, EpisodeEnd):
             if isinstance(result, Exception):
                 return failed(result)
@@ -136,15 +147,15 @@ class EpisodesPlay:
                     outcome=Outcome.ERROR, why="its environment asked nobody, and did not end the episode"
                 )
             said = await self._said(running)
-            method, result = "step", await self._call(lambda said=said: running.world.step(said))
+            method, result = "step", await self._call(lambda said=said: world.step(said))
         return result
 
     async def _call(self, job: Callable[[], object], limit: asyncio.Timeout | None = None) -> object:
-        """Runs a call of an environment in a worker thread, once fewer than `workers` calls are running.
+        """Calls a method of an environment in a new thread, as soon as fewer than `workers` such calls are running.
 
-        Returns the result, or the exception that was raised. If the call takes longer than the setting
-        `step_timeout_s`, returns an EpisodeEnd, and the hanging call no longer counts as running. `limit`: the timeout
-        of the episode, which begins with this call.
+        Returns the result of the call, or the exception that the call raised. If the call takes longer than the setting
+        `step_timeout_s`, returns an EpisodeEnd with the outcome TIMEOUT; the hanging call no longer counts as running.
+        `limit`: the timeout of the episode, which is set when the call starts; None to leave the timeout unchanged.
         """
         loop, seconds = asyncio.get_running_loop(), self._settings.step_timeout_s
         done: asyncio.Future[object] = loop.create_future()
@@ -156,11 +167,13 @@ class EpisodesPlay:
                 result = error
             except SystemExit as error:  # some libraries exit on failure; SystemExit would silently end the thread
                 result = EnvironmentFailure(told(error))
-            with contextlib.suppress(RuntimeError):  # the play is over
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: the call ended after its timeout
                 loop.call_soon_threadsafe(lambda: done.cancelled() or done.set_result(result))
 
         async with self._workers:
             if limit is not None:
+                if self._answers.over:  # after an error, no further episode begins
+                    raise asyncio.CancelledError
                 limit.reschedule(loop.time() + self._settings.episode_timeout_s)
             threading.Thread(target=work, name="environment", daemon=True).start()
             await asyncio.wait([done], timeout=seconds)

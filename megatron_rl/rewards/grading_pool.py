@@ -35,6 +35,7 @@ START_TIMEOUT_S = 120.0  # time limit in seconds for a worker process to import 
 # maximum number of consecutive failed starts of worker processes, once a worker has started successfully
 START_TRIES = 4
 START_PAUSE_S = 1.0  # pause in seconds between two attempts to start a process
+RECEIVED_BYTES = 1 << 16  # maximum number of bytes of one read from the socket to a worker process
 # time limit in seconds for a worker's parent process (reaper.py) to end all processes that the worker started
 END_S = 10.0
 PACKAGE = Path(reaper.__file__).parents[1]
@@ -94,6 +95,7 @@ class _Worker:
         self.closed = False
         self._task = task
         self._files = contextlib.ExitStack()  # the open socket to the process
+        self._heard = b""  # bytes that the process sent and `hear` has not returned
         self._lock = threading.Lock()  # held while a process is started
 
     @property
@@ -101,19 +103,20 @@ class _Worker:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Starts a process in place of the one that has ended, if any. Must be called in the worker's thread.
+        """Starts a process, unless one is running. Must be called in the worker's thread.
 
         Raises RewardFailure if no process can be started, or if the worker is closed.
         """
         with self._lock:
             if self.closed:
                 raise RewardFailure("the pool of reward workers was closed")
+            if self.alive:  # started meanwhile, at the end of an earlier call of the pool
+                return
             self._files.close()
             self._socket, other = map(self._files.enter_context, socket.socketpair())
-            self._lines = self._files.enter_context(self._socket.makefile("rb"))
-            self.process, self.ready = _open_process(other), False
+            self.process, self.ready, self._heard = _open_process(other), False, b""
             other.close()
-        with contextlib.suppress(ConnectionError):  # a process that has ended at once is noticed when it is heard
+        with contextlib.suppress(OSError):  # `hear` notices a process that has ended at once or does not read
             self.say(self._task, START_TIMEOUT_S)
 
     def say(self, message: bytes, timeout_s: float) -> None:
@@ -124,10 +127,15 @@ class _Worker:
     def hear(self, timeout_s: float) -> Any:
         """Returns the next answer of the process. Raises TimeoutError, ConnectionError if the process has ended, and
         ValueError if the answer is not JSON."""
-        self._socket.settimeout(timeout_s)
-        line = self._lines.readline()
-        if not line.endswith(b"\n"):
-            raise ConnectionError("the process has ended")
+        ends_at = time.monotonic() + timeout_s
+        while b"\n" not in self._heard:
+            if (left := ends_at - time.monotonic()) <= 0:  # also if the process sends bytes all the time
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            self._socket.settimeout(left)
+            if not (data := self._socket.recv(RECEIVED_BYTES)):
+                raise ConnectionError("the process has ended")
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> int | None:
@@ -145,10 +153,15 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
-    def close(self) -> None:
-        """Ends the process and the thread."""
+    def leave(self) -> None:
+        """Asks the process to end, without waiting for it. No other process is started after this call."""
         with self._lock:
             self.closed = True
+        if self.process is not None:
+            self.process.send_signal(reaper.LEAVE)
+
+    def close(self) -> None:
+        """Ends the process and the thread. `leave` must be called before."""
         self.kill()
         self.thread.shutdown()
         self._files.close()
@@ -194,8 +207,10 @@ class GradePool:
 
     def close(self) -> None:
         """Ends the workers and all processes that the workers started. The next call of `grade` starts new workers."""
-        with ThreadPoolExecutor(max(1, len(self._workers))) as ending:
-            list(ending.map(_Worker.close, self._workers))
+        for worker in self._workers:
+            worker.leave()
+        for worker in self._workers:
+            worker.close()
         self._workers = []
 
     def start(self) -> None:
@@ -266,6 +281,7 @@ class GradePool:
             raise
         call.end(len(self._workers))
         self._items_before += len(items)
+        self._least = min([self._least, *(one.score for one in graded if one.outcome is Outcome.SCORE)])
         return graded
 
     def _ensure_workers(self, wanted: int) -> None:
@@ -366,8 +382,6 @@ class GradePool:
         serial, score, detail, seconds, exhausted, metrics, trace = answer
         if serial != self._items_before + held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
-        if score is not None:
-            self._least = min(self._least, score)
         outcome = Outcome.ERROR if score is None else Outcome.SCORE
         threshold = self.reward.threshold
         graded = Graded(outcome, score or 0.0, detail, seconds, exhausted, False, threshold, metrics, trace)

@@ -1,6 +1,7 @@
 """Reward functions that misbehave, run for real by the pool's workers."""
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -45,6 +46,18 @@ def forged(payload):
         except OSError:
             continue
     return 1.0
+
+
+def endless(payload):
+    """Writes bytes without the end of a line into every open socket, all the time."""
+    while True:
+        for fd in range(3, 64):
+            try:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.write(fd, b"x")
+            except OSError:
+                continue
+        time.sleep(0.01)
 
 
 def twice(payload):
@@ -126,6 +139,7 @@ BEHAVIOURS = {
     "loop": loop,
     "deaf": deaf,
     "forged": forged,
+    "endless": endless,
     "twice": twice,
     "leak": leak,
     "child": child,

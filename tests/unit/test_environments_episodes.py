@@ -14,6 +14,7 @@ from chats import THINKING, chat_tokenizer
 from fake_engines import ScriptedEngine, TableEngine
 from toys import EOS, characters, graded
 
+from megatron_rl.config.base import ConfigError
 from megatron_rl.contrib.calculator import Calculator
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.environment import Environment, EpisodeSettings
@@ -369,6 +370,49 @@ def test_an_engine_that_fails_ends_the_play():
             return
         time.sleep(0.02)
     pytest.fail("threads are left")
+
+
+def test_every_environment_is_closed_after_an_engine_failed():
+    """The closing of environments that waited for a worker was cancelled, and their containers stayed."""
+    begun, closed = [], []
+
+    @dataclass
+    class Container(Echo):
+        def begin(self, task, seed):
+            begun.append(self)
+            time.sleep(0.1)
+            return super().begin(task, seed)
+
+        def close(self):
+            time.sleep(0.05)
+            closed.append(self)
+
+    def broken(*_):
+        raise ValueError("the engine's own")
+
+    with pytest.raises(ValueError, match="the engine's own"):
+        engines = {"agent": ScriptedEngine(broken, eos=EOS)}
+        play(Container(), context_of(engines), 6, EpisodeSettings(workers=2))
+    assert len(closed) == 6 and len(begun) < 6, "episodes begin although the engine has failed"
+
+
+def test_every_environment_is_closed_after_an_episode_stopped_the_play():
+    closed = []
+
+    @dataclass
+    class Container(Echo):
+        def begin(self, task, seed):
+            time.sleep(0.05)
+            [request] = super().begin(task, seed)
+            return [replace(request, role="nobody") if task["question"] == "q2" else request]
+
+        def close(self):
+            time.sleep(0.05)
+            closed.append(self)
+
+    with pytest.raises(ConfigError, match="speak with the role 'nobody'"):
+        play(Container(), context_of({"agent": table_engine()}, most=3), 6, EpisodeSettings(workers=2))
+    assert len(closed) == 6
 
 
 def chat_speaker(tokenizer, *texts):

@@ -19,6 +19,7 @@ from limits import PROCESS_S
 from megatron_rl.config.schema import Reward
 from megatron_rl.contrib.last_letter import grade as grade_letters
 from megatron_rl.contrib.last_letter import step_labels
+from megatron_rl.rewards import grading_pool
 from megatron_rl.rewards.grading_pool import Graded, GradePool, Outcome, RewardFailure, check_failures
 from megatron_rl.rewards.math_answer import grade as grade_math
 from megatron_rl.rewards.math_answer import grade_released
@@ -160,6 +161,34 @@ def test_a_worker_killed_between_calls_is_replaced(pool):
     victim.kill()
     victim.wait()
     assert outcomes(pool, ["yes"] * 40) == [Outcome.SCORE] * 40
+
+
+def test_a_reward_that_sends_bytes_without_end_is_late(pool):
+    """Every byte used to begin the time limit anew."""
+    assert outcomes(pool, ["endless", "yes"]) == [Outcome.TIMEOUT, Outcome.SCORE]
+
+
+def test_a_worker_is_replaced_by_one_process(monkeypatch):
+    """After a time-out of the last item, the next call used to start a second process, and the first one was lost."""
+    started, open_process = [], grading_pool._open_process
+    monkeypatch.setattr(grading_pool, "_open_process", lambda end: started.append(open_process(end)) or started[-1])
+    with pool_of("reward", workers=1) as pool:
+        for _ in range(3):
+            outcomes(pool, ["yes", "loop"])
+        outcomes(pool, ["yes"])
+    assert len(started) == 4 and all(process.returncode is not None for process in started)
+
+
+def test_a_pool_closes_silently_at_the_end_of_the_program(tmp_path):
+    """The recipe SelfPlay leaves the pool of its `rule` open, and the interpreter starts no threads at its end."""
+    code = (
+        "from megatron_rl.contrib.self_play import AnswerRule\n"
+        "rule = AnswerRule('bad_rewards:reward', 2)\n"
+        "print(rule.correct({0: 'yes'}, {0: {'answer': 'yes'}}, 0.0))\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{0: True}\n", "")
 
 
 def test_thousands_of_small_gradings_take_a_second(pool):
