@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class EngineAnswers:
-    """Sessions with the engines of several roles. Within the context manager `reading`, any thread may send requests."""
+    """Sessions with the engines of several roles. Any thread may send requests in the block of `reading`."""
 
     def __init__(self, context: RolloutContext, roles: Iterable[str]) -> None:
         # The exception of an engine that failed; all pending futures are cancelled.
