@@ -137,7 +137,7 @@ class Plan(WithSettings):
     search: bool = False  # propose the fastest layouts and engines that fit
     # sizes of a role's model: a config.json, or a public model's name
     shape: list[str] = argument((), metavar="ROLE=SOURCE")
-    # mean lengths as a share of the longest allowed
+    # mean lengths as a share of the longest allowed (default: 0.5)
     fill: list[str] = argument((), metavar="SHARE | ROLE=SHARE")
     # samples of a role for each prompt of an iteration, in the mean, over what the recipe says: generator.verifier=1.5
     # where not every solution is verified
@@ -148,9 +148,11 @@ class Plan(WithSettings):
     json: bool = False  # print the figures as JSON, in bytes and seconds
 
 
-class Serve(WithSettings):
+class Serve(Arguments):
     """start one server of a run's rollouts and keep it alive (runs with engine.kind vllm, sglang)"""
 
+    # settings of the run that it serves, with the same overrides
+    settings: list[str] = argument(metavar=METAVAR)
     role: str = argument(required=True)  # the role whose model it serves
     replica: int = 0  # its number among engine.replicas
     # GPUs of this host for it (default: engine.gpus)
@@ -182,13 +184,12 @@ class Report(Arguments):
     runs: list[Path] = argument(metavar="RUN")  # run directories, sweeps, NAME.json files of `megatron-rl eval`
     # the page (default: RUN/report.html; of several: comparison.html)
     out: Path | None = argument(None, flags=["-o", "--out"], metavar="FILE.html")
-    rollouts: int | None = argument(
-        None, type=positive, metavar="N"
-    )  # most rollouts that the page holds (default: 4000)
+    # most rollouts that the page holds (default: 4000)
+    rollouts: int | None = argument(None, type=positive, metavar="N")
     png: Path | None = argument(None, metavar="FILE.png")  # also draw the main curves of one run as a picture
 
 
-class Submit(WithSettings):
+class Submit(Arguments):
     """write the batch scripts of a run, a sweep, SFT data or an evaluation for Slurm, and submit them
 
     A run becomes an array of the trainer's time slices and, with servers (engine.kind), an array of engines:
@@ -202,6 +203,8 @@ class Submit(WithSettings):
     The scripts are those of slurm/, filled in; docs/slurm.md explains each line.
     """
 
+    # settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`
+    settings: list[str] = argument(metavar=METAVAR)
     profile: str = "a100"  # the site: a name in slurm/profiles, or a YAML file
     dry_run: bool = False  # print the scripts; write and submit nothing
     shape: Literal["chain", "roles"] = "chain"  # roles: trainer and engines as one array of single nodes

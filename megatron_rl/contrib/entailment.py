@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.base import Count
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields
 from megatron_rl.spec.run_spec import RunSpec
@@ -19,7 +20,7 @@ class Entailment(Grpo):
     be used as the judge of the recipe Rubric with judge_template: entailment_verifier.
     """
 
-    group_size: int = 8
+    group_size: Count = 8
     template: str = "entailment_verifier"  # template with {question}, {response}, {criterion}
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.algorithms.estimators import ESTIMATORS, word_of
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, Count
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.dynamic_sampling import Group, Metrics, solve_groups
 from megatron_rl.recipes.solutions import GENERATOR
@@ -24,7 +24,7 @@ class Remax(Dapo):
     A problem whose greedy answer could not be graded is left out. All options of the recipe Dapo are supported.
     """
 
-    group_size: int = 1
+    group_size: Count = 1
     estimator: EstimatorName = "reinforce"  # reinforce, reinforce_pp or a user-defined estimator
 
     def __post_init__(self) -> None:

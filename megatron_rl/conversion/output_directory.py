@@ -47,8 +47,12 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
             except directory_lock.Taken as error:
                 who, cure = str(error) or "another process", f"; {error.cure}" if error.cure else ""
                 raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
-        held.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing to remove
-        with refusing(lambda error: f"{target} could not be written: {error}; nothing was left there", OSError):
+        failed = f"{target} could not be written"
+        with (
+            refusing(lambda error: f"{failed}: {error}; nothing was left there", OSError),
+            contextlib.ExitStack() as undo,
+        ):
+            undo.callback(shutil.rmtree, partial, ignore_errors=True)
             for left in partial.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             free, wanted = shutil.disk_usage(partial).free, SPARE * wanted_bytes
@@ -62,6 +66,7 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
+            undo.pop_all()  # from now on, another process may use the name `partial`
             push([target.parent])
 
 

@@ -14,8 +14,8 @@ ANSWER_S = 30.0
 NCCL = "nvidia-nccl"  # package of NCCL without the suffix of the CUDA version, as in nvidia-nccl-cu13
 # A program that prints {package: version} of an environment as JSON. It needs no package of this project.
 LIST = (
-    "import importlib.metadata as m, json; "
-    "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name']}))"
+    "import importlib.metadata as m, json; found = reversed([*m.distributions()]); "
+    "print(json.dumps({d.metadata['Name']: d.version for d in found if d.metadata['Name']}))"
 )
 
 
@@ -24,8 +24,13 @@ class NoEnvironmentError(Exception):
 
 
 def here() -> dict[str, str]:
-    """Returns {package: version} of this environment. Package names are in lower case with hyphens."""
-    return _named({each.metadata["Name"]: each.version for each in metadata.distributions() if each.metadata["Name"]})
+    """Returns {package: version} of this environment. Package names are in lower case with hyphens.
+
+    If a package is installed in several folders of sys.path, the version in the first folder counts, which Python
+    imports.
+    """
+    found = reversed([*metadata.distributions()])
+    return _named({each.metadata["Name"]: each.version for each in found if each.metadata["Name"]})
 
 
 def of_interpreter(python: str) -> dict[str, str]:

@@ -60,9 +60,8 @@ class Brevity:
     2505.18086; its code is not released, so the default size of the penalty may differ from the paper's).
     """
 
-    share: PositiveShare = (
-        0.2  # lambda: share of an update's groups with length rewards, those with the highest success rates
-    )
+    # lambda: share of an update's groups with length rewards, those with the highest success rates
+    share: PositiveShare = 0.2
     penalty: PositiveShare = 0.2  # maximum penalty of a correct solution
 
     def rewards(self, groups: Sequence[Group]) -> list[list[float]]:

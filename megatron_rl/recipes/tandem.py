@@ -4,7 +4,7 @@ is trained on the tokens that it generated.
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.base import ConfigError, Count
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.solutions import GENERATOR
 from megatron_rl.spec.run_spec import RunSpec
@@ -21,7 +21,7 @@ class Tandem(Dapo):
     missing, whereas Grpo would run without a junior.
     """
 
-    group_size: int = 8
+    group_size: Count = 8
 
     def check(self, spec: RunSpec) -> None:
         super().check(spec)

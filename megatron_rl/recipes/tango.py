@@ -255,11 +255,11 @@ class LeanTango(Tango):
     """
 
     # generator iterations per cycle; one verifier iteration takes as long as two generator iterations
-    generator_iterations: int = 9
+    generator_iterations: Count = 9
     reviewed: Reviewed = "failed"
-    review_below: float | None = 0.25
+    review_below: Share | None = 0.25
     verifier_rests: bool = True
     greedy_verdicts: bool = True
     step_credit: StepCredit = StepCredit(span="own", baseline="step")
-    alpha_start: float = 1.0
-    alpha_min: float = 1.0
+    alpha_start: Share = 1.0
+    alpha_min: Share = 1.0

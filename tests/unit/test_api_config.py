@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron_rl.config.plugins import find
 from megatron_rl.config.schema import LossConfig, Optimizer, TrainConfig
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
 from megatron_rl.main import main
+from megatron_rl.planning.workload import FILL
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training.iteration import Recipe
 
@@ -178,6 +180,21 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     if command in ("train", "sft", "generate", "eval"):
         assert f"megatron-rl settings --command {command}" in "\n".join(lines) and "--events" not in "\n".join(lines)
+
+
+def test_every_argument_of_every_command_has_a_help_text():
+    """`report --rollouts` had lost its text, because its comment stood behind a closing bracket."""
+    silent, left = [], [("", build_parser())]
+    while left:
+        name, parser = left.pop()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                left += [(f"{name} {word}".strip(), parser) for word, parser in action.choices.items()]
+            elif not action.help and name != "slice":  # `slice` is for the batch scripts
+                silent.append(f"{name} {action.dest}")
+            elif action.dest == "fill":
+                assert f"(default: {FILL})" in action.help
+    assert not silent
 
 
 def test_settings_are_listed_by_their_beginning_or_a_word(capsys):

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def test_what_tests_run_on_is_what_gpus_get():
     assert here["torch"].partition("+")[0] == pins()["torch"]
     if here["megatron-core"] == pins()["megatron-core"]:
         assert sorted(metadata.requires("megatron-core") or []) == sorted(wheels()["megatron-core"]["requires"])
+
+
+def test_of_a_package_that_is_installed_twice_the_one_that_python_imports_counts(tmp_path, monkeypatch):
+    """As in a virtual environment on top of a container's packages: `doctor` told of the container's megatron-core."""
+    for place, number in (("first", "2.0"), ("second", "1.0")):
+        (folder := tmp_path / place / f"twice-{number}.dist-info").mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Twice\nVersion: {number}\n")
+    both = [str(tmp_path / "first"), str(tmp_path / "second")]
+    monkeypatch.setattr(sys, "path", [*both, *sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(both))
+    assert versions.here()["twice"] == versions.of_interpreter(sys.executable)["twice"] == "2.0"
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason=f"no vLLM: there is no {VLLM}; `make engines` installs it")

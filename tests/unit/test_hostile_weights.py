@@ -19,6 +19,7 @@ from toys import EOS, characters
 
 from megatron_rl import main
 from megatron_rl.config.schema import Model
+from megatron_rl.conversion import output_directory
 from megatron_rl.conversion.output_directory import fresh
 from megatron_rl.report.pages import write_report
 from megatron_rl.run import file_checksums
@@ -85,6 +86,14 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     made = [path for path in (tmp_path / "run/models").rglob("*")]
     assert {"model.safetensors", file_checksums.SUMS, "config.json", "tokenizer.json"} <= {path.name for path in made}
     assert {*made, tmp_path / "run/models", tmp_path / "run"} <= before
+
+
+def test_hostile_a_writer_that_has_ended_leaves_the_files_of_the_next_one(tmp_path, monkeypatch):
+    """Its temporary directory has its final name, so a directory with the temporary name is another process's."""
+    monkeypatch.setattr(output_directory, "push", lambda paths: (tmp_path / ".out.partial").mkdir(exist_ok=True))
+    with fresh(tmp_path / "out", wanted_bytes=1, replace=True) as folder:
+        (folder / "a").write_bytes(b"a")
+    assert (tmp_path / ".out.partial").is_dir() and (tmp_path / "out/a").is_file()
 
 
 def test_hostile_power_cut_after_a_conversion_or_a_checkpoint_finds_all_of_it(tmp_path, monkeypatch):

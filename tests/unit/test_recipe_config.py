@@ -72,6 +72,25 @@ def test_what_the_config_alone_tells_is_refused(check, recipe, overrides, messag
         check(recipe, overrides)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "argument", "value"),
+    [
+        ("contrib.remax:Remax", "group_size", 0),
+        ("contrib.entailment:Entailment", "group_size", 10**7),
+        ("recipes.tandem:Tandem", "group_size", 10**7),
+        ("recipes.tango:LeanTango", "generator_iterations", 0),
+        ("recipes.tango:LeanTango", "alpha_start", 2.0),
+        ("recipes.tango:LeanTango", "alpha_min", 2.0),
+        ("recipes.tango:LeanTango", "review_below", -0.5),
+    ],
+)
+def test_a_recipe_with_another_default_keeps_the_bounds_of_the_argument(recipe, argument, value):
+    """The new default had a plain type, such as int, beside it, which lifted the bounds."""
+    updates = {"updates": 1} if "Tango" not in recipe else {}
+    with pytest.raises(ConfigError, match=f"{argument} = {value}: give"):
+        plugins.build(Use(target=f"megatron_rl.{recipe}", args={**updates, argument: value}))
+
+
 @pytest.mark.parametrize(("recipe", "overrides"), ACCEPTED)
 def test_what_can_be_played_with_is_accepted(check, recipe, overrides):
     check(recipe, overrides)

@@ -156,6 +156,15 @@ def test_weights_of_a_bad_directory_are_refused_by_the_actors_reader(tmp_path, c
         hf_model.check(tmp_path / "model", read_sizes(tmp_path / "model"), cast=True)
 
 
+def test_weights_that_lie_in_no_file_are_told_by_the_first_of_them(tmp_path):
+    """The shard of another model lacks thousands of tensors: the message had a line for each."""
+    folder = sharded(tmp_path / "model")
+    index(lambda m: m.update({name: FIRST for name, file in m.items() if file == SECOND}))(folder)
+    with pytest.raises(ConfigError) as error:
+        safetensors_headers.read_directory(folder)
+    assert str(error.value).count("\n") == 0 and "holds no tensor" in str(error.value)
+
+
 def test_weights_of_a_directory_without_any_are_refused(tmp_path):
     make_model(tmp_path)
     (tmp_path / SINGLE).unlink()
