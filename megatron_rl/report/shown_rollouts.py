@@ -181,11 +181,13 @@ def details(row: Row) -> dict[str, Any]:
     found["rewards"] = {name: _finite(value) for name, value in row["rewards"].items()}
     found["verdicts"], found["steps"] = row["verdicts"] or [], [_cut(step) for step in row["steps"] or ()]
     if not row["pieces"]:
-        return found | {"turns": [], "stepwise": _stepwise(_cut(row["text"]), row["step_advantages"] or (), found)}
-    pieces = [Piece(p["author"], p["tokens"], _finite(p["advantage"]), _cut(p["text"])) for p in row["pieces"]]
+        stepwise = _stepwise(_cut(row["text"]), row["step_advantages"] or (), found)
+        return found | {"turns": [], "most": 0, "stepwise": stepwise}
+    shown = row["pieces"][:MAX_PIECES]
+    pieces = [Piece(p["author"], p["tokens"], _finite(p["advantage"]), _cut(p["text"])) for p in shown]
     credits = {piece.advantage for piece in pieces if piece.advantage is not None}
     most = max(map(abs, credits)) if len(credits) > 1 else 0  # one advantage needs no colours
-    return found | {"turns": _conversation(pieces[:MAX_PIECES]), "most": most}
+    return found | {"turns": _conversation(pieces, coloured=bool(most)), "most": most}
 
 
 class Piece(NamedTuple):
@@ -212,9 +214,13 @@ def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> l
     return [*parts, (text[at:], None, "")]
 
 
-def _conversation(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Returns the turns of a conversation, each with its text in parts [(whether in a call of a tool, [(text, author,
-    advantage)])]. Turns of the environment without text, which are the frame of a chat template, are left out."""
+def _conversation(pieces: Sequence[Piece], *, coloured: bool) -> list[dict[str, Any]]:
+    """Returns the turns of a conversation, each with its text in parts: pairs (whether the parts are in a tool call,
+    [(text, whether a partner wrote it, its advantage as text, such as "+0.5")]).
+
+    The advantage is "" if it is unknown or if the parts are not `coloured`. Turns of the environment without text,
+    which are the frame of a chat template, are left out.
+    """
     turns, answers = [], 0
     for outside, group in groupby(pieces, key=lambda piece: piece.author == Author.ENVIRONMENT):
         own = list(group)
@@ -222,12 +228,14 @@ def _conversation(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         if outside and not text.strip():
             continue
         calls = [] if outside else [match.span() for match in CALL.finditer(text)]
-        ends = list(accumulate(len(piece.text) for piece in own))
+        starts, ends = [first for first, _ in calls], list(accumulate(len(piece.text) for piece in own))
         parts = []
         for start, end in pairwise(sorted({0, *ends, *(cut for call in calls for cut in call)})):
             piece = own[bisect_right(ends, start)]
-            call = next((k for k, (first, last) in enumerate(calls) if first <= start < last), None)
-            parts.append((call, (text[start:end], piece.author, piece.advantage)))
+            before = bisect_right(starts, start)  # number of calls that begin at the part or before it
+            call = before if before and start < calls[before - 1][1] else None
+            told = "" if piece.advantage is None or not coloured else f"{piece.advantage:+.3g}"
+            parts.append((call, (visible(text[start:end]), piece.author == Author.PARTNER, told)))
         tokens = sum(piece.tokens for piece in own)
         who = "environment" if outside else f"answer {answers} of"
         turns.append({

@@ -7,7 +7,7 @@ import re
 from statistics import stdev
 
 import pytest
-from talks import CALLING, keep_talks, talk
+from talks import CALLING, NINE, POLICY, keep_talks, talk
 from test_report import CONFIG, Page, keep, make_run, solution
 
 from megatron_rl.commands.parser import build_parser
@@ -137,3 +137,11 @@ def test_conversations_are_kept_piece_by_piece(tmp_path):
         "answer 1 of 2 · 4 tokens", "environment · 3 tokens", "answer 2 of 2 · 2 tokens"
     ]  # fmt: skip
     assert "episode e7" in row and index["agents"] == ["solver-1"] and index["outcome"] == [1]
+
+
+def test_a_conversation_with_an_advantage_for_each_token_is_small(tmp_path):
+    """Each token had a style of its own: pages of long conversations took four times as long, and were larger."""
+    credit = [0.0, *(place / 7 - 20 for place in range(300))]
+    keep_talks(tmp_path, CONFIG, solver=[talk((POLICY, [NINE] * 300), advantages=credit)])
+    [row] = Page(write_report(tmp_path / "talks").read_text()).rollouts()
+    assert row.count("data-advantage") == 305 and len(row) < 300 * 60

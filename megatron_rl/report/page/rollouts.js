@@ -6,6 +6,7 @@ Report.rollouts = (() => {
   const PAGE = 25; // rollouts at a time
   const CACHED = 40; // unpacked chunks that are kept
   const UNREADABLE = 2; // of `says`
+  const PAGE_WORDS = ".badges, .facts, .figures, .legend, .who, .badge, b, summary:not(:has(.title))";
   let index = null; // the columns, see shown_rollouts.Index
   let place = null; // the element that all of this is in
   let wanted = {}; // the filters: name -> value
@@ -52,8 +53,7 @@ Report.rollouts = (() => {
     if (words !== "") {
       found = [];
       for (const i of candidates) {
-        const text = (await htmlOf(i)).replace(/<[^>]*>/g, "");
-        if (text.toLowerCase().includes(escaped(words))) found.push(i);
+        if (textOf(await htmlOf(i)).toLowerCase().includes(words)) found.push(i);
         if (own !== searched) return; // another search has begun
       }
     } else {
@@ -62,8 +62,18 @@ Report.rollouts = (() => {
     if (own === searched) await show(0);
   }
 
-  /** Returns a text as it stands in the HTML of rollouts. */
-  const escaped = (words) => make("i", {}, words).innerHTML.replaceAll('"', "&#34;").replaceAll("'", "&#39;");
+  /** Returns the texts of a rollout without the words of the page, such as "✓ correct" and "answer 1 of 3". */
+  function textOf(html) {
+    const parsed = parse(html);
+    parsed.querySelectorAll(PAGE_WORDS).forEach((one) => one.remove());
+    return parsed.textContent;
+  }
+
+  function parse(html) {
+    const parsed = document.createElement("template");
+    parsed.innerHTML = html;
+    return parsed.content;
+  }
 
   function order(places) {
     const column = { reward: index.reward, length: index.length, steps: index.steps }[wanted.order];
@@ -94,13 +104,22 @@ Report.rollouts = (() => {
 
   /** Returns the element of a rollout: one line of the list, which unfolds to the rollout. */
   function item(i, html) {
-    const parsed = document.createElement("template");
-    parsed.innerHTML = html;
-    const whole = parsed.content.querySelector(".sample");
+    const whole = parse(html).querySelector(".sample");
     whole.dataset.rollout = i;
+    whole.addEventListener("toggle", () => colour(whole), { once: true });
     if (index.runs.length > 1) whole.querySelector(".facts").prepend(`${index.runs[index.run[i]]} · `);
     whole.append(others(i) ?? "");
     return whole;
+  }
+
+  /** Colours the parts of a conversation by their advantages, and tells the advantages when the mouse is on them. */
+  function colour(whole) {
+    for (const part of whole.querySelectorAll("[data-advantage]")) {
+      const { advantage } = part.dataset;
+      const share = Math.round(60 * Math.min(1, Math.abs(advantage) / whole.dataset.most));
+      part.title = advantage;
+      part.style.background = `color-mix(in srgb, var(${advantage > 0 ? "--good" : "--bad"}) ${share}%, transparent)`;
+    }
   }
 
   /** Returns a button that adds the other agents of the episode; null where there are none on the page. */
