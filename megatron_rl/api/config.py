@@ -10,7 +10,7 @@ from typing import Any
 import pydantic_core
 
 from megatron_rl.config import files as config_files
-from megatron_rl.config.base import ConfigError, refusing
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.run.atomic_files import write_text
 
@@ -117,9 +117,14 @@ def _nested(key: Any, value: Any) -> dict[str, Any]:
     key is malformed or the value cannot be converted."""
     if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"config key {key!r}: it has the form a.b")
-    cure = "give numbers, texts, lists, mappings or sections of the schema"
-    with refusing(lambda error: f"{key}: {error}: {cure}", pydantic_core.PydanticSerializationError):
-        tree = pydantic_core.to_jsonable_python(value)
+
+    def refuse(one: Any) -> None:
+        raise ConfigError(
+            f"{key}: {repr(one)[:80]} is a {type(one).__name__}: give numbers, texts, lists, mappings or sections of "
+            "the schema"
+        )
+
+    tree = pydantic_core.to_jsonable_python(value, fallback=refuse)
     for part in reversed(key.split(".")):
         tree = {part: tree}
     return tree

@@ -153,19 +153,29 @@ def _jsonl(rows: Any, name: str) -> str:
     for number, row in enumerate(found):
         if not isinstance(row, Mapping):
             raise ConfigError(f"{name}: row {number} is a {type(row).__name__}: a row is a mapping of columns")
-        for column, value in row.items():
-            try:
-                json.dumps({column: value}, allow_nan=False, default=_plain)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{name}: row {number}, column {column!r} ({type(value).__name__}) has no form in JSON ({error}): "
-                    "take the column out, or make it text or numbers"
-                ) from error
     if not found:
         raise ConfigError(f"{name} has no rows")
     columns = dict.fromkeys(column for row in found for column in row)
-    whole = ({column: row.get(column) for column in columns} for row in found)
-    return "".join(json.dumps(row, default=_plain, ensure_ascii=False) + "\n" for row in whole)
+    encode, lines = json.JSONEncoder(allow_nan=False, default=_plain, ensure_ascii=False).encode, list[str]()
+    for number, row in enumerate(found):
+        try:
+            lines.append(encode({column: row.get(column) for column in columns}) + "\n")
+        except (TypeError, ValueError):
+            _refuse_column(row, f"{name}: row {number}", encode)
+            raise
+    return "".join(lines)
+
+
+def _refuse_column(row: Mapping[str, Any], where: str, encode: Callable[[Any], str]) -> None:
+    """Raises ConfigError with the name of the first column of a row that has no form in JSON."""
+    for column, value in row.items():
+        try:
+            encode({column: value})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{where}, column {column!r} ({type(value).__name__}) has no form in JSON ({error}): take the column "
+                "out, or make it text or numbers"
+            ) from error
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, read_samples
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import Paired, paired
-from megatron_rl.report.evaluation_page import console_table
+from megatron_rl.report.console_table import console_table
 from megatron_rl.report.html_page import show, write_page
 from megatron_rl.run.atomic_files import write_text
 

@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import markup
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatron_rl.evaluation.handoff import HANDOFF
@@ -19,6 +17,7 @@ from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.set_metrics import CORRECT, MACRO, SetMetrics
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import Interval
+from megatron_rl.report.console_table import console_table
 from megatron_rl.report.html_page import shortened, write_page
 from megatron_rl.run.atomic_files import write_text
 
@@ -68,17 +67,6 @@ def console_tables(sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, 
         title = f"{measure}: mean over problems [95 % bootstrap interval]"
         out.append(console_table(title, ["metric", *(set_title for set_title, *_ in rows)], cells))
     return out
-
-
-def console_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> Table:
-    """Returns a table for the terminal, whose first `left` columns are aligned to the left and the others to the
-    right."""
-    shown = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_edge=False)
-    for place, head in enumerate(heads):
-        shown.add_column(markup.escape(head), justify="left" if place < left else "right")
-    for row in rows:
-        shown.add_row(*map(markup.escape, row))
-    return shown
 
 
 def write_evaluation_page(

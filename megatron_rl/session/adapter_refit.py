@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,20 +20,18 @@ class AdapterFiles:
 
     def __init__(self, world: World, policy: MegatronPolicy, directory: Path) -> None:
         self._world, self._policy, self._directory = world, policy, directory
-        self._begun = 0.0
 
     def write(self, version: int) -> None:
         """Writes the adapter of `version` to disk. Collective."""
-        self._begun = time.perf_counter()
         self._policy.export.write_adapter(self._directory / f"v{version}")
 
     def __call__(self, version: int, replicas: Sequence[int]) -> dict[str, float]:
-        """Deletes the adapters that are at least KEPT versions older than `version`, and returns the metrics of the
-        weight sync. The servers load the files by themselves."""
+        """Deletes the adapters that are at least KEPT versions older than `version`, and returns the adapter's size as
+        metrics, or {} on ranks other than 0. The servers load the files by themselves."""
         if self._world.rank != 0:
             return {}
         for place in self._directory.glob("v*"):
             if place.name[1:].isdecimal() and int(place.name[1:]) <= version - KEPT:
                 shutil.rmtree(place, ignore_errors=True)
         size = sum(file.stat().st_size for file in (self._directory / f"v{version}").iterdir())
-        return {"refit/seconds": time.perf_counter() - self._begun, "refit/gigabytes": size / 1e9}
+        return {"refit/gigabytes": size / 1e9}

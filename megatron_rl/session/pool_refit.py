@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from megatron_rl.engines.pool.server_pool import Pool
@@ -41,7 +42,7 @@ class PoolRefit:
         Waits until at least one server is available, unless servers cannot be started now. Raises EngineError if no
         server becomes available in time, or if no server receives the weights in REFITS attempts.
         """
-        why = None
+        why, start = None, time.perf_counter()
         if isinstance(self._side, AdapterFiles):  # the servers load the files as soon as the weight sync begins
             self._side.write(version)
         for _ in range(REFITS):
@@ -49,8 +50,7 @@ class PoolRefit:
             if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights when restarted
                 return
             metrics, why = self._attempt((version, replicas))
-            if self._world.from_driver(lambda: self._pool is not None and self._pool.end_refit()):
-                self._driver.refitted({"role": self._role, "version": version, **metrics})
+            if self._world.from_driver(self._end, version, start, metrics):
                 return
         raise EngineError(
             f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: "
@@ -72,12 +72,23 @@ class PoolRefit:
         assert self._pool is not None
         return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s)
 
+    def _end(self, version: int, start: float, metrics: Mapping[str, float]) -> bool:
+        """Waits until the servers have the weights, and records the metrics of the refit if at least one server has
+        them. Returns whether one has. `start`: when the refit began, for a `side` that does not measure its seconds.
+        Used on the driver (rank 0)."""
+        assert self._pool is not None
+        reached = self._pool.end_refit() > 0
+        if reached:
+            about = {"role": self._role, "version": version, "refit/seconds": time.perf_counter() - start}
+            self._driver.refitted({**about, **metrics})
+        return reached
+
     def _refresh(self, replicas: list[int]) -> None:
         """Sends the current weights to the servers with the indices `replicas`, while other servers generate. Called on
         the driver (rank 0)."""
         assert self._pool is not None
-        begun = self._begin(self._pool.version, replicas)
+        version, start = self._pool.version, time.perf_counter()
+        begun = self._begin(version, replicas)
         if begun:
-            answers = self._world.call_all(self._call, [(self._pool.version, begun)] * self._world.size)
-            if self._pool.end_refit():
-                self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})
+            answers = self._world.call_all(self._call, [(version, begun)] * self._world.size)
+            self._end(version, start, answers[0][0])

@@ -4,6 +4,9 @@ nobody is tried again.
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 from fake_servers import ADDRESS, RunEngines, engines_in, expected
 from fake_vllm import UPDATE
@@ -11,6 +14,7 @@ from one_process import OneProcess
 
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.refit.transport import RefitError
+from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.open_engines import PoolRefit
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
@@ -79,3 +83,35 @@ def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(run
     fake.fail(UPDATE, *["error"] * 3)
     with pytest.raises(EngineError, match="3 refits to version 2 reached no engine"):
         refit(2)
+
+
+def test_the_seconds_of_an_adapters_refit_are_those_until_the_servers_have_it(run_engines: RunEngines, tmp_path):
+    """They ended before the servers loaded the files; and for a server that joined later, they began with the write."""
+    run_engines.start(0)
+    pool, driver, times = run_engines.open(), Driver(), []
+
+    def write(place) -> None:
+        times.append(time.perf_counter())
+        place.mkdir(parents=True)
+        (place / "adapter_model.safetensors").write_bytes(bytes(1000))
+
+    def end() -> int:
+        reached = ended()
+        times.append(time.perf_counter())
+        return reached
+
+    ended, pool.end_refit = pool.end_refit, end
+    policy = SimpleNamespace(export=SimpleNamespace(write_adapter=write))
+    refit = PoolRefit(
+        OneProcess(), "generator", AdapterFiles(OneProcess(), policy, tmp_path / "adapters"), pool, driver, 5.0
+    )
+    for version in (1, 2, 3):
+        refit(version)
+    assert [line["refit/gigabytes"] for line in driver.lines] == [1e-6] * 3
+    assert all(line["refit/seconds"] >= times[2 * k + 1] - times[2 * k] for k, line in enumerate(driver.lines))
+    assert {place.name for place in (tmp_path / "adapters").iterdir()} == {"v2", "v3"}
+    run_engines.start(1)
+    run_engines.living(2)
+    before = time.perf_counter()
+    assert right(complete(pool, PROMPTS, SAMPLING)) and len(driver.lines) == 4
+    assert driver.lines[3]["refit/seconds"] < time.perf_counter() - before
