@@ -122,14 +122,17 @@ class Nccl:
 
     def _start(self, verb: str, message: Tensor, peer: int, stream: torch.cuda.Stream | None) -> Any:
         """Waits until the peer is about to connect, then starts one send or receive after the work on `stream`. Returns
-        the torch Work. Raises TransportError if the transport was closed before the peer came.
+        the torch Work. Raises TransportError if the transport is closed before: a call after the abort would connect
+        the ranks anew.
         """
-        if peer not in self._connected:
+        come = peer in self._connected
+        if not come and not self._closed.is_set():
             self._connecting.put(f"{self._rank}-{peer}", True)
-            while not self._connecting.has(f"{peer}-{self._rank}", RECHECK_S):
-                if self._closed.is_set():
-                    raise TransportError(f"the group was closed before rank {peer} came")
-            self._connected.add(peer)
+        while not come and not self._closed.is_set():
+            come = self._connecting.has(f"{peer}-{self._rank}", RECHECK_S)
+        if self._closed.is_set():
+            raise TransportError(f"the group was closed before rank {peer} came")
+        self._connected.add(peer)
         if stream is not None:
             torch.cuda.set_device(stream.device)  # the current device is per thread
         with torch.cuda.stream(stream):

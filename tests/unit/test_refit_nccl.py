@@ -132,6 +132,18 @@ def test_nccl_is_not_called_for_a_peer_that_never_comes(nccl, store):
     assert not Group.made[0].streams
 
 
+def test_nccl_is_not_called_for_messages_that_wait_when_the_group_is_closed(nccl, store):
+    """Behind the message of a peer that never came, a message of a peer that had come was started after the abort."""
+    store.under("connecting").put("2-0", True)
+    transport = Nccl(store, 0, 3, SETTINGS)
+    handles = [transport.receive(peer, "bucket 0", 8, torch.device("cpu")) for peer in (1, 2)]
+    transport.close()
+    for handle in handles:
+        with pytest.raises(TransportError, match="the group was closed before rank"):
+            handle.wait(Deadline.start(60.0, 60.0))
+    assert not Group.made[0].streams
+
+
 def test_an_abort_that_never_returns_does_not_hold_the_trainer(nccl, store, monkeypatch, caplog):
     """NCCL's abort may wait for the abort of a peer that is dead; torch waits for it as long as for a message."""
     monkeypatch.setattr(nccl_transport, "ABORT_S", 0.1)
