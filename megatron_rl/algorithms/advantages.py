@@ -80,7 +80,8 @@ def assign_advantages(
     for name, given in (("weights", weights), ("alphas", alphas)):
         if given is not None and len(given) != len(rollouts):
             raise ValueError(f"{len(given)} {name} for {len(rollouts)} rollouts: give one per rollout")
-    if wrong := [value for value in alphas or () if not 0 <= value <= 1]:
+    values = () if alpha is None else np.atleast_1d(alpha).tolist()
+    if wrong := [value for value in values if not 0 <= value <= 1]:
         raise ValueError(f"alpha = {wrong[0]}: the weight of the step advantages lies between 0 and 1")
     find_estimator(estimator)
     if alpha is not None and word_of(estimator) == w_reinforce.__name__:

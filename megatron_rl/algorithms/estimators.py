@@ -96,7 +96,10 @@ def opmd(
     the learning rate. Raises ConfigError for an unknown `baseline` or a `tau` that is not positive.
     """
     if baseline not in ("mean", "log_mean_exp") or not tau > 0:
-        raise ConfigError(f"estimator opmd: baseline = {baseline!r}: give mean or log_mean_exp; tau = {tau}: above 0")
+        raise ConfigError(
+            f"estimator opmd: baseline = {baseline!r}, tau = {tau}: give the baseline mean or log_mean_exp, and a tau "
+            "above 0"
+        )
     if baseline == "mean":
         return compare(rewards, groups)[0]
     top = np.full(int(groups.max(initial=-1)) + 1, -np.inf)

@@ -47,7 +47,7 @@ class RouteRefusal(ValueError):
         self.status, self.code = status, code
 
 
-class _SamplingParams(pydantic.BaseModel):
+class _SamplingParams(pydantic.BaseModel, strict=True):
     """The sampling parameters of a request that are used. All other parameters are ignored."""
 
     max_tokens: pydantic.PositiveInt | None = None

@@ -139,7 +139,7 @@ class _Host:
     async def results(
         self, context: RolloutContext, play: RoutedPlay, indices: Sequence[int], settings: EpisodeSettings
     ) -> list[Mapping[str, Any]]:
-        """Plays the tasks at these [E] indices of the task set. Returns [E] results.
+        """Plays one episode of each of [E] tasks, which are given by their indices. Returns [E] results, in order.
 
         Raises ConfigError, with the end of the process's log, if the process does not start. Raises EnvironmentFailure
         if `close` was called before.
@@ -149,6 +149,8 @@ class _Host:
         async def one(number: int, task: int) -> Mapping[str, Any]:
             session, timeout_s = play.session_id(number, ""), settings.episode_timeout_s
             async with workers:
+                if play.over:  # after an error, no further episode begins
+                    raise asyncio.CancelledError
                 process = await self._ready(context)
                 found = self._pending[session] = asyncio.get_running_loop().create_future()
                 process.say({"session": session, "task": task, "timeout_s": timeout_s})
@@ -195,7 +197,7 @@ class _Host:
             return self._process
 
     async def _read(self, process: LineProcess) -> None:
-        """Passes on the results that the process sends, until the process ends."""
+        """Reads the results that the process sends until the process ends. Sets the futures in `_pending`."""
         try:
             while True:
                 said = await process.hear()
@@ -207,7 +209,8 @@ class _Host:
             await self._end(process, f"verifiers broke off: {error}")
 
     async def _end(self, process: LineProcess | None, why: str, grace_s: float = 0.0) -> None:
-        """Ends the process, if it was not ended before, and fails all its episodes with the reason `why`."""
+        """Ends the process and all of its episodes, whose results get the reason `why`. No-op if `process` is not the
+        current process. `grace_s`: time in seconds that the process has to end by itself."""
         if process is None or process is not self._process:
             return
         self._process, pending, self._pending = None, self._pending, {}

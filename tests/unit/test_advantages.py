@@ -370,8 +370,17 @@ def test_a_step_that_ends_outside_the_tokens_is_refused(end):
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, float("nan")])
 def test_alpha_outside_0_to_1_is_refused(alpha):
-    with pytest.raises(ValueError, match="alpha"):
-        assign_advantages(paper_group(), reward="outcome", alpha=alpha)
+    """Also without rollouts, by which a recipe checks its arguments before the run."""
+    for rollouts in (paper_group(), []):
+        with pytest.raises(ValueError, match="alpha"):
+            assign_advantages(rollouts, reward="outcome", alpha=alpha)
+
+
+def test_alphas_may_be_an_array():
+    group = paper_group()
+    alphas = np.linspace(0.0, 1.0, len(group))
+    found, wanted = (assign_advantages(group, reward="outcome", alpha=own) for own in (alphas, alphas.tolist()))
+    assert [given(rollout) for rollout in found] == [given(rollout) for rollout in wanted]
 
 
 def test_an_unknown_estimator_is_refused_with_those_that_there_are():

@@ -179,6 +179,8 @@ def test_the_sampling_is_the_roles(route):
         (400, GENERATE, asked([1] * 41), "maximum context length is 40 tokens"),
         (400, GENERATE, {"model": "student", "token_ids": [1, 2]}, "sampling_params"),
         (400, GENERATE, asked([1, 2], max_tokens=0), "max_tokens = 0"),
+        (400, GENERATE, asked([1, 2], max_tokens=True), "max_tokens = True"),
+        (400, GENERATE, asked([1, 2], max_tokens="3"), "max_tokens = '3'"),
         (400, GENERATE, asked([1, 2], stop_token_ids=list(range(100))), "stop_token_ids"),
         (400, GENERATE, asked([1]), "the table needs two"),  # what an engine refuses
         (400, GENERATE, asked([1, 2]) | {"features": {}}, "text alone"),
@@ -358,6 +360,20 @@ def test_an_engines_failure_is_raised(maker):
     context.engines["student"].generate_rows = generate_rows
     with pytest.raises(EngineError, match="no server left"):
         play(maker("single"), context, [0])
+
+
+def test_no_episode_begins_after_an_engine_failed(maker, tmp_path):
+    """The other episodes of the failed call were played, and disturbed those of the next call."""
+    context, one = context_of(), maker("single", "hang")
+
+    def generate_rows(rows):
+        raise EngineError("no server left")
+
+    context.engines["student"].generate_rows = generate_rows
+    with pytest.raises(EngineError, match="no server left"):
+        play(one, context, [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
+    assert [episode.outcome for episode in play(one, context_of(), [0])] == [Outcome.SCORE]
+    assert not (tmp_path / "child").exists() and not one._host._pending
 
 
 def tended_by_this_thread(engine: TableEngine) -> threading.Event:
