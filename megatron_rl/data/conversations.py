@@ -166,7 +166,7 @@ def _faults(message: Mapping[str, Any], key: str) -> Iterator[str]:
     if role not in ROLES:
         yield f"{key}.role is {role!r}: give one of {', '.join(ROLES)}"
     if content is None and not calls:
-        yield f"{key} has no content; it has {', '.join(map(str, message))}"
+        yield f"{key} has no content; it has {', '.join(str(name) for name in message if name != 'content')}"
     if role == ASSISTANT and not (content or "").strip() and not calls:
         yield f"{key}.content is empty: an assistant's turn without words is nothing to learn; leave it out"
     for name in _TRAINED:

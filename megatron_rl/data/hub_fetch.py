@@ -156,7 +156,10 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     weightless = wanted.weights and not any(name.endswith(".safetensors") for name in names)
     if kind == "model" and ("config.json" not in names or weightless):
         lacks = "*.safetensors" if "config.json" in names else "config.json"
-        raise ConfigError(f"{wanted.name} has no {lacks}: name a revision that has, as {wanted.name}@REVISION")
+        raise ConfigError(
+            f"{wanted.name} has no {lacks}: name a model of transformers, or a revision that has it, as "
+            f"{wanted.name}@REVISION"
+        )
     if kind == "dataset" and not {*names} - {"README.md"}:
         raise ConfigError(f"{wanted.name} has no Parquet, JSON or CSV files: it is made by a program, which is not run")
     folder.mkdir(parents=True, exist_ok=True)

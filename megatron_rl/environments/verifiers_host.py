@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ async def _serve(host: Host, out: Any) -> None:
     async with host.env.serving():
         say({"ready": True})
         playing: set[asyncio.Task[None]] = set()
-        while line := await asyncio.to_thread(sys.stdin.readline):
+        reader = ThreadPoolExecutor(1)  # not asyncio's threads, which the calls of an environment may all occupy
+        while line := await asyncio.get_running_loop().run_in_executor(reader, sys.stdin.readline):
             task = asyncio.create_task(play(line))
             playing.add(task)
             task.add_done_callback(playing.discard)

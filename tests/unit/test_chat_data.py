@@ -165,6 +165,7 @@ def test_an_assistants_last_turn_is_gone_on_with_where_it_is_a_prompts(tmp_path)
 BAD = [
     ([*USER, "text"], "prompt.1 is 'text', not a message"),
     ([said("user", "a"), {"role": "user"}], "prompt.1 has no content; it has role"),
+    ([said("user", "a"), {"from": "human", "text": "b"}], "prompt.1 has no content; it has role, text"),
     ([said("user", "a"), said("bot", "b")], "prompt.1.role is 'bot': give one of system, developer, user"),
     ([said("user", 3)], "prompt.0.content is 3, not text"),
     ([said("user", [{"type": "image", "url": "x"}])], "prompt.0.content is a list, not text"),

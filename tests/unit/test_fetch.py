@@ -263,7 +263,9 @@ def test_a_file_that_came_damaged_is_removed(served, tmp_path):
 def test_a_name_that_cannot_be_had_is_told_with_the_cure(served, tmp_path):
     served.repositories["models/org/asks"] = Repository(MODEL, gated=True)
     served.repositories["models/org/pickled"] = Repository({n: c for n, c in MODEL.items() if n != "model.safetensors"})
+    served.repositories["models/org/quantized"] = Repository({"model.gguf": b"GGUF"})
     for word, says in {
+        "org/quantized": "org/quantized has no config.json: name a model of transformers, or a revision that has it",
         "org/none": "the hub shows no model and no data set org/none: look at the spelling; .*HF_TOKEN",
         "dataset:org/tiny": "the hub shows no data set org/tiny",
         "org/asks": "org/asks asks for consent: accept its terms on its page at the hub, .*HF_TOKEN",
