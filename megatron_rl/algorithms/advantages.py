@@ -126,9 +126,9 @@ def step_advantages(
     credit: StepCredit = PAPER_CREDIT,
     rloo_scale: float = RLOO_STEP_SCALE,
 ) -> Iterable[np.ndarray | float]:
-    """Yields the step advantages of one of [B] rollouts after the other (Tango, arXiv 2505.15034), because those of all
-    rollouts at once would need 8 bytes per token. Each is [T] float64, or one number if all tokens of the rollout have
-    the same step advantage.
+    """Yields the step advantages of each of [B] rollouts, in order (Tango, arXiv 2505.15034): [T] float64, or one
+    number if all tokens of the rollout have the same step advantage. A generator is returned to save memory: the step
+    advantages of all rollouts together would need 8 bytes per token.
 
     The step rewards of all rollouts of a group form one set. The estimator is applied to this set, separately from the
     outcomes (eq. 5). Each step counts as one token; tokens without a step reward are not in the set. A token then gets

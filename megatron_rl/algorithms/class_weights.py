@@ -39,7 +39,7 @@ class ClassCounts:
         """Converts [B] labels to [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to a mean of 1 over the
         batch.
 
-        If the batch has only one class, all weights are 1. The batch was counted by `updated` before.
+        If the batch has only one class, all weights are 1. `updated` must have been called with a batch before.
         """
         if not labels:
             return []

@@ -23,7 +23,7 @@ SENTENCE_END = "\n\n"
 LAST = 2**64 - 1  # largest unsigned 64-bit integer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)  # pydantic's, which refuses values that cannot be
+@dataclass(frozen=True, slots=True, kw_only=True)  # pydantic's dataclass, which validates the fields
 class Rule:
     """The rule by which the author (senior or junior model) changes. `p` is the probability that a random draw selects
     the senior.

@@ -118,13 +118,8 @@ class Pairwise(Recipe):
         references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
         sampling = sampling_for(context, iteration, GENERATOR, n)
         with context.watch("rollout"):
-            for i, group in drawn(
-                context,
-                GENERATOR,
-                prompts,
-                sampling,
-                # a group is compared while other groups are still being generated
-            ):
+            # a group is compared while other groups are still being generated
+            for i, group in drawn(context, GENERATOR, prompts, sampling):
                 groups[i], texts = group, _texts(context, group)
                 for j in _others(n, references[i]):
                     compared.add(i * n + j, prompts[i], texts[j], texts[references[i]])

@@ -198,8 +198,8 @@ def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
 
 
 def parsed(text: str, what: str) -> Any:
-    """Returns the value of a JSON text. Raises DataError for another text. `what`: the beginning of the error message,
-    such as "'tools' is"."""
+    """Parses a JSON text. Raises DataError if the text is not JSON. `what`: subject and verb of the error message, for
+    example "'tools' is"."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -17,7 +17,7 @@ HELD_OUT = 5  # one question in HELD_OUT belongs to the split `test`
 # give other problems when their size changes.
 _DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
 _MORE = 100
-# errors of the library's data sets
+# exceptions that data sets of the library raise for arguments with which no problem can be generated
 BROKEN = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 

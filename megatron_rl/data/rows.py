@@ -79,11 +79,11 @@ def rows_of(path: str, split: str, subset: str | None, file: str | None = None) 
 def read_all(
     rows: Iterable[tuple[str, Any]], read: Callable[[str, Any], T | None], *, limit: int | None = None
 ) -> tuple[list[tuple[int, T]], list[BadRow], int]:
-    """Converts rows with `read` until `limit` rows are converted.
+    """Converts rows to values with the function `read`, and collects the bad rows. Stops after `limit` values.
 
-    `read`: function (location, row) -> value, or None to skip the row. A row for which it raises DataError or ChatError
-    is bad, as is a row that is a BadRow. Returns ([(index among the rows that are not skipped, value)], bad rows,
-    number of rows with skipped ones).
+    `read`: function (location, row) -> value, or None to skip the row. A row is bad if it is a BadRow, or if `read`
+    raises DataError or ChatError. Returns (list of (index, value), list of bad rows, number of rows read). The index
+    counts good and bad rows from 0; skipped rows are not counted in it, but in the number of rows read.
     """
     found, bad, count = list[tuple[int, T]](), list[BadRow](), 0
     for where, row in rows:

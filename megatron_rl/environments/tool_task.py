@@ -61,7 +61,7 @@ class ToolTask(Environment):
         refuse(*(problem for use, tool in zip(self.tools, tools, strict=True) for problem in _tool_problems(use, tool)))
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         refuse(*self._problems(tools))
-        if self.calls == "tags":  # the tool's one required argument
+        if self.calls == "tags":  # {name of a tool: name of the tool's only required argument}
             self._arguments = {tool.name: tool.parameters["required"][0] for tool in tools}
 
     def _problems(self, tools: Sequence[Tool]) -> Iterator[str]:

@@ -169,11 +169,13 @@ class _Worker:
 
 @dataclass
 class _Call:
-    """The items (responses) of one call of the pool. The threads of the workers share the object."""
+    """The state of one call of the pool: the items (responses) to grade, their results, and a queue of the items that
+    are still to be graded. The threads of all workers use the same object."""
 
     items: Sequence[tuple[str, dict[str, Any]]]
     results: Sequence[Future[Graded]]
-    # indices of items that are sent to a worker together; None for each worker at the end of the call
+    # queue of chunks; a chunk has the indices of items that are sent to a worker together. At the end of the call, the
+    # queue gets one None for each worker, which ends the work of the worker.
     chunks: SimpleQueue[deque[int] | None] = field(default_factory=SimpleQueue)
     again: set[int] = field(default_factory=set)  # items that were held by a worker that was killed from outside
 
@@ -331,12 +333,12 @@ class GradePool:
             worker.start()
 
     def _grade_held(self, worker: _Worker, held: deque[int], call: _Call) -> bool:
-        """Has a worker grade the items `held`. Returns False if its process was ended.
+        """Grades a chunk of items, `held`, with a worker. Returns whether the worker's process is still alive.
 
-        The first item that the process did not answer gets a failed result then, and the other items return to the
-        queue. If the process graded several items as one batch, all items return to the queue and each is graded alone.
-        If the process was killed from outside, such as by the kernel for lack of memory, the first item is graded a
-        second time.
+        If the process ends or is late, it is killed. The first item without an answer gets a failed result, and the
+        other items without an answer return to the queue. There are two exceptions. If the process graded several items
+        as one batch, all items return to the queue and each is graded alone. If the process was killed from outside,
+        for example by the kernel for lack of memory, the first item is graded a second time.
         """
         limit_s, since = self.reward.timeout_s, time.monotonic()
         exhausted, ended = False, ""

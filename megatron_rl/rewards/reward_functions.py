@@ -215,8 +215,8 @@ class Grader:
                 yield self._sum(row)
 
     def _awaited(self, columns: list[list[Any]]) -> list[list[Any]]:
-        """Awaits all coroutines in `columns` concurrently. Returns `columns` with the values that the coroutines
-        returned, or the errors that they raised."""
+        """Awaits all coroutines in `columns` concurrently. Returns `columns` with each coroutine replaced by the value
+        that it returned, or by the error that it raised."""
         import asyncio  # imported here, because the import is slow and few reward functions are coroutine functions
 
         async def settled(value: Any) -> Any:
