@@ -221,7 +221,7 @@ class Slots:
             try:
                 address, size = self._store.peek(key)
                 return self._medium.open(address, device)[:size]
-            except (TransportError, OSError, RuntimeError) as error:
+            except (TransportError, OSError, RuntimeError, ValueError) as error:
                 raise TransportError(f"{label} from {peer}: {error}") from error
 
         return Handle(wait, lambda: self._store.put(f"{key}/free", True))

@@ -9,7 +9,7 @@ import torch
 from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.shared_memory_transport import CudaIpc, Disk, SharedMemory, Slots
-from megatron_rl.refit.transport import TransportError
+from megatron_rl.refit.transport import Deadline, TransportError
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,16 @@ def test_a_file_that_is_no_message_is_named(tmp_path):
     for address in ("../x", 3, None):
         with pytest.raises(RuntimeError, match="is not a file name"):
             Disk(tmp_path).open(address, CPU)
+
+
+def test_an_announcement_that_is_none_is_an_error_of_the_transport():
+    """The exchange took a ValueError for a lost message before it left it to the transports."""
+    store = RefitStore.host("127.0.0.1")[0]
+    store.put("1-0/0", ["a slot without its size"])
+    slots = Slots(store, 0, SharedMemory())
+    with pytest.raises(TransportError, match="bucket 0 from 1: not enough values"):
+        slots.receive(1, "bucket 0", 8, CPU).wait(Deadline.start(60.0, 60.0))
+    slots.close()
 
 
 def test_a_slot_is_at_most_an_eighth_larger_than_its_message():
