@@ -184,8 +184,8 @@ class OpenAiServer(Server):
         return choices
 
     def _drawn(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
-        """Parses one choice of an answer as a completion of at most `room` tokens. Raises AnswerError and other errors
-        for a malformed choice.
+        """Parses one choice of an answer as a completion of at most `room` tokens. Raises AnswerError, or another error
+        that `_understood` converts, for a malformed choice.
         """
         # Only vLLM reports which string ended a completion; other endpoints do not tell it from the end of the text.
         about = {"stop_reason": "a stop string"} if sampling.stop_strings else {}

@@ -16,8 +16,8 @@ from megatron_rl.weights.parameter_mapping import kept_float32
 from megatron_rl.weights.rank_layouts import EngineLayout, Holding, TrainerLayout
 from megatron_rl.weights.refit_plan import RefitPlan
 
-# Messages between processes on the same GPU are so many times as large as other messages: the handshake of a message
-# takes longer than the GPU's copy of 64 MiB.
+# Factor by which messages between processes on the same GPU are larger than other messages, because the handshake of a
+# message takes longer than the GPU's copy of 64 MiB.
 GPU_BUCKETS = 8
 P = TypeVar("P", bound=Parameters)
 

@@ -401,7 +401,7 @@ class TrainerSide:
 
 
 def _whole(ranks: Collection[int], tp: int) -> list[int]:
-    """Returns those of the engine ranks whose replica has all its `tp` ranks among `ranks`."""
+    """Returns the engine ranks of complete replicas. A replica is complete if all its `tp` ranks are in `ranks`."""
     return [rank for rank in ranks if all(rank // tp * tp + place in ranks for place in range(tp))]
 
 

@@ -28,12 +28,13 @@ def write_page(
 ) -> None:  # fmt: skip
     """Renders page/TEMPLATE with `values` and writes the page atomically.
 
-    All values are escaped. `styles`, `scripts`: names of files in page/, which are included in the page. The page's
-    content security policy allows a browser to run only these scripts, and to load nothing. `data`: blocks of
-    data for the scripts as pairs (id, text), which the page contains as the text of HTML elements that are neither
-    shown nor executed. The texts, such as results of `as_json` and base64, must not contain `<`. The blocks are written
-    one at a time, because they may be large. Characters that cannot be encoded as
-    UTF-8, such as lone surrogates, become question marks.
+    All values are escaped. Characters that cannot be encoded as UTF-8, such as lone surrogates, become question marks.
+
+    `styles`, `scripts`: names of files in page/, which are included in the page. The page's content security policy
+    allows a browser to run only these scripts, and to load nothing.
+    `data`: blocks of data for the scripts as pairs (id, text). The page contains each text in an HTML element that is
+    neither shown nor executed. A text must not contain `<`; results of `as_json` and base64 do not. The blocks are
+    written one at a time, because they may be large.
     """
     codes = [(FILES / name).read_text(encoding="utf-8") for name in scripts]
     frame = {"styles": [(FILES / name).read_text(encoding="utf-8") for name in styles], "scripts": codes, "data": data}

@@ -59,10 +59,12 @@ class _Scope:
 class RunConsole(Sink):
     """A metric sink (see metrics.Sink) that shows metrics on the console and writes them to the log file `log_path`.
 
-    It is used on the driver rank only, inside a `with` block. `total_iterations`:
-    number of iterations of the whole run; None if unknown. `first_iteration`: number of iterations that were done
-    before a resume. `stream`: the output, which shows a live table if it is a terminal. Warnings of the package's
-    loggers are shown as lines of the console.
+    It is used on the driver rank only, inside a `with` block. Warnings of the package's loggers are shown as lines of
+    the console.
+
+    `total_iterations`: number of iterations of the whole run; None if unknown.
+    `first_iteration`: number of iterations that were done before a resume.
+    `stream`: the output, which shows a live table if it is a terminal.
     """
 
     name = "console"

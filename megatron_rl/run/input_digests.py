@@ -56,8 +56,13 @@ def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
 def tell_changes(
     file: Path, settings: Mapping[str, Any], models: Mapping[str, Model], *, begun: bool, what: str
 ) -> dict[str, Input]:
-    """Returns the inputs of a command that makes `what`, such as "samples", and records them in `file`. Prints which
-    inputs have changed since an earlier, interrupted command began (`begun`)."""
+    """Reads the inputs of a command (files and models), records them in `file`, and returns them.
+
+    Prints the inputs that have changed since an earlier run of the command that was interrupted.
+
+    `begun`: whether an earlier run of the command has made a part of its results.
+    `what`: name of the results for messages, such as "samples".
+    """
     record = InputRecord(file, done=f"a part of the {what}" if begun else None, accept=True)
     found = read_files(settings) | read_revisions(models)
     for change in record.compare(FILES, found):

@@ -213,7 +213,7 @@ def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
         policies = builders.policies(spec)
         quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
         run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
-        no_grades = lambda responses, payloads: []  # noqa: E731  the prompts are sampled from, and nothing is graded
+        no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
         context = builders.context(spec, run_engines.engines, tokenizers, no_grades, driver)
         trainees = {
             name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits[name])

@@ -209,8 +209,8 @@ class VllmServer(Server):
     def _drawn(
         self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
     ) -> Completion:
-        """Parses one completion of at most `room` tokens of a prompt of `prompt` tokens. Raises AnswerError and other
-        errors for a malformed answer.
+        """Parses one completion of at most `room` tokens. `prompt`: number of tokens of the prompt. Raises AnswerError,
+        or another error that `_understood` converts, for a malformed answer.
         """
         tokens = response_parsing.read_tokens(part["tokens"], self._vocab, room)
         told = part["logprobs"] if sampling.logprobs else None
