@@ -188,7 +188,7 @@ class OpenAiServer(Server):
         that `_understood` converts, for a malformed choice.
         """
         # Only vLLM reports which string ended a completion; other endpoints do not tell it from the end of the text.
-        about = {"stop_reason": "a stop string"} if sampling.stop_strings else {}
+        about: dict[str, Any] = {"stop_reason": "a stop string" if sampling.stop_strings else None}
         about |= {name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice}
         told = None
         if choice.get("token_ids") is not None:
@@ -197,7 +197,7 @@ class OpenAiServer(Server):
         else:
             ids = self._tokenizer.encode(choice["text"], add_special_tokens=False)[: sampling.max_tokens]
             end = self._tokenizer.eos_token_id
-            ended = self._stop(about["finish_reason"], about.get("stop_reason"), sampling) is Stop.EOS
+            ended = self._stop(about["finish_reason"], about["stop_reason"], sampling) is Stop.EOS
             tokens = np.array(ids + [end] * (ended and end is not None and ids[-1:] != [end]), np.int32)
         return self._completion(
             about,

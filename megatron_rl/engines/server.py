@@ -146,10 +146,12 @@ class Server:
         model: Any,
         experts: np.ndarray | None = None,
     ) -> Completion:
-        """Checks and returns one completion of T `tokens`. Raises AnswerError for invalid values.
+        """Checks and returns one completion of T `tokens`. Raises AnswerError for invalid values, and KeyError if
+        `about` lacks one.
 
-        `about`: why the completion ended (`finish_reason`, and in `stop_reason` the token or string that ended it) and
-        optionally its weight versions (`weight_versions`, pairs of the first token and the name of the version).
+        `about`: why the completion ended (`finish_reason`, and in `stop_reason` the token or string that ended it) and,
+        if the server's weights change, their versions (`weight_versions`, pairs of the first token and the name of the
+        version).
         `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none (nan in the
         completion).
         `model`: [T] log-probs under the model at temperature 1, or None if the server returned none.
@@ -159,11 +161,12 @@ class Server:
         )
         # A greedy token is sampled from a point mass, so its log-prob is 0.
         unknown = 0.0 if sampling.greedy else np.nan
-        spans = [(start, _version_of(name)) for start, name in about.get("weight_versions") or ()]
+        told_spans = () if self.version_route is None else about["weight_versions"]
+        spans = [(start, _version_of(name)) for start, name in told_spans]
         return Completion(
             tokens=tokens,
             logprobs=np.full(len(tokens), unknown) if told is None or sampling.greedy else told,
-            stop=self._stop(about["finish_reason"], about.get("stop_reason"), sampling),
+            stop=self._stop(about["finish_reason"], about["stop_reason"], sampling),
             model_logprobs=own,
             experts=experts,
             versions=response_parsing.read_versions(spans, len(tokens)),

@@ -240,6 +240,18 @@ def test_every_way_to_end_has_its_name(stub, reason, stop):
     assert c.stop is stop
 
 
+@pytest.mark.parametrize("name", ["finish_reason", "stop_reason", "weight_versions"])
+def test_a_completion_that_does_not_tell_its_end_or_its_weights_is_malformed(stub, name):
+    """Such a completion counted as one of the newest weights that had reached the end of its text."""
+    client = stub().client()
+    about = {"finish_reason": "stop", "stop_reason": None, "weight_versions": [[0, "3"]]}
+    arrays = {"tokens": np.array([5], np.int32), "scaled": np.array([-1.0], np.float32)}
+    assert client._drawn(about, arrays, Sampling(max_tokens=9), 9).versions == [(0, 3)]
+    del about[name]
+    with pytest.raises(ServerLost, match=f"KeyError '{name}'"), client._understood():
+        client._drawn(about, arrays, Sampling(max_tokens=9), 9)
+
+
 def test_prompts_that_sglang_would_die_of_are_not_sent(stub):
     one = stub(generate=[answer()])
     for prompt in ([], [97], [-1, 5]):
