@@ -149,9 +149,7 @@ class _Host:
         async def one(number: int, task: int) -> Mapping[str, Any]:
             session, timeout_s = play.session_id(number, ""), settings.episode_timeout_s
             async with workers:
-                if play.over:  # after an error, no further episode begins
-                    raise asyncio.CancelledError
-                process = await self._ready(context)
+                process = await self._ready(context, play)
                 found = self._pending[session] = asyncio.get_running_loop().create_future()
                 process.say({"session": session, "task": task, "timeout_s": timeout_s})
                 await asyncio.wait([found], timeout=timeout_s + LATE_S)
@@ -173,9 +171,12 @@ class _Host:
         self.route.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _ready(self, context: RolloutContext) -> LineProcess:
-        """Returns the process, after starting it if it is not running."""
+    async def _ready(self, context: RolloutContext, play: RoutedPlay) -> LineProcess:
+        """Returns the process, after starting it if it is not running. Raises CancelledError if the play is over, so
+        that no further episode begins after an error."""
         async with self._starting:
+            if play.over:
+                raise asyncio.CancelledError
             if self._process is not None and self._process.ended:
                 await self._end(self._process, "verifiers ended")
             if self._closed:
@@ -185,14 +186,15 @@ class _Host:
                 process = LineProcess(self._directory / "log.txt")
                 try:
                     await process.start(words)
-                    process.say(self._told(context, process))
-                    await asyncio.wait_for(process.hear(), START_S)
-                except BaseException as error:
-                    await process.end(0.0)
-                    if isinstance(error, EOFError | OSError):  # also TimeoutError
-                        why = str(error) or f"it was not ready within {START_S:g} s"
-                        raise ConfigError(f"verifiers does not start ({' '.join(words)}): {why}") from error
-                    raise
+                    try:
+                        process.say(self._told(context, process))
+                        await asyncio.wait_for(process.hear(), START_S)
+                    except BaseException:
+                        await process.end(0.0)
+                        raise
+                except (EOFError, OSError) as error:  # also TimeoutError
+                    why = str(error) or f"it was not ready within {START_S:g} s"
+                    raise ConfigError(f"verifiers does not start ({' '.join(words)}): {why}") from error
                 self._process, self._reader = process, asyncio.create_task(self._read(process))
             return self._process
 

@@ -422,6 +422,17 @@ def test_settings_that_cannot_be_are_refused_at_once(change, says):
         build(Use(target="megatron_rl.environments.verifiers:Verifiers", args={**good, **change}))
 
 
+def test_a_python_that_is_gone_when_the_run_begins_is_named(maker, tmp_path):
+    """The error was an AttributeError of the process that had not been started."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    one = maker("single")
+    one.python = str(python)  # as where the environment of Python is built anew during the run
+    python.unlink()
+    with pytest.raises(ConfigError, match=r"verifiers does not start \(.*/python .*No such file"):
+        play(one, context_of(), [0])
+
+
 def test_what_only_the_run_can_tell_is_refused_with_the_cure(maker):
     with pytest.raises(ConfigError, match="there is no such task set"):
         play(maker("single", refuses=True), context_of(), [0])
