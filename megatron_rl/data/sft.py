@@ -158,7 +158,7 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
     framed = with_columns(row, messages)
     first += len(framed) - len(messages) if first else 0
     tools = without_nulls(row.get("tools"))
-    tools = parsed(tools, "'tools' is") if isinstance(tools, str) else tools
+    tools = parsed(tools, "'tools' must be a list of JSON schemas, and is") if isinstance(tools, str) else tools
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")
     return Conversation(messages=framed, first=first, tools=tools or None, where=where)

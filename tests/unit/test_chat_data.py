@@ -274,7 +274,7 @@ def test_samples_for_fine_tuning_in_all_forms(tmp_path):
         ({"messages": USER}, "no message of an assistant"),
         ({"messages": [*USER, {"role": "assistant"}]}, "messages.1 has no content"),
         ({"messages": "text"}, "'messages' is 'text', not a list of messages"),
-        ({"messages": ENDED, "tools": "{"}, "'tools' is not JSON"),
+        ({"messages": ENDED, "tools": "{"}, "'tools' must be a list of JSON schemas, and is not JSON"),
         ({"other": 1}, "no messages; the row has other"),
     ],
 )
