@@ -30,8 +30,11 @@ LEFT = 130  # exit status of a run that saved and exited because a signal asked 
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # device files of NVIDIA's driver: on Linux, on WSL
 # {command: module whose function `run` executes it on a rank}
 MODULES = {
-    **{"train": "session.train", "drift": "session.drift", "sft": "commands.sft"},
-    **{"generate": "commands.generate", "eval": "commands.evaluate"},
+    "train": "session.train",
+    "drift": "session.drift",
+    "sft": "commands.sft",
+    "generate": "commands.generate",
+    "eval": "commands.evaluate",
 }
 # Environment variables that make cuBLAS, NCCL and Transformer Engine deterministic.
 DETERMINISTIC = {

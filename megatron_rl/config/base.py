@@ -92,8 +92,8 @@ def config(cls: type[C]) -> type[C]:
     keys, wrong types, and NaN or infinite numbers are errors.
 
     If the class has a method `problems`, which yields error messages about an instance, an instance with problems
-    cannot be made: the constructor raises ConfigError with all messages. A class with a method `__post_init__` calls
-    `refuse(self.problems())` there.
+    cannot be made: the constructor raises ConfigError with all messages. A class with its own `__post_init__` must call
+    `refuse(*self.problems())` there.
     """
     made: Any = cls
     made.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

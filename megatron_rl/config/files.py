@@ -70,7 +70,8 @@ class _Loader(yaml.SafeLoader):
     values that are too deep or too large after aliases are expanded are errors."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if len(self.states) > 2 * MAX_DEPTH:  # a bomb; `count` refuses smaller depths
+        # stops a document so deep that composing it would overflow the stack; `count` checks the exact limit
+        if len(self.states) > 2 * MAX_DEPTH:
             raise ConfigError(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
         return super().compose_node(parent, index)
 

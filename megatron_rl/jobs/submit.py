@@ -140,8 +140,8 @@ def _engines_script(
 ) -> str:  # fmt: skip
     """Returns the batch script of a run's servers, which is a job array.
 
-    `time`: the time limit; None: the trainer's. `settings`: the setting CONFIG.
-    Raises ConfigError if the time limit is invalid or too short.
+    `time`: the time limit; None: the trainer's. `settings`: settings of the script besides those of the servers and
+    those that all scripts have, such as CONFIG. Raises ConfigError if the time limit is invalid or too short.
     """
     shape = replace(
         trainer, template="engines", nodes=1, ranks=1, gpus=servers.tp if profile.gpus_per_node else 0,

@@ -1,4 +1,4 @@
-"""Checks which layouts a model allows: the single table of which sizes must be divisible by which layout.
+"""Checks which layouts a model allows. Has the single table of which sizes each axis of a layout must divide.
 
 Config checks, the trainer, planning, its search, and the weight maps all use this table. Therefore they refuse the same
 layouts with the same message: the value, the number that does not divide it, and the nearest numbers that do.

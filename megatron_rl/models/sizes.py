@@ -118,7 +118,8 @@ class Routing:
     group_best: int = 1
 
     def within_groups(self, scores: Any) -> Any:
-        """Returns expert scores, a tensor [n, E], with -inf for the experts outside of a token's best groups."""
+        """Returns a copy of the expert scores, a tensor [n, E], in which the scores of experts outside of the token's
+        `groups_chosen` best groups are -inf. A group's score is the sum of its `group_best` highest expert scores."""
         by_group = scores.unflatten(-1, (self.groups, -1))  # [n, groups, E / groups]
         best = by_group.topk(self.group_best, dim=-1).values.sum(dim=-1).topk(self.groups_chosen, dim=-1).indices
         outside = best.new_ones(by_group.shape[:2]).bool().scatter_(1, best, False)

@@ -175,7 +175,8 @@ def engine_choices(case: Case) -> Iterator[Case]:
 def setting_words(place: str, before: Any, after: Any) -> list[str]:
     """Returns the config overrides that change the settings `before` to `after`, two dataclasses of the same type.
 
-    `place`: dotted name of the settings. No override can remove `urls` from a config.
+    `place`: dotted name of the settings. The fields `urls` and `servers` are left out: no override can remove `urls`
+    from a config, and `servers` follows from other settings.
     """
     words = list[str]()
     for name in (field.name for field in dataclasses.fields(after)):

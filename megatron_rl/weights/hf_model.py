@@ -122,8 +122,8 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
 
 
 def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
-    """Yields error messages about a model directory as described at `check`. The messages after the first may be
-    consequences of it."""
+    """Yields error messages about a model directory, see `check`. The caller must stop at the first message: the code
+    after it relies on what the message says is wrong, such as a tensor that is missing."""
     found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
     check_complete(found, sizes)
     for name, (rows, columns) in wanted.items():
