@@ -24,8 +24,8 @@ class ClassCounts:
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
         """Returns the counts updated with a batch of [B] labels (True: correct solution): decay * old count + (1 -
-        decay) * count in the batch. The first batch sets the counts. An empty batch changes nothing. `decay` is
-        in [0, 1).
+        decay) * count in the batch, with `decay` in [0, 1). The first batch sets the counts. An empty batch changes
+        nothing.
         """
         if not labels:
             return self

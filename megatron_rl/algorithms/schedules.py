@@ -11,8 +11,8 @@ WeightSchedule = Literal["exponential", "linear", "cosine"]
 
 
 def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: float, total: int) -> float:
-    """Returns the weight alpha at generator update `update` (counted from 0) of `total`; `floor` from update `total`
-    on.
+    """Returns the weight alpha of the step advantages at the generator update with the index `update`, from 0 to
+    `total`. From update `total` on, alpha is `floor`.
 
         exponential  max(floor, start * exp(-update * ln(start / floor) / total)); the paper's schedule
         linear       start + (floor - start) * update / total

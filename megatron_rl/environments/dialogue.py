@@ -42,8 +42,8 @@ class Exchange:
 
 
 class Dialogue(ABC):
-    """Converts messages to tokens and answers to messages, for one tokenizer. Tool calls are not parsed; they are part
-    of the text."""
+    """Converts messages to tokens and answers to messages, for one tokenizer. By default, tool calls in an answer are
+    not parsed but stay in the text."""
 
     stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, in addition to the model's end tokens
 

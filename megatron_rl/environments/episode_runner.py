@@ -60,10 +60,10 @@ class _Underway:
 
 
 class EpisodesPlay:
-    """One call of `Environment.play`.
+    """Plays the episodes of one call of `Environment.play`.
 
-    Each episode is a coroutine in the thread of an event loop. The caller's thread looks after the engines, and worker
-    threads call the environments.
+    Each episode is a coroutine. All coroutines run in one event loop, which has its own thread. The caller's thread
+    updates the engine servers while it waits. Each call of an environment runs in a new thread.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class EpisodesPlay:
         )
 
     async def _said(self, running: _Underway) -> Said:
-        """Waits for the answer to the oldest pending request."""
+        """Waits for the answer to the oldest pending request. Returns the answer as the environment gets it."""
         request, answer = running.expected[0]
         completion = None if answer is None else await asyncio.wrap_future(answer)
         running.expected.popleft()

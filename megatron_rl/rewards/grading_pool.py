@@ -80,8 +80,8 @@ class Graded:
 class _Worker:
     """One of the pool's workers: a process, which is replaced when it ends, and the thread that talks to the process.
 
-    Linux ends a worker's parent process (reaper.py) when the thread that started it ends, so that the thread lives as
-    long as the worker.
+    The thread lives as long as the worker, because Linux ends the worker's parent process (reaper.py) when the thread
+    that started the parent process ends.
     """
 
     def __init__(self, task: bytes) -> None:
@@ -139,10 +139,8 @@ class _Worker:
         return json.loads(line)
 
     def kill(self) -> int | None:
-        """Ends the process and all processes that it started, and waits for them. Returns the exit status.
-
-        The exit status of a process that has just ended by itself is kept.
-        """
+        """Ends the process and all processes that it started, and waits for them. Returns the exit status of the
+        process, or None if no process was ever started. If the process has already ended, the status is its own."""
         if self.process is None:
             return None
         self.process.send_signal(reaper.LEAVE)
