@@ -6,7 +6,8 @@ Report.rollouts = (() => {
   const PAGE = 25; // rollouts at a time
   const CACHED = 40; // unpacked chunks that are kept
   const UNREADABLE = 2; // of `says`
-  const PAGE_WORDS = ".badges, .facts, .figures, .legend, .who, .badge, b, summary:not(:has(.title))";
+  // elements of a rollout whose text the page has added
+  const PAGE_WORDS = ".badges, .facts, .figures, .legend, .who, .badge, b, details details > summary";
   let index = null; // the columns, see shown_rollouts.Index
   let place = null; // the element that all of this is in
   let wanted = {}; // the filters: name -> value
