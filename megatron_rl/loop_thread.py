@@ -40,4 +40,6 @@ class LoopThread:
 
     def _serve(self) -> None:
         self.loop.run_forever()
+        # Errors of coroutines that are cancelled now are raised by their futures. asyncio would log them, too.
+        self.loop.set_exception_handler(lambda loop, context: None)
         self._runner.close()  # cancels the tasks, and ends asynchronous generators (connections) and threads (DNS)
