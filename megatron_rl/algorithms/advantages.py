@@ -85,9 +85,7 @@ def assign_advantages(
         raise ValueError(f"alpha = {wrong[0]}: the weight of the step advantages lies between 0 and 1")
     find_estimator(estimator)
     if alpha is not None and word_of(estimator) == w_reinforce.__name__:
-        raise ConfigError(
-            "estimator w_reinforce tells correct answers from wrong ones, and has no rule for step rewards"
-        )
+        raise ConfigError("estimator w_reinforce compares correct and wrong answers, and has no rule for step rewards")
     if not rollouts:
         return []
     rewards = np.array([total_reward(rollout, reward) for rollout in rollouts])

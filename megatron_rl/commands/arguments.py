@@ -139,11 +139,11 @@ class Plan(WithSettings):
     shape: list[str] = argument((), metavar="ROLE=SOURCE")
     # mean lengths as a share of the longest allowed (default: 0.5)
     fill: list[str] = argument((), metavar="SHARE | ROLE=SHARE")
-    # samples of a role for each prompt of an iteration, in the mean, over what the recipe says: generator.verifier=1.5
-    # where not every solution is verified
+    # mean number of a role's samples per prompt of an iteration, in place of the recipe's number, such as
+    # generator.verifier=1.5 if not every solution is verified
     draws: list[str] = argument((), metavar="ITERATION.ROLE=NUMBER")
-    # episodes of a role that answers several times, over what the recipe says: answers, told (tokens between two
-    # answers), tool_s (seconds of tools between them), calls_at_once
+    # a property of the episodes of a role that answers several times, in place of the recipe's estimate: answers, told
+    # (tokens between two answers), tool_s (seconds of tools between two answers), calls_at_once
     episode: list[str] = argument((), metavar="ROLE.NAME=VALUE")
     json: bool = False  # print the figures as JSON, in bytes and seconds
 
@@ -173,7 +173,7 @@ class Fetch(Arguments):
     safetensors, JSON and the tokenizer's files of models are fetched.
     """
 
-    # names at the hub, with @REVISION or without; or a config, with overrides
+    # names on the hub, with or without @REVISION; or a config, with overrides
     what: list[str] = argument(metavar="OWNER/NAME | dataset:OWNER/NAME | CONFIG.yaml | a.b=c")
     to: Path = argument(required=True, metavar="DIR")  # the folder that gets them
 
@@ -230,10 +230,10 @@ class Status(Arguments):
 
 
 class Stop(Arguments):
-    """let a run save and leave, and cancel its jobs that wait"""
+    """let a run save a checkpoint and leave, and cancel its pending jobs"""
 
     run: Path  # a run directory, or a sweep's
-    now: bool = False  # cancel its jobs at once: what is not saved is lost
+    now: bool = False  # cancel its jobs at once; progress since the last checkpoint is lost
 
 
 class Logs(Arguments):
@@ -254,9 +254,9 @@ class Slice(Arguments):
 
 
 class Families(Arguments):
-    """The argument that names model families of the user's own."""
+    """The argument that names user-defined model families."""
 
-    # a model family of your own, as in a config's `families`; may be given several times
+    # a user-defined model family, as in a config's `families`; may be given several times
     family: list[str] = argument((), metavar="MODULE:NAME")
 
 
@@ -299,7 +299,7 @@ class ToMegatron(WritesModel):
 
 
 class Reshard(OfCheckpoint):
-    """a checkpoint, optimizer included, cut anew for another layout"""
+    """a checkpoint, including the optimizer, written for another layout"""
 
     tp: int = argument(1, type=positive)  # tensor parallel ranks of the layout that will read it
     pp: int = argument(1, type=positive)  # pipeline stages of the layout that will read it
