@@ -39,3 +39,4 @@ class TaskThread:
                 future.set_result(function())
             except BaseException as error:  # raised again in the thread that waits for the result
                 future.set_exception(error)
+            del task, future, function  # or else an idle thread would keep the memory of the last message in use
