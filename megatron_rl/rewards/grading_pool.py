@@ -267,9 +267,11 @@ class GradePool:
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         call = _Call(items, [Future() for _ in items])
         workers = min(self.reward.workers, len(items))
-        size = max(1, min(CHUNK, -(-len(items) // max(1, workers))))
-        for start in range(0, len(items), size):
-            call.chunks.put(deque(range(len(items))[start : start + size]))
+        start = 0
+        while start < len(items):  # the last chunks are small, so that all workers end at about the same time
+            end = start + min(CHUNK, -(-(len(items) - start) // workers))
+            call.chunks.put(deque(range(start, end)))
+            start = end
         try:
             self._ensure_workers(workers)
             for worker in self._workers:

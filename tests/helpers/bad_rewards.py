@@ -60,6 +60,18 @@ def endless(payload):
         time.sleep(0.01)
 
 
+def waits(payload):
+    """Waits for the file that another grading writes."""
+    while not os.path.exists(payload["file"]):
+        time.sleep(0.01)
+    return 1.0
+
+
+def writes(payload):
+    open(payload["file"], "w").close()
+    return 1.0
+
+
 def twice(payload):
     """Comes back in two processes."""
     os.fork()
@@ -140,6 +152,8 @@ BEHAVIOURS = {
     "deaf": deaf,
     "forged": forged,
     "endless": endless,
+    "waits": waits,
+    "writes": writes,
     "twice": twice,
     "leak": leak,
     "child": child,

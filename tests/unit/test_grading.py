@@ -168,6 +168,18 @@ def test_a_reward_that_sends_bytes_without_end_is_late(pool):
     assert outcomes(pool, ["endless", "yes"]) == [Outcome.TIMEOUT, Outcome.SCORE]
 
 
+def test_the_last_items_do_not_wait_for_a_slow_one(tmp_path):
+    """Chunks of one size let a worker hold the last item behind a slow one, while the other worker was idle.
+
+    Every fourth item is tried before the others, so that the slow item is not one of those.
+    """
+    responses = ["waits" if i == 17 else "writes" if i == 31 else "1" for i in range(32)]
+    payload = {"answer": "1", "file": str(tmp_path / "file")}
+    with pool_of("reward", workers=2, timeout_s=20.0) as pool:
+        graded = pool.grade(responses, [payload] * 32)
+    assert [g.score for g in graded] == [1.0] * 32
+
+
 def test_a_worker_is_replaced_by_one_process(monkeypatch):
     """After a time-out of the last item, the next call used to start a second process, and the first one was lost."""
     started, open_process = [], grading_pool._open_process
