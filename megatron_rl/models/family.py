@@ -44,6 +44,12 @@ SETTLED: Mapping[str, Any] = {
 EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
+def requires_keys(model_type: str, where: str) -> AbstractContextManager[None]:
+    """Context manager that converts a KeyError to a ConfigError, which says that the config.json named `where` lacks a
+    key of this model type."""
+    return refusing(lambda error: f"{where}: {error} is missing, which a {model_type} model must have", KeyError)
+
+
 class Family:
     """A model family: the models with one `model_type` in config.json. It reads the config.json of such models and
     describes their layers and parameters. An instance has no state."""
@@ -76,16 +82,13 @@ class Family:
             if config.get(key, value) not in (value, None):
                 raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
         told, wrong = f"{where} is not the config.json of a {self.model_type} model", (AttributeError, OverflowError)
-        with self.complete(where), refusing(lambda error: f"{told}: {error}", *wrong, TypeError, ValueError):
+        with (
+            requires_keys(self.model_type, where),
+            refusing(lambda error: f"{told}: {error}", *wrong, TypeError, ValueError),
+        ):
             sizes = self.sizes(config)
             self.features(config)
         return sizes
-
-    def complete(self, where: str) -> AbstractContextManager[None]:
-        """Context manager that converts a KeyError to a ConfigError which says that config.json lacks the key."""
-        return refusing(
-            lambda error: f"{where}: {error} is missing, which a {self.model_type} model must have", KeyError
-        )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes of the model described by a supported config.json. Raises KeyError if a key is missing."""

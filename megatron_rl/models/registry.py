@@ -16,7 +16,7 @@ from megatron_rl import models
 from megatron_rl.config import plugins
 from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.models.family import Family
+from megatron_rl.models.family import Family, requires_keys
 from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import Features, Sizes
 
@@ -71,7 +71,7 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
     """Returns the features of the model that the contents of a config.json describe. Raises ConfigError, which names
     the key, if a key is missing. `where`: the file, for error messages."""
     family = _named(config, where)
-    with family.complete(where):
+    with requires_keys(family.model_type, where):
         return family.features(config)
 
 

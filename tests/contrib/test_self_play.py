@@ -13,7 +13,8 @@ from toys import EOS, characters, graded
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.contrib.self_play import PROPOSER, SOLVER, SelfPlay, aimed
+from megatron_rl.contrib.proposals import aimed
+from megatron_rl.contrib.self_play import PROPOSER, SOLVER, SelfPlay
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.training.iteration import Iteration, RolloutContext

@@ -194,7 +194,7 @@ def test_a_worker_is_replaced_by_one_process(monkeypatch):
 def test_a_pool_closes_silently_at_the_end_of_the_program(tmp_path):
     """The recipe SelfPlay leaves the pool of its `rule` open, and the interpreter starts no threads at its end."""
     code = (
-        "from megatron_rl.contrib.self_play import AnswerRule\n"
+        "from megatron_rl.contrib.proposals import AnswerRule\n"
         "rule = AnswerRule('bad_rewards:reward', 2)\n"
         "print(rule.correct({0: 'yes'}, {0: {'answer': 'yes'}}, 0.0))\n"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import Share
-from megatron_rl.contrib.self_play import elected
+from megatron_rl.contrib.proposals import elected
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, Solution, sampling_for, solve
 from megatron_rl.rewards.tags import boxed
