@@ -215,7 +215,6 @@ def arrays_have_their_types(engine: Engine, judge: Judge) -> None:
 
 
 def every_ask_has_its_own_sampling_and_key(engine: Engine, judge: Judge) -> None:
-    """A key's draw does not depend on what else the session was asked, nor on when."""
     one, other = prompts(judge)[1], prompts(judge)[3]
     sampling = Sampling(max_tokens=9, n=2, seed=11)
     session = engine.session()
@@ -227,9 +226,29 @@ def every_ask_has_its_own_sampling_and_key(engine: Engine, judge: Judge) -> None
     assert {key: len(group) for key, group in found.items()} == {-4: 1, 1 << 40: 2, 7: 2}
     judge.check_greedy(one, found[-4][0])
     assert texts([found[7]]) != texts([found[1 << 40]])
-    alone = engine.session()
-    alone.ask(7, other, sampling)
-    assert texts(dict(alone.answers()).values()) == texts([found[7]])
+
+
+def draws_do_not_depend_on_other_draws(engine: Engine, judge: Judge) -> None:
+    """The draws of a key are the same whether its request is alone or one of several."""
+    sampling = Sampling(max_tokens=9, n=2, seed=11)
+    _check_alone(engine, 7, [(key, prompts(judge)[3], sampling) for key in (-4, 1 << 40, 7)])
+
+
+def draws_do_not_depend_on_greedy_requests(engine: Engine, judge: Judge) -> None:
+    greedy, drawn = (-4, prompts(judge)[1], GREEDY), (7, prompts(judge)[3], Sampling(max_tokens=9, n=2, seed=11))
+    _check_alone(engine, 7, [greedy, drawn])
+
+
+def _check_alone(engine: Engine, key: int, asks: list[tuple[int, list[int], Sampling]]) -> None:
+    """The completions of `key` are the same with all requests as with this request alone."""
+    found = []
+    for some in (asks, [ask for ask in asks if ask[0] == key]):
+        session = engine.session()
+        for ask in some:
+            session.ask(*ask)
+        found.append(texts([dict(session.answers())[key]]))
+        session.close()
+    assert found[0] == found[1]
 
 
 def more_may_be_asked_while_answers_are_read(engine: Engine, judge: Judge) -> None:
@@ -324,6 +343,8 @@ CHECKS = {
         nonsense_is_refused,
         arrays_have_their_types,
         every_ask_has_its_own_sampling_and_key,
+        draws_do_not_depend_on_other_draws,
+        draws_do_not_depend_on_greedy_requests,
         more_may_be_asked_while_answers_are_read,
         answers_wait_for_those_who_may_ask,
         scores_are_those_of_transformers,

@@ -13,11 +13,20 @@ import conformance
 import conversations
 import pytest
 from engines_worker import prompts
+from limits import RUN_S
 from ranks import ROOT, run_ranks
 from test_engines_vllm import VOCAB, check_greedy, check_writers, completions
 from tiny_models import make_model
 from toys import characters
 
+from megatron_rl.cluster.host_address import free_port
+from megatron_rl.engines.kind import ModelFacts, ServerStart
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.server_pool import given
+from megatron_rl.engines.server_process import ServerProcess
+from megatron_rl.engines.sglang.client import SglangServer
+from megatron_rl.engines.sglang.kind import command
+from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.types import Stop
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
@@ -29,8 +38,13 @@ engine: {{kind: sglang, python: {python}, tp: 2, kv_cache_gib: 0.02}}
 run: {{dir: {base}, name: run}}
 refit: {{timeout_s: 120, message_timeout_s: 20}}
 """
-SEEDS = "draws_differ_by_sample_prompt_and_seed_and_repeat"  # needs --enable-deterministic-inference, which needs a GPU
-FULL = "a_full_context_can_be_scored"  # SGLang keeps a few tokens of the context back
+SEEDED = ["--enable-deterministic-inference"]  # only then does SGLang heed the seeds of requests
+SEEDS = ("draws_differ_by_sample_prompt_and_seed_and_repeat", "draws_do_not_depend_on_other_draws")
+LEFT_OUT = (
+    *SEEDS,
+    "draws_do_not_depend_on_greedy_requests",  # SGLang numbers tokens by their rank for a batch with a greedy request
+    "a_full_context_can_be_scored",  # SGLang keeps a few tokens of the context back
+)
 pytestmark = [
     pytest.mark.multi,
     pytest.mark.skipif(
@@ -61,6 +75,27 @@ def found(base):
 
 
 @pytest.fixture(scope="module")
+def seeded(base):
+    """An engine of a server that heeds seeds, of one rank. The stub's plugin lets such a server start without a GPU."""
+    token, port = base / "token", free_port("127.0.0.1")
+    token.write_text("a token of this test")
+    settings = Sglang(python=str(PYTHON), kv_cache_gib=0.02, args=SEEDED)
+    start = ServerStart(
+        python=str(PYTHON), model=base / "model", dtype="float32", port=port, token_file=token, on_gpu=False
+    )
+    process = ServerProcess(command(settings, start), base / "seeded.log", os.environ, imports=base / "imports")
+    facts = ModelFacts(ends=frozenset({0, 7}), vocab=VOCAB)
+    server = SglangServer(f"http://127.0.0.1:{port}", token.read_text(), settings, 60, facts)
+    try:
+        process.wait_until(server.ready, RUN_S)
+        engine = given("generator", [server], Limits.of(settings))
+        yield engine
+        engine.close()
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="module")
 def judges(base, found):
     """transformers on the actor's weights, by version."""
     for directory in sorted((base / "ranks").glob("v*")):
@@ -68,9 +103,14 @@ def judges(base, found):
     return {int(d.name[1:]): conformance.Judge(d, characters()) for d in sorted((base / "ranks").glob("v*"))}
 
 
-@pytest.mark.parametrize("name", [name for name in conformance.CHECKS if name not in (SEEDS, FULL)])
+@pytest.mark.parametrize("name", [name for name in conformance.CHECKS if name not in LEFT_OUT])
 def test_sglang_conforms(found, name):
     assert found["conformance"][name] is None, found["conformance"][name]
+
+
+@pytest.mark.parametrize("name", [*SEEDS, "sampled_logprobs_equal_transformers", "sampling_follows_the_model"])
+def test_a_server_with_deterministic_inference_heeds_seeds(base, seeded, name):
+    conformance.CHECKS[name](seeded, conformance.Judge(base / "model", characters()))
 
 
 def test_every_route_but_the_health_check_wants_the_token(found):

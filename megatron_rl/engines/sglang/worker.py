@@ -41,9 +41,11 @@ def main() -> None:
     check.
     """
     from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    load_plugins()  # as SGLang's own launcher does: plugins may add choices of arguments
     arguments = prepare_server_args(sys.argv[1:])
     if (
         arguments.tokenizer_worker_num != 1
