@@ -138,18 +138,20 @@ $(SGLANG)/.ready: tools/engines/sglang-cpu.txt tools/engines/sglang-cpu-wheel.tx
 
 ORACLES ?= .venv-oracles
 ORACLES_PIP := $(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check
-oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's own code, run anew; one table
+oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's and verl's own code, run anew; one table
 	rm -rf $(ORACLES)/new
 	mkdir -p $(ORACLES)/new
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_run.py $(ORACLES)/new/trl_run
+	$(ORACLES)/bin/python tools/oracles/verl_functions.py $(ORACLES)/new/verl_ppo.json
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
-	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/multi/test_oracles_run.py -q
+	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/unit/test_gae.py tests/multi/test_oracles_run.py -q
 
 $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(PYTHON) -m venv $(ORACLES)
 	$(call cpu-torch,$(ORACLES_PIP))
 	$(ORACLES_PIP) $(CONSTRAINTS) -r tools/oracles/requirements.txt
+	$(ORACLES_PIP) --no-deps verl==0.9.1
 	touch $@
 
 VERIFIERS ?= .venv-verifiers

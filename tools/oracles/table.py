@@ -2,8 +2,9 @@
 
     python tools/oracles/table.py [FOLDER]
 
-FOLDER holds what tools/oracles/trl_losses.py and trl_run.py have just written. Fails when TRL's numbers are not those
-in tests/oracles any more. Without FOLDER the table of docs/methods.md is printed. tests/helpers must be on PYTHONPATH.
+FOLDER holds what trl_losses.py, trl_run.py and verl_functions.py in tools/oracles have just written. Fails when these
+numbers differ from those in tests/oracles. Without FOLDER, prints the tables of docs/methods.md. tests/helpers must be
+on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import oracles
+import oracles_verl
 from ranks import ROOT, run_ranks
 from safetensors.torch import load_file
 
@@ -40,7 +42,7 @@ def unlike(new: Any, kept: Any, place: str = "", *, bar: float = SAME) -> Iterat
 
 def changes(folder: Path) -> Iterator[str]:
     """Names what is different from tests/oracles in what was written anew."""
-    for name, bar in (("trl_losses.json", SAME), ("trl_run/record.json", 1e-5)):
+    for name, bar in (("trl_losses.json", SAME), ("trl_run/record.json", 1e-5), ("verl_ppo.json", SAME)):
         new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
         yield from unlike(new, kept, name, bar=bar)
     for name in ("model/model", "after_1", "after_2"):
@@ -71,16 +73,18 @@ def main() -> None:
         print(__doc__)
         sys.exit(2)
     if len(sys.argv) == 1:
-        print(oracles.table(measured=False))
+        print(oracles.table(measured=False), oracles_verl.table(measured=False), sep="\n\n")
         return
     found = list(changes(Path(sys.argv[1])))
     versions = oracles.trl()["versions"]
     print(f"TRL {versions['trl']}; largest difference relative to TRL's largest number, bar {oracles.BAR:.0e}")
     print(oracles.table(measured=True))
     print(replayed())
+    print(f"verl {oracles_verl.verl()['versions']['verl']}; largest difference relative to verl's largest number")
+    print(oracles_verl.table(measured=True))
     if found:
-        sys.exit("\n".join(["TRL's numbers are not those in tests/oracles:", *found[:20]]))
-    print("TRL's numbers are those in tests/oracles")
+        sys.exit("\n".join(["these numbers are not those in tests/oracles:", *found[:20]]))
+    print("TRL's and verl's numbers are those in tests/oracles")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,225 @@
+"""Computes advantages from the values of a critic: generalised advantage estimation (GAE, arXiv 1506.02438) over tokens
+or turns, with an optional KL penalty in the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megatron_rl.algorithms.advantages import PAPER_CREDIT, TRAINED, StepCredit, step_advantages, total_reward
+from megatron_rl.config.base import CountOrZero, Share, config
+from megatron_rl.types import STEP, Rollout
+
+Kl = Literal["k1", "k2", "k3"]
+
+
+@config
+class Gae:
+    """Settings of advantages from a critic, and of the KL penalty in the reward."""
+
+    gamma: Share = 1.0  # discount factor per action; an action is a token or a turn, see `level`
+    lam: Share = 1.0  # lambda of GAE; with gamma = lam = 1, an advantage is the sum of later rewards minus the value
+    # "token": each token is an action. "turn": each turn of an agent is an action. The value of a turn is the value of
+    # its first token, the reward of a turn is the sum over its tokens, and all tokens of a turn have its advantage.
+    level: Literal["token", "turn"] = "token"
+    whiten: bool = True  # normalise the advantages to mean 0 and variance 1 over the trained tokens of the iteration
+    critic_warmup: CountOrZero = 0  # number of first iterations of a role that train its critic only
+    # Coefficient of the KL divergence from the reference in the reward of each token; with `kl_target`, the coefficient
+    # of the first iteration. (loss.kl_coef puts the KL divergence into the loss instead.)
+    kl_coef: NonNegativeFloat = 0.0
+    kl: Kl = "k1"  # estimator of the KL divergence per token, as in loss.kl; k3 is clamped at 10 as in verl
+    # Target of the mean KL divergence per token. After each iteration, the coefficient moves towards the target (arXiv
+    # 1909.08593); null: the coefficient is fixed.
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveInt = 10_000  # number of rollouts in which `kl_target` changes the coefficient by at most 20 %
+
+    def problems(self) -> Iterator[str]:
+        """Yields an error message if `kl_target` cannot change the coefficient."""
+        if self.kl_target is not None and not self.kl_coef:
+            yield f"gae.kl_target = {self.kl_target} with gae.kl_coef = 0, which stays 0: give a kl_coef above 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credited:
+    """The rollouts on which a role and its critic are trained, and metrics."""
+
+    policy: list[Rollout]  # [B] rollouts with advantages [T]
+    critic: list[Rollout]  # [B] the same rollouts with the values `old_value` and `returns` [T]
+    kl: float  # mean KL estimate of a rollout's tokens, averaged over the rollouts; 0 without a penalty
+    metrics: Mapping[str, float]
+
+
+def assign_gae(
+    rollouts: Sequence[Rollout],
+    settings: Gae,
+    *,
+    reward: str | Mapping[str, float],
+    kl_coef: float = 0.0,
+    weights: Sequence[float] | None = None,
+) -> Credited:
+    """Computes the advantages of [B] rollouts, and the returns that their critic learns.
+
+    The rollouts have the critic's values in `values["value"]` [T]. With a `kl_coef` above 0, they also have the values
+    `logprobs` and `reference_logprobs`. The reward of a token is -kl_coef times its KL estimate. The last trained token
+    also gets the outcome. Tokens that are not in the loss are skipped: after the last token of a turn, the next action
+    is the first token of the next turn, as in verl. Returns are values + advantages before whitening.
+
+    `reward`: name of the outcome reward, or {name: weight}. The outcome is stored as the reward TRAINED.
+    `weights`: [B] factors on the advantages, applied after whitening.
+
+    Raises ValueError for a reward that is missing or not finite.
+    """
+    if not rollouts:
+        return Credited(policy=[], critic=[], kl=0.0, metrics={})
+    outcomes = np.array([total_reward(rollout, reward) for rollout in rollouts])
+    masks = [rollout.weights != 0 for rollout in rollouts]
+    lengths = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
+    values = _gathered(rollouts, masks, "value")
+    rewards, kl = np.zeros(len(values)), 0.0
+    if kl_coef:
+        logprobs, reference = (_gathered(rollouts, masks, name) for name in ("logprobs", "reference_logprobs"))
+        rewards = kl_estimates(logprobs, reference, settings.kl)
+        kl = float(np.mean(_sums(rewards, lengths) / np.maximum(lengths, 1)))
+        rewards *= -kl_coef
+    rewards[np.cumsum(lengths)[lengths > 0] - 1] += outcomes[lengths > 0]
+    if settings.level == "token":
+        advantages = gae(rewards, values, lengths, gamma=settings.gamma, lam=settings.lam)
+        returns = values + advantages
+    else:
+        advantages, returns = _over_turns(rewards, values, masks, settings)
+    metrics = {"value": _mean(values), "return": _mean(returns), "explained_variance": _explained(values, returns)}
+    if settings.whiten:
+        advantages = whiten(advantages)
+    if weights is not None:
+        advantages = advantages * np.repeat(np.asarray(weights, np.float64), lengths)
+    policy, critic = [], []
+    parts = (_scattered(flat, masks, lengths) for flat in (advantages, values, returns))
+    for rollout, outcome, own, old, target in zip(rollouts, outcomes.tolist(), *parts, strict=True):
+        policy.append(replace(rollout, rewards={**rollout.rewards, TRAINED: outcome}, advantages=own))
+        critic.append(replace(rollout, values={"old_value": old, "returns": target}))
+    return Credited(policy=policy, critic=critic, kl=kl, metrics=metrics)
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float, lam: float) -> np.ndarray:
+    """Computes A_t = r_t + gamma V_(t+1) - V_t + gamma lam A_(t+1) for the actions of B sequences. V and A are 0 after
+    the last action of a sequence. Returns [N] float64.
+
+    `rewards`, `values`: [N], the sequences one after another. `lengths`: [B], number of actions of each sequence.
+    """
+    ends = np.cumsum(lengths)
+    advantages = np.zeros(len(values))  # first V_(t+1)
+    advantages[:-1] = values[1:]
+    advantages[ends[lengths > 0] - 1] = 0.0
+    advantages *= gamma
+    advantages += rewards
+    advantages -= values
+    # Loop over positions, counted from the ends. Sequences with an action at the position are a prefix of `order`.
+    order = np.argsort(-lengths, kind="stable")
+    last = ends[order] - 1
+    active = np.searchsorted(-lengths[order], -np.arange(1, lengths.max(initial=0)))
+    for position, count in enumerate(active.tolist(), start=1):
+        at = last[:count] - position
+        advantages[at] += gamma * lam * advantages[at + 1]
+    return advantages
+
+
+def whiten(values: np.ndarray) -> np.ndarray:
+    """Returns (v - mean) / sqrt(variance + 1e-8) of [N] values, with the sample variance (n - 1), as verl's
+    masked_whiten. (OpenRLHF divides by sqrt(max(population variance, 1e-8)).)
+    """
+    centred = values - _mean(values)
+    return centred / np.sqrt(np.square(centred).sum() / max(len(values) - 1, 1) + 1e-8)
+
+
+def kl_estimates(logprobs: np.ndarray, reference: np.ndarray, kind: Kl) -> np.ndarray:
+    """Returns Schulman's estimates of KL(policy || reference) per token, with the bounds of verl's kl_penalty for k3:
+    the log-ratio is clamped at +-20, the estimate at 10.
+    """
+    ratios = reference - logprobs
+    match kind:
+        case "k1":
+            return -ratios
+        case "k2":
+            return 0.5 * np.square(ratios)
+        case "k3":
+            clamped = np.clip(ratios, -20, 20)
+            return np.minimum(np.exp(clamped) - clamped - 1, 10)
+
+
+def adapted(kl_coef: float, kl: float, num_rollouts: int, settings: Gae) -> float:
+    """Returns the KL coefficient of the next iteration, from the mean KL divergence of this iteration's rollouts
+    (adaptive controller, arXiv 1909.08593). Without a `kl_target`, returns the coefficient unchanged.
+    """
+    if settings.kl_target is None:
+        return kl_coef
+    error = float(np.clip(kl / settings.kl_target - 1, -0.2, 0.2))
+    return kl_coef * (1 + error * num_rollouts / settings.kl_horizon)
+
+
+def mix_steps(
+    rollouts: Sequence[Rollout], alphas: Sequence[float], *, steps: StepCredit = PAPER_CREDIT
+) -> list[Rollout]:
+    """Mixes the advantages A of [B] rollouts with step advantages S: (1 - alpha) A + alpha S (Tango, arXiv 2505.15034,
+    eq. 7). S is that of the estimator "reinforce_pp": for each token the sum of the step rewards at or after the token,
+    whitened over the trained tokens. If no rollout has scores on its reasoning steps, returns the rollouts unchanged.
+    """
+    if all(rollout.annotations_of(STEP).scores is None for rollout in rollouts):
+        return list(rollouts)
+    found = step_advantages(rollouts, estimator="reinforce_pp", credit=steps)
+    mixed = ((1 - a) * np.asarray(r.advantages) + a * s for r, s, a in zip(rollouts, found, alphas, strict=True))
+    return [
+        replace(rollout, advantages=np.where(rollout.weights != 0, own, 0.0).astype(np.float32))
+        for rollout, own in zip(rollouts, mixed, strict=True)
+    ]
+
+
+def _over_turns(
+    rewards: np.ndarray, values: np.ndarray, masks: Sequence[np.ndarray], settings: Gae
+) -> tuple[np.ndarray, np.ndarray]:
+    """Computes advantages over turns, each a run of consecutive trained tokens. Returns (advantages, returns) of the
+    turn of each trained token, both [N] float64.
+    """
+    firsts = [mask & ~np.concatenate([[False], mask[:-1]]) for mask in masks]
+    starts = np.flatnonzero(np.concatenate([first[mask] for first, mask in zip(firsts, masks, strict=True)]))
+    turns = np.array([np.count_nonzero(first) for first in firsts], np.int64)
+    own = values[starts]
+    summed = np.add.reduceat(rewards, starts) if len(starts) else rewards
+    advantages = gae(summed, own, turns, gamma=settings.gamma, lam=settings.lam)
+    sizes = np.diff(starts, append=len(values))
+    return np.repeat(advantages, sizes), np.repeat(own + advantages, sizes)
+
+
+def _gathered(rollouts: Sequence[Rollout], masks: Sequence[np.ndarray], name: str) -> np.ndarray:
+    """Returns the values `name` of all trained tokens, [N] float64."""
+    own = [rollout.values[name][mask] for rollout, mask in zip(rollouts, masks, strict=True)]
+    return np.concatenate([np.empty(0), *own])
+
+
+def _scattered(flat: np.ndarray, masks: Sequence[np.ndarray], lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the values of each rollout's tokens, [T] float32, with 0 for tokens that are not trained, from the values
+    of all trained tokens [N].
+    """
+    for mask, own in zip(masks, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
+        values = np.zeros(len(mask), np.float32)
+        values[mask] = own
+        yield values
+
+
+def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the sum of each rollout's values, [B], from the values of all trained tokens [N]."""
+    return np.array([own.sum() for own in np.split(flat, np.cumsum(lengths)[:-1])])
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _explained(values: np.ndarray, returns: np.ndarray) -> float:
+    """Returns the share of the variance of the returns that the values explain; 0 if all returns are equal."""
+    variance = float(returns.var()) if len(returns) else 0.0
+    return 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0

@@ -1,0 +1,127 @@
+"""Compares PPO with a critic, as it is here, with the numbers of verl's own functions in tests/oracles/verl_ppo.json.
+
+Each function in ROWS returns the largest difference from verl, relative to verl's largest number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from oracles import FOLDER
+
+from megatron_rl.algorithms.gae import Gae, adapted, assign_gae, kl_estimates
+from megatron_rl.types import Author, Rollout, spans_of
+
+PROMPT = 3  # tokens of the prompt before each of verl's responses
+
+
+@cache
+def verl() -> dict[str, Any]:
+    """Reads verl's numbers: versions, inputs, and results by function."""
+    return json.loads((FOLDER / "verl_ppo.json").read_text())
+
+
+def after_prompt(values: Sequence[float]) -> np.ndarray:
+    """Puts the numbers of a response behind the prompt. -> [T] float32"""
+    return np.array([0.0] * PROMPT + list(values), np.float32)
+
+
+def make_rollouts(**more: Sequence[Sequence[float]]) -> list[Rollout]:
+    """Makes the rollouts of verl's inputs. `more`: further values per token of the responses."""
+    inputs, out = verl()["inputs"], []
+    names = ("value", "logprobs", "reference_logprobs")
+    columns = {name: inputs[name] for name in names} | more
+    for number, written in enumerate(inputs["written"]):
+        parts = [(Author.POLICY, 0) if digit == "1" else (Author.ENVIRONMENT, -1) for digit in written]
+        spans = [(len(list(group)), *key) for key, group in groupby(parts)]
+        out.append(
+            Rollout(
+                role="generator", group=str(number), tokens=np.arange(PROMPT + len(written)),
+                logprobs=after_prompt(inputs["logprobs"][number]),
+                spans=spans_of((PROMPT, Author.ENVIRONMENT, -1), *spans),
+                rewards={"outcome": inputs["outcomes"][number]},
+                values={name: after_prompt(rows[number]) for name, rows in columns.items()},
+            )
+        )  # fmt: skip
+    return out
+
+
+def apart(found: Sequence[np.ndarray], theirs: Sequence[Sequence[float]]) -> float:
+    """Compares numbers per token, [T] each, with verl's per token of the responses."""
+    wanted = np.concatenate([[0.0] * PROMPT + list(own) for own in theirs])
+    return float(np.abs(np.concatenate([*found]) - wanted).max() / np.abs(wanted).max())
+
+
+def over_tokens() -> float:
+    """Whitened advantages and returns, with the KL penalty k1 in the rewards."""
+    found = []
+    for row in verl()["tokens"].values():
+        settings = Gae(gamma=row["gamma"], lam=row["lam"])
+        ours = assign_gae(make_rollouts(), settings, reward="outcome", kl_coef=verl()["inputs"]["kl_coef"])
+        found.append(apart([np.asarray(r.advantages) for r in ours.policy], row["advantages"]))
+        found.append(apart([r.values["returns"] for r in ours.critic], row["returns"]))
+    return max(found)
+
+
+def over_turns() -> float:
+    """Returns of turns, of which verl is given one column each."""
+    found = []
+    for row in verl()["turns"].values():
+        settings = Gae(gamma=row["gamma"], lam=row["lam"], level="turn")
+        ours = assign_gae(make_rollouts(), settings, reward="outcome", kl_coef=verl()["inputs"]["kl_coef"])
+        theirs = []
+        for written, returns in zip(verl()["inputs"]["written"], row["returns"], strict=True):
+            runs = [list(group) for _, group in groupby(written)]
+            own = iter(returns)
+            theirs.append([value for run in runs for value in [next(own) if run[0] == "1" else 0.0] * len(run)])
+        found.append(apart([r.values["returns"] for r in ours.critic], theirs))
+    return max(found)
+
+
+def penalties() -> float:
+    """Token rewards with each estimator of the KL divergence, and its mean."""
+    inputs, found = verl()["inputs"], []
+    for kind, row in verl()["kl"].items():
+        settings = Gae(kl_coef=inputs["kl_coef"], kl=kind, kl_target=0.25, kl_horizon=16)
+        kl = assign_gae(make_rollouts(), settings, reward="outcome", kl_coef=settings.kl_coef).kl
+        found += [abs(kl - row["kl"]) / abs(row["kl"])]
+        found += [abs(adapted(settings.kl_coef, kl, len(inputs["written"]), settings) / row["next_coef"] - 1)]
+        ours = []
+        for number, written in enumerate(inputs["written"]):
+            own = np.array(inputs["logprobs"][number]), np.array(inputs["reference_logprobs"][number])
+            rewards = -inputs["kl_coef"] * kl_estimates(*own, kind) * np.array([digit == "1" for digit in written])
+            rewards[-1] += inputs["outcomes"][number]
+            ours.append(after_prompt(rewards))
+        found.append(apart(ours, row["rewards"]))
+    return max(found)
+
+
+def controller() -> float:
+    """The course of the adaptive coefficient."""
+    own, coef, found = verl()["controller"], verl()["inputs"]["kl_coef"], []
+    settings = Gae(kl_coef=coef, kl_target=own["target"], kl_horizon=own["horizon"])
+    for step in own["course"]:
+        coef = adapted(coef, step["kl"], own["num_rollouts"], settings)
+        found.append(abs(coef - step["coef"]) / step["coef"])
+    return max(found)
+
+
+# row -> (verl's functions, the place here, what is compared)
+ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
+    "gae_tokens": ("compute_gae_advantage_return, masked_whiten", "level=token whiten=True", over_tokens),
+    "gae_turns": ("compute_gae_advantage_return, one column per turn", "level=turn", over_turns),
+    "kl_in_reward": ("apply_kl_penalty, kl_penalty: k1, k2, k3", "kl_coef=0.125 kl=k1, k2, k3", penalties),
+    "kl_adaptive": ("AdaptiveKLController", "kl_target=0.25 kl_horizon=16", controller),
+}
+
+
+def table(*, measured: bool) -> str:
+    """The comparison as Markdown, with the largest relative differences when they are `measured`."""
+    rows = [["row", "verl", "here", "difference"], ["---"] * 4]
+    rows += [[name, theirs, ours, f"{find() if measured else 0:.0e}"] for name, (theirs, ours, find) in ROWS.items()]
+    return "\n".join("| " + " | ".join(row if measured else row[:3]) + " |" for row in rows)
