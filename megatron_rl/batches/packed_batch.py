@@ -25,6 +25,7 @@ CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for w
 # Names of the statistics that a model can compute for a label (predicted token).
 # `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
+VALUE = "value"  # the only statistic of a model with a head, which is a critic or a reward model: the head's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +145,16 @@ class Statistics:
     A statistic that was not requested is None.
     """
 
-    logprobs: Tensor  # log p of the label
+    # log p of the label; None only for a model with a head, whose loss does not read it
+    logprobs: Tensor = None  # type: ignore[assignment]
     entropy: Tensor | None = None  # entropy of the label's distribution
     vocab_mean: Tensor | None = None  # mean of log p over the vocabulary, without gradient
     candidate_logprobs: Tensor | None = None  # [N, k] log p of the tokens in batch.values["candidates"]
+    value: Tensor | None = None  # output of a model's head at the position before the label
 
     def at(self, mask: Tensor) -> Statistics:
         """Returns the statistics with 0 where `mask` [N] is False."""
-        every = (self.logprobs, self.entropy, self.vocab_mean, self.candidate_logprobs)
+        every = (self.logprobs, self.entropy, self.vocab_mean, self.candidate_logprobs, self.value)
         return Statistics(*(None if one is None else at(mask, one) for one in every))  # type: ignore[arg-type]
 
 
@@ -164,7 +167,7 @@ class BatchLoss(Protocol):
     def needs(self) -> frozenset[str]:
         """Names of the inputs that the loss reads in addition to the log-probs. A name is one of the other STATISTICS,
         "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), or a key of
-        Rollout.values.
+        Rollout.values. A loss that needs VALUE is computed on the outputs of a head, and reads no log-probs.
         """
         ...
 
@@ -241,14 +244,16 @@ def at(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Returns the names of the statistics that a model must compute, in the order of STATISTICS."""
-    return tuple(name for name in STATISTICS if name == "logprobs" or name in needs)
+    """Returns the names of the statistics that a model must compute, in the order of STATISTICS: the log-probs and
+    those in `needs`. A loss that needs the output of a head needs no other statistic.
+    """
+    return (VALUE,) if VALUE in needs else tuple(n for n in STATISTICS if n == "logprobs" or n in needs)
 
 
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
     """Returns those of the names in `needs` (see BatchLoss.needs) that are keys of Rollout.values."""
     ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
-    return tuple(sorted((needs | ids) - {*STATISTICS, "old", "reference"}))
+    return tuple(sorted((needs | ids) - {*STATISTICS, VALUE, "old", "reference"}))
 
 
 def num_rows(names: Sequence[str], candidates: int) -> int:

@@ -17,6 +17,8 @@ from megatron_rl.config.engines import EndpointConfig
 Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
 # Names of the matrices that can have an adapter, as in Hugging Face and peft.
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Outputs of a model that has a head in place of the output layer: one number per token.
+Head = Literal["value", "score"]
 
 
 Ranks = Annotated[int, pydantic.Field(ge=1, le=1 << 16)]  # a number of ranks along one axis of a layout
@@ -218,6 +220,10 @@ class LossConfig:
     # Leave tokens with a negative advantage out of the objective if the mean of log p_engine - log p over their rollout
     # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.
     off_policy_mask: PositiveFloat | None = None
+    # Roles with a head: distance from the old value at which the value is clipped in the loss, as PPO clips the ratio
+    # of a policy; null: no clipping. The loss of a role with a head also reads aggregation and max_tokens, and none of
+    # the other settings of `loss`.
+    value_clip: PositiveFloat | None = 0.5
 
     def problems(self) -> Iterator[str]:
         """Yields error messages about settings that the objective or the KL estimator does not read."""
@@ -309,12 +315,16 @@ class RoleConfig:
     # An OpenAI-compatible server that generates this role's answers; requires policy = none. null: the run's engine
     # generates them.
     endpoint: EndpointConfig | None = None
+    # Replace the model's output layer by a head with one output per token. value: a critic, whose output is the value
+    # of the state before the next token. score: a reward model, whose output at the last token is the reward of the
+    # text. Such a role generates no text and has no engine. null: a language model.
+    head: Head | None = None
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles with adapters and the
     # same model and layout share one copy of the model in the trainer.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
-    loss: LossConfig = field(default_factory=LossConfig)  # the policy loss
+    loss: LossConfig = field(default_factory=LossConfig)  # the policy loss, or the value loss of a role with a head
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the role's rollouts
     tandem: TandemConfig | None = None  # a junior model that writes a part of the training rollouts, not of evaluations
     # Send the prompts that the recipe makes for this role from its templates as a user message in the chat template.

@@ -20,12 +20,13 @@ from megatron_rl.config.model import Layout
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
+from megatron_rl.models.blocks import OUTPUT
 from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal
 from megatron_rl.weights import rank_layouts, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
-from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
+from megatron_rl.weights.dist_names import OPTIMIZER, Piece, counts, is_padded, pieces, spellings, stored_shape
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.parameter_mapping import WHOLE, Shard, kept_float32, megatron
 from megatron_rl.weights.rank_layouts import TrainerLayout
@@ -126,7 +127,7 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
     for holding in rank_layouts.trainer(sizes, layout):
         rank = holding.ranks[0]
         for name in dict.fromkeys(name for name, _ in holding.parameters):
-            if name == "output_layer.weight" and sizes.tied:
+            if name == OUTPUT and sizes.tied:
                 continue  # the output layer of a tied model is a copy of the embedding and is not stored
             expert = ".experts." in name
             position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
@@ -147,7 +148,7 @@ def _write(
     rows = megatron(sizes, name, WHOLE)[0][0]
     for rank, piece in cuts:
         own = matrix[piece.row : min(rows, piece.row + piece.rows), piece.column : piece.column + piece.columns]
-        if name in VOCABULARY and len(own) < piece.rows:
+        if is_padded(sizes, name) and len(own) < piece.rows:
             own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
         own = own if whole.dim() > 1 else own[:, 0]
         size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]

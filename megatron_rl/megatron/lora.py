@@ -225,14 +225,16 @@ class RoleAdapters:
         return found
 
 
-def freeze(cores: Sequence[Any]) -> None:
-    """Freezes a model's weights, and keeps activation recomputation working for adapters.
+def freeze(cores: Sequence[Any], *, kept: Sequence[str] = ()) -> None:
+    """Freezes a model's weights, except for the parameters named in `kept`, and keeps activation recomputation working
+    for adapters.
 
     Megatron-core recomputes a layer only if the layer's input requires a gradient. The embedding output of a frozen
     model does not, so a hook makes the embedding output require a gradient.
     """
     for core in cores:
-        core.requires_grad_(False)
+        for name, parameter in core.named_parameters():
+            parameter.requires_grad_(name in kept)
         if core.pre_process and core.config.recompute_granularity is not None:
             core.embedding.register_forward_hook(
                 lambda _module, _inputs, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else embedded

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl.batches.packed_batch import VALUE
 from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform, router_replay
 from megatron_rl.megatron.attention import SDPAttention
@@ -61,9 +62,24 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
+class Head(torch.nn.Module):
+    """A linear map from hidden states to one number per token, which replaces the output layer in a critic or a reward
+    model. Every tensor-parallel rank of the last pipeline stage holds the whole weight [1, hidden]."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the outputs [..., 1] for hidden states [..., hidden]. The product is computed in float32 whatever the
+        model's dtype, because bfloat16 would round a value of 0.9 to a multiple of 0.004."""
+        return F.linear(hidden.float(), self.weight.float())
+
+
 class PolicyModel(Chosen, GPTModel):
     """Megatron-core's GPT model, whose last pipeline stage returns statistics of the next-token distributions at the
-    labels, such as log-probs, instead of a loss."""
+    labels, such as log-probs, instead of a loss. In a model with a head, the last stage returns the head's outputs at
+    the positions before the labels."""
 
     temperature: float = 1.0
     true_vocab: int = 0
@@ -85,16 +101,24 @@ class PolicyModel(Chosen, GPTModel):
         vocab_parallel_statistics).
 
         `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
-        label. The attribute `wanted` has the index of each label's hidden state. Without labels, returns
-        Megatron-core's logits [S, L, V/tp].
+        label. The attribute `wanted` has the index of each label's hidden state. The only statistic of a model with
+        a head is the head's output. Without labels, returns Megatron-core's logits [S, L, V/tp], or the head's outputs
+        [S, L, 1].
         """
-        if labels is None or not self.post_process:
+        head = self.output_layer if self.post_process and isinstance(self.output_layer, Head) else None
+        if not self.post_process or (labels is None and head is None):
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
-        assert self.wanted is not None
         hidden = hidden_states
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            # All tensor ranks compute the same outputs of a head. Each rank then has the whole gradient with respect to
+            # `hidden`, of which it keeps its own part. For the output layer, the ranks' gradients are summed.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=head is None)
+        if labels is None and head is not None:
+            return head(hidden.transpose(0, 1))
+        assert self.wanted is not None and labels is not None and (self.asked == (VALUE,)) == (head is not None)
         chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
+        if head is not None:
+            return head(chosen).T
         if not self.config.sequence_parallel:
             # The tensor-parallel copy is applied to `chosen` and not to `hidden`, whose gradient is not contiguous:
             # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1,
@@ -300,6 +324,8 @@ def build(
             **({"position_embedding_type": "none"} if attends else core_settings.rotary(arch.features)),
             **virtual,
         )
+        if arch.head is not None and chunk.post_process:
+            chunk.output_layer = Head(arch.hidden, config.params_dtype)  # type: ignore[assignment]
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
         _mark_experts(chunk)
         _prepare_routers(chunk, arch.features.routing)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.micro_batches import Cost, Prefixes, Shares, micro_batches
 from megatron_rl.batches.packed_batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
 from megatron_rl.batches.replica_batch import COUNTED, Work
@@ -58,7 +58,7 @@ class MegatronPolicy(RoleModel):
         self._flash = self.attends and models.uses_flash(self.arch, role.model, packed=role.packed)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         self._reference: list[Tensor] | None = None
-        if trainable and "reference" in PolicyLoss(role.loss).needs:
+        if trainable and "reference" in loss_of(role).needs:
             self._reference = offload.host_copies([p.detach() for p in self.trained()])
 
     @property

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import lora, offload, optimizer, platform, router_replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models.blocks import OUTPUT, SCORE
 from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
@@ -52,7 +53,7 @@ class RoleModel:
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.timer = Timer(cuda=torch.cuda.is_available())
-        self.arch = hf_model.read_architecture(role.model.path)
+        self.arch = hf_model.read_architecture(role.model.path, role.head)
         path = role.model.path
         problems = trainer_problems(self.arch, role.layout, path)
         problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
@@ -100,11 +101,16 @@ class RoleModel:
         return {name: parameter for name, parameter in named if not is_adapter(name)}
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """Returns this rank's parameters that training changes: the adapters if the role has them, otherwise the whole
-        model."""
+        """Returns this rank's parameters that training changes: the adapters and the head if the role has adapters,
+        otherwise the whole model."""
         if self.adapters is not None:
-            return [*self.adapters.named.values()]
+            return [*self.adapters.named.values(), *self.head().values()]
         return [p for _, p in models.named_parameters(self.chunks)]
+
+    def head(self) -> dict[str, torch.nn.Parameter]:
+        """Returns {Megatron name: weight} of the role's head; an empty dict without a head, and on a rank that does not
+        belong to the last pipeline stage."""
+        return {name: p for name, p in self.named().items() if name == OUTPUT and self.role.head is not None}
 
     def gather_weights(self, *, steps_left: int) -> None:
         """All-gathers the new weights that an optimizer step with `optimizer.overlap` leaves sharded over the
@@ -154,12 +160,14 @@ class RoleModel:
             router_replay.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
-            lora.freeze(cores)  # call it after `in_half`, which leaves frozen parameters in float32
+            # call it after `in_half`, which leaves frozen parameters in float32
+            lora.freeze(cores, kept=() if role.head is None else (OUTPUT,))
         return config, chunks
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Sets the initial values of this rank's parameters. They are loaded from the Hugging Face weights; with
-        `model.init = "random"` transformers generates them from a seed."""
+        `model.init = "random"` transformers generates them from a seed. A head that the files do not have is drawn at
+        random."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
             made = tensor_copies.by_expert(
@@ -170,6 +178,22 @@ class RoleModel:
                 return tensor_copies.from_tensor(made[rect.tensor], rect)
         else:
             hf_model.check(self.role.model.path, self.arch, cast=True)
-            read = hf_model.DirectoryTensors(self.role.model.path).read
+            read, made = (tensors := hf_model.DirectoryTensors(self.role.model.path)).read, tensors.stored
         for name, parameter in models.named_parameters(cores):
-            tensor_copies.fill(parameter, parameter_mapping.megatron(self.arch, name, self.groups.shard)[1], read)
+            rects = parameter_mapping.megatron(self.arch, name, self.groups.shard)[1]
+            if rects[0].tensor == SCORE and SCORE not in made:
+                _fill_new_head(parameter, seed)
+            else:
+                tensor_copies.fill(parameter, rects, read)
+
+
+def _fill_new_head(weight: Tensor, seed: int) -> None:
+    """Sets the weight [1, hidden] of a head that a model's files do not have.
+
+    The weight is drawn from a normal distribution with standard deviation 1 / (hidden + 1), as in OpenRLHF: the outputs
+    are then close to 0, and the transformer has a gradient from the first step on, which it would not with a weight of
+    zeros. The values do not depend on the layout.
+    """
+    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        weight.copy_(drawn / (weight.shape[1] + 1))

@@ -31,7 +31,7 @@ _OWN_WRITER: dict[str, Any] = (
 
 class PolicyState:
     """Saves and loads the checkpoints of one role. Every method is collective: all ranks call it. Checkpoints of a role
-    with LoRA adapters contain only the adapters, without the base model."""
+    with LoRA adapters contain only the adapters and the head if it has one, without the base model."""
 
     def __init__(self, model: RoleModel, export: WeightExport) -> None:
         self._model, self._export = model, export
@@ -113,8 +113,8 @@ class PolicyState:
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):
             whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
-            adapters = {name: value for name, value in whole.items() if lora_adapters.is_adapter(name)}
-            state[f"model{i}"] = whole if model.adapters is None else adapters
+            trained = {n: value for n, value in whole.items() if lora_adapters.is_adapter(n) or n in model.head()}
+            state[f"model{i}"] = whole if model.adapters is None else trained
         if model.trainable:
             state["optimizer"] = model.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = model.scheduler.state_dict()

@@ -21,6 +21,8 @@ from megatron_rl.models.rows import EXPERT, OuterRows, Row
 from megatron_rl.models.sizes import Sizes
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+OUTPUT = "output_layer.weight"  # name of the output layer's weight, and of a head's weight, in Megatron
+SCORE, BIAS = "score.weight", "score.bias"  # names of a head's weight and bias in Hugging Face files of classifiers
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -216,5 +218,11 @@ def ends(sizes: Sizes) -> OuterRows:
     )
     copied: dict[str, Any] = {"engine": None, "copy": True} if sizes.tied else {}
     tensor = EMBEDDING if sizes.tied else HEAD
-    head = single("output_layer.weight", tensor, shape, partitions[0], engine_partition=partitions[1], **copied)
+    head = single(OUTPUT, tensor, shape, partitions[0], engine_partition=partitions[1], **copied)
     return OuterRows(first=(embedding,), last=(norm("decoder.final_layernorm.weight", NORM, sizes.hidden), head))
+
+
+def head(sizes: Sizes) -> Row:
+    """Returns the `Row` (description of a Megatron parameter) of a head, a weight [1, hidden] that every rank of the
+    last pipeline stage holds whole. Engines do not have it."""
+    return single(OUTPUT, SCORE, (sizes.outputs, sizes.hidden), Whole(), engine=None)

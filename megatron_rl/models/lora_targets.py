@@ -135,7 +135,9 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
     for name, role in roles.items():
         if role.lora is not None and role.has_policy:
             model = role.model
-            key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout
+            # a head is trained, so that no other role can use it
+            alone = None if role.head is None else name
+            key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout, alone
             found[name] = first.setdefault(key, name)
     return found
 

@@ -16,6 +16,7 @@ from megatron_rl import models
 from megatron_rl.config import plugins
 from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import blocks
 from megatron_rl.models.family import Family, requires_keys
 from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import Features, Sizes
@@ -106,8 +107,12 @@ def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=256)
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the parameters outside of the layers, as `Row`s: embedding, final norm and output layer."""
-    return family_of(sizes).ends(sizes)
+    """Returns the parameters outside of the layers, as `Row`s: embedding, final norm and output layer, or the head of a
+    model that has a head in place of the output layer."""
+    first, last = family_of(sizes).ends(sizes)
+    if sizes.head is not None:
+        last = [*(row for row in last if row.name != blocks.OUTPUT), blocks.head(sizes)]
+    return OuterRows(first, last)
 
 
 @cache

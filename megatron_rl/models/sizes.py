@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
+
+from megatron_rl.config.model import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Sizes:
     q_rank: int = 0  # width of the query latent; 0 if queries are projected from the hidden state
     rope_dim: int = 0  # number of rotated elements of a head's query and key; 0 if all of head_dim are rotated
     value_dim: int = 0  # number of elements of a head's value; 0 if the number is head_dim
+    # what the model's head computes, with one output per token; None for a language model, which has an output layer
+    head: Head | None = None
 
     @property
     def rotated(self) -> int:
@@ -42,6 +46,11 @@ class Sizes:
     def value_width(self) -> int:
         """Returns the number of elements of a head's value."""
         return self.value_dim or self.head_dim
+
+    @property
+    def outputs(self) -> int:
+        """Returns the number of outputs per token: the size of the vocabulary, or 1 for a model with a head."""
+        return self.vocab if self.head is None else 1
 
     @property
     def expert_layers(self) -> int:
@@ -71,6 +80,11 @@ class Sizes:
         fewer heads than ranks.
         """
         return tp if self.kv_rank else max(1, tp // self.kv_heads)
+
+    def with_head(self, head: Head | None) -> Self:
+        """Returns the sizes of the same transformer with a head in place of the output layer. Without a head, returns
+        these sizes."""
+        return self if head is None else replace(self, head=head, tied=False)
 
     def is_sparse(self, layer: int) -> bool:
         """Checks whether layer `layer` has experts."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_rl import hardware
-from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.algorithms.tandem_authors import Rule
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.schema import HELD_OUT, RoleConfig, Run
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.protocol import Engine, TandemSampling
@@ -76,7 +76,7 @@ def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
 def uncredited(spec: RunSpec) -> frozenset[str]:
     """Returns the names of the trained roles whose loss does not use advantages."""
     found = spec.policy_of.items()
-    return frozenset(role for role, name in found if not PolicyLoss(spec.roles[name].loss).uses_advantages)
+    return frozenset(role for role, name in found if not loss_of(spec.roles[name]).uses_advantages)
 
 
 def context(
@@ -122,7 +122,7 @@ def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[i
     weights to the engine."""
     return Trainee(
         policy=policy,
-        loss=PolicyLoss(role.loss),
+        loss=loss_of(role),
         refit=refit,
         samples_per_optimizer_step=role.samples_per_optimizer_step,
         sleeps=role.sleep,

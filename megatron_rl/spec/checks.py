@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, read_object
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
-from megatron_rl.config.model import RoleConfig
+from megatron_rl.config.model import LossConfig, RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
@@ -180,6 +180,7 @@ def role_problems(role: RoleConfig) -> Iterator[str]:
         )
     if role.lora is not None and role.policy == "none":
         yield "lora with policy = 'none': nothing is trained; leave lora out, or set policy to own"
+    yield from _head_problems(role)
     if not role.has_policy or not role.model.path:
         return
     yield from prefix_problems(role)
@@ -190,6 +191,32 @@ def role_problems(role: RoleConfig) -> Iterator[str]:
             f"micro_batch_tokens = {role.micro_batch_tokens}{shares} is less than max_prompt_tokens + "
             f"sampling.max_tokens = {longest}: one sequence would not fit; raise it or layout.cp, or lower these"
         )
+
+
+def _head_problems(role: RoleConfig) -> Iterator[str]:
+    """Yields error messages about settings that contradict `head`, or that are read only by roles with a head."""
+    defaults = LossConfig()
+    if role.head is None:
+        if role.loss.value_clip != defaults.value_clip:
+            yield f"loss.value_clip = {role.loss.value_clip} without head: only a value loss reads it; leave it out"
+        return
+    place = f"head = {role.head!r} with"
+    reasons = {
+        "policy = 'none': the trainer computes what a head puts out; set policy to own": role.policy == "none",
+        f"same_as = {role.same_as!r}: that role's model has no such head; give this role a model of its own": (
+            role.same_as is not None
+        ),
+        "endpoint: a model with a head generates no text; leave endpoint out": role.endpoint is not None,
+        "tandem: a model with a head generates no text; leave tandem out": role.tandem is not None,
+        "router_replay = true: an engine's choices are those of another model's experts; set it to false": (
+            role.router_replay
+        ),
+    }
+    yield from (f"{place} {reason}" for reason, holds in reasons.items() if holds)
+    read = ("value_clip", "aggregation", "max_tokens")
+    for name, value in vars(role.loss).items():
+        if name not in read and value != vars(defaults)[name]:
+            yield f"{place} loss.{name} = {value!r}: a value loss reads {', '.join(read)} alone; leave it out"
 
 
 def _sft_problems(spec: SftSpec) -> Iterator[str]:
@@ -211,7 +238,7 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
     problems, read = _read_model(place, path, to_come)
     yield from problems
     if read is not None:
-        sizes, features = read
+        sizes, features = read[0].with_head(role.head), read[1]
         lines = trainer_problems(sizes, role.layout, path)
         lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
         lines += adapter_problems(sizes, role, path)
@@ -340,7 +367,7 @@ def recipe_problems(spec: RunSpec) -> list[str]:
         )
     found += _said(recipe.check, spec)
     for name, role in spec.roles.items():
-        found += _said(PolicyLoss, role.loss, place=f"roles.{name}: ")
+        found += _said(loss_of, role, place=f"roles.{name}: ")
     return found or [*_signal_problems(spec)]
 
 
@@ -360,7 +387,7 @@ def _signal_problems(spec: RunSpec) -> Iterator[str]:
         yield (f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]")
     for name, part in {} if spec.run.train_without_signal else recipe.roles().items():
         role = spec.roles[name]
-        if not part.trained or not PolicyLoss(role.loss).uses_advantages:
+        if not part.trained or not loss_of(role).uses_advantages:
             continue
         alike = {"temperature = 0": role.sampling.temperature == 0, "top_k = 1": role.sampling.top_k == 1}
         if part.samples > 1 and part.episode.answers == 1 and (why := [text for text, holds in alike.items() if holds]):

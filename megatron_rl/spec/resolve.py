@@ -105,7 +105,7 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
     """Returns the specification of a run's engines. Builds no training recipe, so that a server process need not import
     the recipe."""
     registry.add(config.families, "families")
-    roles = {name: role for name, role in roles_of(config).items() if role.owner == name}
+    roles = {name: role for name, role in roles_of(config).items() if role.owner == name and role.head is None}
     more: dict[str, Any] = {}
     if isinstance(config, TrainConfig):
         roles = {} if config.debug.replay else roles
@@ -138,10 +138,10 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     out: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name
-        shared = served and role.lora is not None
+        shared = served and role.lora is not None and role.head is None
         servers = first.setdefault((role.model.path, role.model.dtype) if shared else (owner,), owner)
         loss = dataclasses.replace(role.loss, max_tokens=role.loss.max_tokens or role.sampling.max_tokens)
-        if ahead and loss.correction is None:
+        if ahead and loss.correction is None and role.head is None:
             loss = dataclasses.replace(loss, correction=CORRECTION_AHEAD)
         out[name] = RoleSpec(**{**vars(role), "loss": loss}, name=name, owner=owner, servers=servers)
     return out

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.batches.data_parallel_split import Partitioner, ReplicaShares, split_over_replicas
-from megatron_rl.batches.packed_batch import BatchLoss
+from megatron_rl.batches.packed_batch import VALUE, BatchLoss
 from megatron_rl.batches.replica_batch import COUNTED, Outline, Work
 from megatron_rl.run.metrics import SPEED
 from megatron_rl.timing import Timer
@@ -120,17 +120,19 @@ def update(
     training starts on any rank.
     """
     policy, loss, timer, start = trainee.policy, trainee.loss, trainee.policy.timer, time.perf_counter()
+    has_logprobs = VALUE not in loss.needs  # False for a model with a head
     timer.clear()
     with timer("scatter"):
         work = scatter(
-            world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step, rescore=rescore
-        )
+            world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step,
+            rescore=rescore and has_logprobs,
+        )  # fmt: skip
     passes = 0  # number of forward passes over all rollouts before the first optimizer step
     if "reference" in loss.needs:
         with timer("reference_logprobs"):
             found = policy.statistics(work, reference=True)
         work, passes = replace(work, reference_logprobs=found.get("logprobs")), passes + 1
-    if len(work.steps) > 1 or "old" in loss.needs or work.rescored:
+    if has_logprobs and (len(work.steps) > 1 or "old" in loss.needs or work.rescored):
         with timer("old_logprobs"):
             work = _with_old(work, policy, loss)
         passes += 1

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.config.base import ConfigError, refuse, refusing
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
+from megatron_rl.weights.dist_names import OPTIMIZER, StackedKey, is_padded, places
 from megatron_rl.weights.parameter_mapping import WHOLE, Rect, megatron, megatron_names
 from megatron_rl.weights.plain_data import DAMAGED, read_metadata, read_object
 from megatron_rl.weights.tensor_copies import assemble, local
@@ -79,7 +79,7 @@ class DistCheckpoint:
         rows, columns = megatron(sizes, name, WHOLE)[0]
         whole = self.parameter(name, prefix)
         found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
-        if found[1] != columns or found[0] < rows or (found[0] > rows and name not in VOCABULARY):
+        if found[1] != columns or found[0] < rows or (found[0] > rows and not is_padded(sizes, name)):
             raise ConfigError(
                 f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: "
                 "is the checkpoint another model's?"

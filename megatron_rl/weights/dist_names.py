@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_rl.models.blocks import OUTPUT
 from megatron_rl.models.partitions import padded_vocab
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import WHOLE, Shape, Shard, megatron
 
-# parameters whose number of rows is padded, by an amount that depends on the layout
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
@@ -88,10 +87,16 @@ def counts(sizes: Sizes, place: StackedKey) -> tuple[int, ...]:
     return stacked[: len(place.at)]
 
 
+def is_padded(sizes: Sizes, name: str) -> bool:
+    """Checks whether a parameter's number of rows is the size of the vocabulary, padded by an amount that depends on
+    the layout. `name`: Megatron name of the parameter."""
+    return name == "embedding.word_embeddings.weight" or (name == OUTPUT and sizes.head is None)
+
+
 def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
     """Returns (rows, columns) of a whole parameter as stored by `tp` tensor-parallel ranks, with padded vocabulary."""
     rows, columns = megatron(sizes, name, WHOLE)[0]
-    return (padded_vocab(sizes.vocab, tp), columns) if name in VOCABULARY else (rows, columns)
+    return (padded_vocab(sizes.vocab, tp), columns) if is_padded(sizes, name) else (rows, columns)
 
 
 def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
@@ -99,7 +104,7 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
     rectangles: gate and up.
     """
     (rows, columns), rects = megatron(sizes, name, shard)
-    if name in VOCABULARY:
+    if is_padded(sizes, name):
         return [Piece(shard.rank * rows, 0, rows, columns)]
     whole = megatron(sizes, name, WHOLE)[1]
     found: list[Piece] = []

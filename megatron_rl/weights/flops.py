@@ -24,7 +24,7 @@ class TokenFlops:
 
     layers: float  # operations of all layers, without their experts
     experts: float  # operations of the experts that the token is routed to
-    head: float  # operations of the output layer
+    head: float  # operations of the output layer, or of the head of a model without an output layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def of_token(shape: Shape) -> TokenFlops:
     return TokenFlops(
         layers=2.0 * weights,
         experts=2.0 * sparse * shape.active * 3 * sizes.hidden * sizes.expert_ffn,
-        head=2.0 * sizes.vocab * sizes.hidden,
+        head=2.0 * sizes.outputs * sizes.hidden,
     )
 
 

@@ -17,8 +17,9 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.base import ConfigError, read_object, refuse, refusing
+from megatron_rl.config.model import Head
 from megatron_rl.models import registry
-from megatron_rl.models.blocks import EMBEDDING, HEAD
+from megatron_rl.models.blocks import BIAS, EMBEDDING, HEAD, SCORE
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import safetensors_headers
 from megatron_rl.weights.parameter_mapping import Rect, check_complete, hf_shapes, kept_float32
@@ -85,8 +86,8 @@ def local_directory(path: str | Path) -> Path:
         ) from error
 
 
-def read_architecture(directory: str | Path) -> Architecture:
-    """Reads the architecture from config.json.
+def read_architecture(directory: str | Path, head: Head | None = None) -> Architecture:
+    """Reads the architecture from config.json. With `head`, the model has this head in place of its output layer.
 
     Raises ConfigError, with the value, if the model is not supported or if keys contradict each other.
     """
@@ -95,7 +96,7 @@ def read_architecture(directory: str | Path) -> Architecture:
         config = AutoConfig.from_pretrained(local_directory(directory))
     facts = config.to_dict()
     sizes = registry.read(facts, str(directory))
-    return Architecture(**vars(sizes), features=registry.features(facts, str(directory)), config=config)
+    return Architecture(**vars(sizes.with_head(head)), features=registry.features(facts, str(directory)), config=config)
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
@@ -126,6 +127,8 @@ def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
     after it relies on what the message says is wrong, such as a tensor that is missing."""
     found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
     check_complete(found, sizes)
+    if SCORE not in found:
+        wanted.pop(SCORE, None)  # the files of a language model, to which a new head is added
     for name, (rows, columns) in wanted.items():
         shape = (rows,) if columns == 1 else (rows, columns)
         if name not in found:
@@ -152,6 +155,11 @@ def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
                 f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to "
                 "false"
             )
+    if BIAS in found and bool((bias := DirectoryTensors(directory).whole(BIAS)).any()):
+        yield (
+            f"{found[BIAS].file}: {BIAS} is {bias.tolist()}, and heads here have no bias: set it to 0, and subtract it "
+            "from the rewards or returns that the model learns"
+        )
 
 
 class DirectoryTensors:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models.blocks import BIAS, HEAD
 from megatron_rl.models.partitions import Held, Rect, Shape
 from megatron_rl.models.registry import ends, family_of, layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER, MEGATRON_LAYER, Row
@@ -271,7 +272,8 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     """Raises ConfigError if one of the tensors does not belong to the model. Without this check, the weights of a
     different model could be loaded.
     """
-    known = {*hf_shapes(sizes), "lm_head.weight"}  # the files of a tied model may include the output layer
+    # the files of a tied model, and those from which a head is trained, may include the output layer
+    known = {*hf_shapes(sizes), HEAD, *([BIAS] if sizes.head else [])}
     family = family_of(sizes)
     left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
     if left:

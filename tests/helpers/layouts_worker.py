@@ -14,12 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from one_process import OneProcess
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.batches.data_parallel_split import tally
-from megatron_rl.batches.packed_batch import CANDIDATES, Batch, Statistics, pack, statistics_needed
+from megatron_rl.batches.packed_batch import CANDIDATES, VALUE, Batch, Statistics, pack, statistics_needed
 from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import CorrectionConfig, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
@@ -159,24 +160,30 @@ def reference(
     dtype=torch.float32,
     aux: float = 0.0,
     decay_norms: bool = False,
+    head: str | None = None,
 ):
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy,
     gradients, weights after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing
-    loss, which is not in the loss that is returned. `decay_norms`: weight decay acts on vectors, too."""
-    arch, loss_function = hf_model.read_architecture(path), loss_function or WeightedLogprobs()
+    loss, which is not in the loss that is returned. `decay_norms`: weight decay acts on vectors, too. Of a model with a
+    `head`, the values stand in place of the log-probs and logits, and their mean in place of the entropy."""
+    arch, loss_function = hf_model.read_architecture(path, head), loss_function or WeightedLogprobs()
     batch, found = pack(rollouts), tally(rollouts)
     weights, denominator = loss_function.aggregate(found.weighted, found.groups)
     batch = replace(batch, weights=batch.weights * batch.spread(torch.from_numpy(weights)), **(extra or {}))
     eager = {"experts_implementation": "eager"} if arch.experts else {}
-    model = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
-    )
+    kind = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
+    model = kind.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
     cu, logprobs, entropies, routers, logits, shown = batch.cu_seqlens.tolist(), [], [], [], [], []
     candidates, told = batch.values.get(CANDIDATES), []
     if batch.experts is not None:
         force(model, arch, shown)
     for a, b in zip(cu, cu[1:], strict=False):
         shown[:] = [batch.experts[a:b]] if batch.experts is not None else []
+        if head is not None:
+            values = model.score(model.model(input_ids=batch.tokens[None, a:b]).last_hidden_state)[0].float()
+            logits.append(values.detach())
+            logprobs.append(values[:, 0])
+            continue
         out = model(input_ids=batch.tokens[None, a:b], **({"output_router_logits": True} if aux else {}))
         routers.append(out.router_logits if aux else ())
         logits.append(out.logits[0].detach().float())
@@ -184,8 +191,9 @@ def reference(
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
         told += [] if candidates is None else [logp.gather(1, candidates[a:b].long())]
-    live, entropy = torch.cat(logprobs), torch.cat(entropies)
-    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None)
+    live = torch.cat(logprobs)
+    entropy = live.detach() if head is not None else torch.cat(entropies)
+    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None, value=live)
     loss = loss_function(statistics, batch)[0] / denominator
     extra = sum(balance([*layer], arch.features.experts_per_token) for layer in zip(*routers, strict=True))
     (loss + aux * extra).backward()
@@ -224,6 +232,12 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
     are sums over whole sequences, a teacher's likeliest tokens, or plain sums."""
     if name == "weighted":
         return WeightedLogprobs(), rollouts, {}
+    if name == "value":
+        g, out = torch.Generator().manual_seed(11), []
+        for r in rollouts:
+            drawn = 0.6 * torch.randn(2, len(r.tokens), generator=g)
+            out.append(replace(r, values={"old_value": drawn[0].numpy(), "returns": drawn[1].numpy()}))
+        return ValueLoss(LossConfig(value_clip=0.3)), out, {}
     if name == "distilled":
         g, out = torch.Generator().manual_seed(7), []
         for r in rollouts:
@@ -251,6 +265,7 @@ def make_policy(path: str, case: dict) -> MegatronPolicy:
         model=Model(path=path, dtype=case.get("dtype", "float32"), **case.get("model_settings", {})),
         layout=layout,
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, clip_grad=1.0, **case.get("optimizer", {})),
+        head=case.get("head"),
         loss=LossConfig(kl_coef=0.001),
         packed=case["packed"],
         micro_batch_tokens=case.get("budget", 60),
@@ -311,25 +326,39 @@ def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted
     worst = 0.0
     with policy.groups.active(), torch.no_grad():
         for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
-            found, first = logits.flatten(0, 1)[micro.wanted].cpu(), policy.groups.tp.rank() * logits.shape[-1]
+            found = logits.flatten(0, 1)[micro.wanted].cpu()
+            first = policy.groups.tp.rank() * logits.shape[-1] if policy.role.head is None else 0
             want = wanted[index[micro.start + micro.answers.cpu()], first : first + logits.shape[-1]]
             worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
     return worst
 
 
+def values_of(policy: MegatronPolicy, work: Work, index: torch.Tensor) -> torch.Tensor:
+    """Gives the value at every position of the packed rollouts, on every rank. -> [N]"""
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (index, policy.statistics(work, (VALUE,)).get(VALUE)))
+    whole = torch.zeros(sum(LENGTHS))
+    for places, found in parts:
+        if found is not None:
+            whole[places] = found
+    return whole
+
+
 def run_case(path: str, case: dict) -> dict[str, float]:
     policy = make_policy(path, case)
-    arch = policy.arch
-    loss, rollouts, extra = make_loss(case.get("loss", "weighted"), make_rollouts(arch.vocab))
+    arch, head = policy.arch, case.get("head")
+    kind = "weighted" if head is None else "value"
+    loss, rollouts, extra = make_loss(case.get("loss", kind), make_rollouts(arch.vocab))
     if case.get("replay"):
         rollouts = choose(rollouts, arch)
     work, index = work_of(policy, rollouts, loss, extra)
     aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
     decay_norms = case.get("optimizer", {}).get("decay_norms", False)
     ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits = reference(
-        path, rollouts, loss, extra, aux=aux, decay_norms=decay_norms
+        path, rollouts, loss, extra, aux=aux, decay_norms=decay_norms, head=head
     )
-    errors = {"logprobs": (logprobs_of(policy, rollouts) - ref_logprobs).abs().max().item()}
+    ours = logprobs_of(policy, rollouts) if head is None else values_of(policy, work, index)
+    errors = {"logprobs": (ours - ref_logprobs).abs().max().item()}
     errors["logits"] = logits_error(policy, work, index, ref_logits)
     errors["loss_forward"] = abs(policy.loss(work, loss) - ref_loss)
     errors["gradients"] = gradient_error(policy, work, loss, grads)
@@ -337,7 +366,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     before = {n: t.clone() for n, t in policy.export.weights()}
     metrics = policy.update(work, 0, loss)
     errors["loss"] = abs(metrics["loss"] - ref_loss)
-    errors["entropy"] = abs(metrics["entropy"] - ref_entropy)
+    errors["entropy"] = abs(metrics["entropy" if head is None else "value"] - ref_entropy)
     errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm) / max(1.0, ref_norm)
     now = dict(policy.export.weights())
     errors["names"] = float(len(set(after) ^ set(now) - ({"lm_head.weight"} if arch.tied else set())))
@@ -345,8 +374,8 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     errors["moved"] = max((now[n] - before[n]).abs().max().item() for n in now)
     errors["largest_gradient"] = max(g.abs().max().item() for g in grads.values())
     errors["micro_batches"] = metrics["micro_batches"]
-    reference_logprobs = logprobs_of(policy, rollouts, reference=True)
-    errors["reference"] = (reference_logprobs - ref_logprobs).abs().max().item()
+    first = ref_logprobs if head is not None else logprobs_of(policy, rollouts, reference=True)
+    errors["reference"] = (first - ref_logprobs).abs().max().item()
     return errors | stream_errors(policy, now)
 
 
@@ -366,11 +395,13 @@ def run_bf16(path: str, case: dict) -> dict[str, float]:
     """A bfloat16 model against float32 arithmetic on the same rounded weights, as multiples of what transformers in
     bfloat16 is off."""
     policy = make_policy(path, case)
-    loss, rollouts = WeightedLogprobs(), make_rollouts(policy.arch.vocab)
-    work, _ = work_of(policy, rollouts, loss)
-    exact = reference(path, rollouts, stored=torch.bfloat16)
-    theirs = reference(path, rollouts, stored=torch.bfloat16, dtype=torch.bfloat16)
-    ours = logprobs_of(policy, rollouts)
+    head = case.get("head")
+    kind = "weighted" if head is None else "value"
+    loss, rollouts, _ = make_loss(kind, make_rollouts(policy.arch.vocab))
+    work, index = work_of(policy, rollouts, loss)
+    exact = reference(path, rollouts, loss, stored=torch.bfloat16, head=head)
+    theirs = reference(path, rollouts, loss, stored=torch.bfloat16, dtype=torch.bfloat16, head=head)
+    ours = logprobs_of(policy, rollouts) if head is None else values_of(policy, work, index)
     of_gradients = max((theirs[3][n] - exact[3][n]).abs().max().item() for n in exact[3])
     gradients = gradient_error(policy, work, loss, exact[3])
     metrics = policy.update(work, 0, loss)
@@ -391,7 +422,8 @@ def main() -> None:
     results = {}
     for case in cases:
         run = run_case if case.get("dtype", "float32") == "float32" else run_bf16
-        results[case["name"]] = run(f"{path}/{case.get('model', 'qwen2')}", case)
+        model = case.get("model", "qwen2") + ("_scored" if case.get("head") else "")
+        results[case["name"]] = run(f"{path}/{model}", case)
     out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

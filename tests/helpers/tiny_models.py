@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModelForSequenceClassification,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -148,3 +149,15 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
     return directory
+
+
+def make_scored(directory, *, seed=1):
+    """Writes the model of `directory` with a random head of one output in place of the output layer, as a sequence
+    classifier, to the directory NAME_scored beside it. Returns the path."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model.score.weight.normal_(std=0.7 * model.score.weight.shape[-1] ** -0.5)
+    target = Path(directory).with_name(f"{Path(directory).name}_scored")
+    model.save_pretrained(target)
+    return target

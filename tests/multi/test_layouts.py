@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from tiny_models import make_model
+from tiny_models import make_model, make_scored
 
 from megatron_rl.models.registry import families
 
@@ -99,6 +99,8 @@ CASES: dict[int, list[dict]] = {
         {"name": "deepseek_v2-packed", "model": "deepseek_v2", "layout": {}, "packed": True},
         {"name": "deepseek_v3-padded", "model": "deepseek_v3", "layout": {}, "packed": False},
         {"name": "olmo2-packed", "model": "olmo2", "layout": {}, "packed": True},
+        {"name": "head-packed", "layout": {}, "packed": True, "head": "value"},
+        {"name": "head-bf16", "layout": {}, "packed": True, "head": "score", "dtype": "bfloat16"},
         {
             "name": "qwen2_moe-recompute-padded",
             "model": "qwen2_moe",
@@ -170,6 +172,8 @@ CASES: dict[int, list[dict]] = {
         {"name": "deepseek_v3-cp2-padded", "model": "deepseek_v3", "layout": CP, "packed": False},
         {"name": "olmo2-tp2sp-packed", "model": "olmo2", "layout": SP, "packed": True},
         {"name": "olmo2-tp2-padded", "model": "olmo2", "layout": TP, "packed": False},
+        {"name": "head-tp2sp-packed", "layout": SP, "packed": True, "head": "value"},
+        {"name": "head-tied-pp2-padded", "model": "qwen2_tied", "layout": PP, "packed": False, "head": "value"},
     ],
     4: [
         {"name": "tp2pp2-packed", "layout": TP | PP, "packed": True},
@@ -354,7 +358,13 @@ def matrix(world: int) -> list[dict]:
                 "packed": packed,
                 "loss": "policy" if len(cases) % 2 else "weighted",
             })  # fmt: skip
-    return cases + [{"model": "olmo2", **case} for case in NORMS_MOVED[world]]
+    # a head under every axis and pair, in half of the cases, which are dense ones on two ranks and have experts on four
+    heads = [
+        {**case, "name": f"head-{case['name']}", "head": "value", "loss": "value"}
+        for number, case in enumerate(cases)
+        if number % 2 == (world == 4)
+    ]
+    return cases + heads + [{"model": "olmo2", **case} for case in NORMS_MOVED[world]]
 
 
 @pytest.fixture(scope="module")
@@ -375,6 +385,8 @@ def results(tmp_path_factory):
     make_model(directory / "deepseek_v3_deep", "deepseek_v3", **sizes, num_hidden_layers=4)
     make_model(directory / "deepseek_v2_greedy", "deepseek_v2", **sizes, q_lora_rank=24, topk_method="greedy")
     make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
+    for name in ("qwen2", "qwen2_tied", *(f"{family}_deep" for family in MOE)):
+        make_scored(directory / name)
 
     @cache
     def of(world: int, which: str = "cases") -> list[dict]:

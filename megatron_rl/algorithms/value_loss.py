@@ -1,0 +1,71 @@
+"""The loss of a role with a head (a critic): clipped squared errors of values, as in PPO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.batches.packed_batch import VALUE, Batch, BatchLoss, Statistics, at
+from megatron_rl.config.model import LossConfig, RoleConfig
+from megatron_rl.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch, Tensor = LazyModule("torch"), Any
+
+
+class ValueLoss:
+    """Half the squared difference of the value and the return, in which the value is clipped to the old value plus or
+    minus `value_clip` where that makes the loss larger (PPO, as in verl's `compute_value_loss`)."""
+
+    needs = frozenset({VALUE, "old_value", "returns"})
+    uses_advantages = False
+
+    def __init__(self, config: LossConfig) -> None:
+        self.config = config
+
+    def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
+        """Returns the loss weights of an optimizer step's rollouts, [S] float32, and the denominator of the summed
+        loss. `counts`: [S] weighted number of labels in the loss of each rollout. `groups`: [S] group index of each
+        rollout.
+        """
+        return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
+
+    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss of a micro-batch of whole rollouts (a weighted sum to minimise), and metrics (detached sums
+        over trained tokens, by name). `live`: the values of the current forward pass.
+
+        `batch.values` has `old_value` and `returns` [N]: the values before the update, and the returns that the values
+        should predict. Values at positions without weight, also nan, affect neither value nor gradient.
+
+        The metrics: value, returns, value_error (the squared difference of value and return), returns_square (the
+        squared return, for the variance of the returns), and value_clip_frac (the clip determines the token's loss).
+        """
+        assert live.value is not None
+        batch = batch.cleaned()
+        value, old, returns = at(batch.counted, live.value), batch.values["old_value"], batch.values["returns"]
+        error, clip, clipped = (value - returns).square(), self.config.value_clip, torch.zeros_like(value)
+        loss = error
+        if clip is not None:
+            bounded = (torch.clamp(value, old - clip, old + clip) - returns).square()
+            loss, clipped = torch.maximum(error, bounded), (bounded > error).to(value.dtype)
+        total = 0.5 * (at(batch.counted, loss) * batch.weights.to(loss.dtype)).sum()
+        sums = {
+            "value": value,
+            "returns": returns,
+            "value_error": error,
+            "returns_square": returns.square(),
+            "value_clip_frac": clipped,
+        }
+        return total, {name: at(batch.mask, values.detach()).sum() for name, values in sums.items()}
+
+
+def loss_of(role: RoleConfig) -> BatchLoss:
+    """Returns the loss that a role is trained with: the value loss of a role with a head, or a policy loss. Raises
+    ConfigError for a policy loss that cannot be built."""
+    return PolicyLoss(role.loss) if role.head is None else ValueLoss(role.loss)
