@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+import torch
 from oracles import FOLDER
 
 from megatron_rl.algorithms.gae import Gae, adapted, assign_gae, kl_estimates
+from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.batches.data_parallel_split import tally
+from megatron_rl.batches.packed_batch import Statistics, pack
+from megatron_rl.config.model import LossConfig
 from megatron_rl.types import Author, Rollout, spans_of
 
 PROMPT = 3  # tokens of the prompt before each of verl's responses
@@ -111,12 +117,36 @@ def controller() -> float:
     return max(found)
 
 
+def value_loss() -> float:
+    """The clipped value loss, its gradient, and the share of tokens whose loss the clip determines."""
+    inputs, found = verl()["inputs"], []
+    rollouts = make_rollouts(old_value=inputs["value"], returns=inputs["returns"], live=inputs["live_value"])
+    batch = pack([replace(rollout, advantages=0.0) for rollout in rollouts])
+    counts = tally(rollouts)
+    for row in verl()["value_loss"].values():
+        aggregation = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}[row["mode"]]
+        loss = ValueLoss(LossConfig(value_clip=row["clip"], aggregation=aggregation))
+        weights, denominator = loss.aggregate(counts.weighted, counts.groups)
+        weighted = replace(batch, weights=batch.weights * batch.spread(torch.from_numpy(weights)))
+        live = batch.values["live"].clone().requires_grad_()
+        total, sums = loss(Statistics(value=live), weighted)
+        (total / denominator).backward()
+        assert live.grad is not None
+        found.append(abs(total.item() / denominator / row["loss"] - 1))
+        found.append(abs(float(sums["value_clip_frac"]) / float(batch.mask.sum()) - row["clip_frac"]))
+        # a label is one position before its token, and verl's first token is behind the prompt
+        ours = np.concatenate([np.zeros(1, np.float32), live.grad.numpy()[:-1]])
+        found.append(apart(np.split(ours, np.cumsum(batch.lengths.numpy())[:-1]), row["gradient"]))
+    return max(found)
+
+
 # row -> (verl's functions, the place here, what is compared)
 ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
     "gae_tokens": ("compute_gae_advantage_return, masked_whiten", "level=token whiten=True", over_tokens),
     "gae_turns": ("compute_gae_advantage_return, one column per turn", "level=turn", over_turns),
     "kl_in_reward": ("apply_kl_penalty, kl_penalty: k1, k2, k3", "kl_coef=0.125 kl=k1, k2, k3", penalties),
     "kl_adaptive": ("AdaptiveKLController", "kl_target=0.25 kl_horizon=16", controller),
+    "value_loss": ("compute_value_loss, agg_loss", "head=value loss.value_clip=0.125, 0.5", value_loss),
 }
 
 
