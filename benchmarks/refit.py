@@ -91,7 +91,7 @@ def main() -> None:
         ]
         common_args += ["--bucket-mib", str(args.bucket_mib)]
         ranks = [
-            subprocess.Popen([*common_args, "--rank", str(r), "--json", f"{folder}/figures"], env=os.environ)
+            subprocess.Popen([*common_args, "--rank", str(r), "--json", f"{folder}/metrics"], env=os.environ)
             for r in range(RANKS)
         ]
         if any([rank.wait() for rank in ranks]):
