@@ -12,7 +12,7 @@ from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.run.checkpoint import CheckpointError
 from megatron_rl.run.json_lines import DiskError
 from megatron_rl.run.run_directory import RunBusy
-from megatron_rl.training.collector import RolloutError
+from megatron_rl.training.credit import RolloutError
 from megatron_rl.training.loop import NothingTrained
 from megatron_rl.training.preflight import PreflightFailure
 from megatron_rl.training.store import StoreError

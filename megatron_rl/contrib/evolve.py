@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
 from megatron_rl.config.base import Count, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
@@ -17,7 +17,15 @@ from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode_all, fill, read_template
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.training.rollouts import sample
 from megatron_rl.types import Prompt, Rollout
 
@@ -45,7 +53,9 @@ class Evolve(Recipe):
     references: Count = 1  # number of reference questions in such a prompt
     least_quality: Share = 0.7  # minimum mean score from the judge for a question to be accepted
     pool_size: Count = 4096  # maximum number of questions in the pool; the oldest are removed first
-    estimator: str = "reinforce_pp"  # a name in algorithms.estimators, or module:name; applied to each role's batch
+    estimator: EstimatorName = (
+        "reinforce_pp"  # a name in algorithms.estimators, or module:name; applied to each role's batch
+    )
     proposer_template: str = "evolve_proposer"  # a text file or the name of a packaged prompt, as for all templates
     reference_template: str = "evolve_proposer_reference"  # template with {references}
     solver_template: str = "evolve_solver"  # template with {question}
@@ -78,10 +88,10 @@ class Evolve(Recipe):
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
         seeds, rng = source.take(), random.Random(context.seed_for(iteration.number, "pool"))
-        self._remember(str(seed.payload["question"]) for seed in seeds)
+        known = self._pool_with(new := [str(seed.payload["question"]) for seed in seeds])
         count = len(seeds) * self.proposals
-        pool = dict(enumerate(rng.sample(self._pool, min(count, len(self._pool)))))
-        prompts = [self._proposer_prompt(context, rng) for _ in range(count)]
+        pool = dict(enumerate(rng.sample(known, min(count, len(known)))))
+        prompts = [self._proposer_prompt(context, known, rng) for _ in range(count)]
         proposed = sample(
             context, PROPOSER, prompts, self._speaker(iteration, context, PROPOSER, "proposed", 1).sampling
         )
@@ -91,7 +101,7 @@ class Evolve(Recipe):
         accepted = {i: questions[i] for i, mark in quality.items() if mark >= self.least_quality}
         tried = self._answers(iteration, context, "tried", accepted)
         practised = tried if self.practice == "proposed" else self._answers(iteration, context, "pool", pool)
-        self._remember(accepted.values())
+        context.handed_over["questions"] = [*new, *accepted.values()]
         difficulty = {i: 1.0 - fmean(own) for i in accepted if (own := _scores(tried, i))}
         proposals = [
             self._proposal(rollout, text, quality.get(i), difficulty.get(i))
@@ -99,16 +109,26 @@ class Evolve(Recipe):
             # any other proposal is left out, because it could not be judged
             if i not in questions or i in difficulty or (i in quality and i not in accepted)
         ]
-        metrics = {"questions": len(questions), "accepted": len(accepted), "pool": len(self._pool)}
+        metrics = {"questions": len(questions), "accepted": len(accepted)}
         metrics["unjudged"] = len(proposed) - len(proposals)
         context.add_metrics(PROPOSER, {name: float(number) for name, number in metrics.items()})
         solutions = [_solution(answer) for answer in practised if answer.scores]
         context.add_metrics(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
         judgements = [_judgement(context, rollout) for answer in practised for rollout in answer.judgements]
-        parts = ((PROPOSER, proposals, "total"), (SOLVER, solutions, "total"), (JUDGE, judgements, "form"))
-        return {  # all rollouts of a role form one group
-            role: assign_advantages([replace(r, group=role) for r in own], reward=reward, estimator=self.estimator)
-            for role, own, reward in parts
+        return {PROPOSER: proposals, SOLVER: solutions, JUDGE: judgements}
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        """Compares all rollouts of a role with each other. Adds the accepted questions to the pool."""
+        self._pool = self._pool_with(context.handed_over["questions"])
+        context.add_metrics(PROPOSER, {"pool": float(len(self._pool))})
+        rewards = {PROPOSER: "total", SOLVER: "total", JUDGE: "form"}
+        return {
+            role: assign_advantages(
+                [replace(r, group=role) for r in own], reward=rewards[role], estimator=self.estimator
+            )
+            for role, own in rollouts.items()
         }
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
@@ -125,8 +145,9 @@ class Evolve(Recipe):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pool = list(state["pool"])
 
-    def _remember(self, questions: Iterable[str]) -> None:
-        self._pool = list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
+    def _pool_with(self, questions: Iterable[str]) -> list[str]:
+        """Returns the pool after adding questions. If the pool is full, the oldest questions are left out."""
+        return list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
 
     def _speaker(self, iteration: Iteration, context: RolloutContext, role: str, purpose: str, n: int) -> Speaker:
         """Returns the Speaker of a role (prompt and sampling settings) for one purpose in an iteration. Each purpose
@@ -151,11 +172,11 @@ class Evolve(Recipe):
         )
         return judged_answers(context, solver, judge, questions)
 
-    def _proposer_prompt(self, context: RolloutContext, rng: random.Random) -> Prompt:
+    def _proposer_prompt(self, context: RolloutContext, pool: Sequence[str], rng: random.Random) -> Prompt:
         """Returns a prompt for the proposer. Whether it contains reference questions, and which, is chosen randomly.
         References that make the prompt too long are left out.
         """
-        shown = rng.sample(self._pool, min(self.references, len(self._pool)))
+        shown = rng.sample(pool, min(self.references, len(pool)))
         text = fill(self._templates["reference_template"], references="\n\n".join(shown))
         prompt = put(context, PROPOSER, text) if rng.random() < self.reference_share else None
         prompt = prompt or put(context, PROPOSER, self._templates["proposer_template"])

@@ -9,14 +9,22 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
 from megatron_rl.config.base import Count, CountOrZero
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.comparing import BOTH, Answer, Comparisons, comparison_metrics
 from megatron_rl.contrib.judged import JUDGE, judge_rollout
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, question_text, sampling_for
 from megatron_rl.text import decode_all
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.training.rollouts import drawn, greedy, sample
 from megatron_rl.types import Prompt, Rollout
 
@@ -40,7 +48,7 @@ class Pairwise(Recipe):
     judge_iterations: CountOrZero = 0  # judge iterations after each generator iteration
     judgements: Count = 8  # judgements per pair and order in a judge iteration
     format_weight: float = 0.8  # weight of the requested form in the judge's reward
-    estimator: str = "grpo"  # estimator for the judge: a name in algorithms.estimators, or module:name
+    estimator: EstimatorName = "grpo"  # estimator for the judge: a name in algorithms.estimators, or module:name
     generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
     judge_template: str = "pairwise_judge"  # template with {question}, {first}, {second}
 
@@ -80,6 +88,14 @@ class Pairwise(Recipe):
             return {JUDGE: self._judge_iteration(iteration, source.take(), context, compared)}
         return {GENERATOR: self._generator_iteration(iteration, source.take(), context, compared)}
 
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        """The advantage of a response is its outcome, not divided by a standard deviation."""
+        if iteration.role == GENERATOR:
+            return {GENERATOR: [replace(r, advantages=r.rewards["outcome"]) for r in rollouts[GENERATOR]]}
+        return {JUDGE: assign_advantages(rollouts[JUDGE], reward="total", estimator=self.estimator)}
+
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates on problems with `rejected`, with greedy decoding and both orders: how often the judge prefers the
         generator's response to `answer` (win_rate), and `answer` to `rejected` (accuracy). A comparison that cannot be
@@ -111,8 +127,7 @@ class Pairwise(Recipe):
         self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
     ) -> list[Rollout]:
         """Returns the responses to train on: those to problems whose comparisons have different outcomes. Each has an
-        advantage of 1.0 (better than the reference) or -1.0. Advantages are not divided by a standard deviation. The
-        reference response is not trained on.
+        outcome of 1.0 (better than the reference) or -1.0. The reference response is not trained on.
         """
         n, groups = self.group_size, dict[int, list[Rollout]]()
         references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
@@ -128,9 +143,13 @@ class Pairwise(Recipe):
         ungraded = alike = 0
         for i, reference in enumerate(references):
             margins = {j: compared.margin(i * n + j) for j in _others(n, reference)}
-            own = [_credited(groups[i][j], margin) for j, margin in margins.items() if margin is not None]
+            own = [
+                groups[i][j].with_rewards(outcome=1.0 if margin > 0 else -1.0, margin=margin)
+                for j, margin in margins.items()
+                if margin is not None
+            ]
             ungraded += len(margins) - len(own)
-            differ = any(rollout.advantages != own[0].advantages for rollout in own)
+            differ = any(rollout.rewards["outcome"] != own[0].rewards["outcome"] for rollout in own)
             alike += not differ
             learned += own if differ else []
         context.add_metrics(GENERATOR, metrics | {"ungraded": float(ungraded), "groups_alike": float(alike)})
@@ -155,7 +174,7 @@ class Pairwise(Recipe):
             judge_rollout(context, answer, form=answer.opinion.form, agrees=_agrees(answer), weight=self.format_weight)
             for answer in answers
         ]
-        return assign_advantages(judged, reward="total", estimator=self.estimator)
+        return judged
 
 
 def _texts(context: RolloutContext, rollouts: Sequence[Rollout]) -> list[str]:
@@ -164,11 +183,6 @@ def _texts(context: RolloutContext, rollouts: Sequence[Rollout]) -> list[str]:
 
 def _others(n: int, reference: int) -> list[int]:
     return [j for j in range(n) if j != reference]
-
-
-def _credited(rollout: Rollout, margin: float) -> Rollout:
-    outcome = 1.0 if margin > 0 else -1.0
-    return replace(rollout.with_rewards(outcome=outcome, margin=margin), advantages=outcome)
 
 
 def _agrees(answer: Answer) -> float | None:

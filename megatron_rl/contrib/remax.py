@@ -11,7 +11,7 @@ from megatron_rl.recipes.dynamic_sampling import Group, Metrics, solve_groups
 from megatron_rl.recipes.solutions import GENERATOR
 from megatron_rl.training.iteration import Iteration, RecipeRole, RolloutContext
 from megatron_rl.training.rollouts import greedy
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt
 
 BASELINE = "greedy"  # name of the reward that holds the greedy answer's outcome in every rollout
 
@@ -48,9 +48,9 @@ class Remax(Dapo):
         ones, _ = solve_groups(context, GENERATOR, [group.prompt for group in groups], likeliest)
         return [_compared(group, one) for group, one in zip(groups, ones, strict=True)], metrics
 
-    def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
-        rollouts, weights = super()._price(groups, context)
-        return rollouts, {**weights, BASELINE: -1.0}
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {**super().reward_weights, BASELINE: -1.0}
 
 
 def _compared(group: Group, likeliest: Group) -> Group:

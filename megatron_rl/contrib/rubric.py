@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
 from megatron_rl.config.base import Count
 from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import ConfigError
@@ -20,7 +20,15 @@ from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fiel
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.training.rollouts import drawn, greedy, plain
 from megatron_rl.types import Prompt, Rollout
 
@@ -135,7 +143,7 @@ class Rubric(Recipe):
     group_size: Count = 8  # responses per problem
     judgements: Count = 1  # judgements per criterion of a response; the score is their mean
     criteria: Count = 4  # approximate number of criteria in a rubric; used only to estimate memory and time
-    estimator: str = "grpo"  # a name in algorithms.estimators, or module:name
+    estimator: EstimatorName = "grpo"  # a name in algorithms.estimators, or module:name
     train_judge: bool = False
     # module:name of a function (response, payload) -> known score in [0, 1], or None, of each criterion
     labels: str | None = None
@@ -175,7 +183,7 @@ class Rubric(Recipe):
         asked = sampling_for(context, iteration, JUDGE, self.judgements)
         graded, answers, metrics = self._judged(context, source.take(), own, asked)
         context.add_metrics(GENERATOR, metrics)
-        learned = {GENERATOR: assign_advantages(graded, reward="outcome", estimator=self.estimator)}
+        learned: dict[str, Sequence[Rollout]] = {GENERATOR: graded}
         if self.train_judge:
             judged = []
             for answer in answers:
@@ -183,8 +191,17 @@ class Rubric(Recipe):
                 agrees = None if gold is None else 0.0 if score is None else 1.0 - abs(score - gold)
                 told = {"form": float(score is not None), "agrees": agrees, "weight": self.format_weight}
                 judged.append(judge_rollout(context, answer, **told))
-            learned[JUDGE] = assign_advantages(judged, reward="total", estimator=self.estimator)
+            learned[JUDGE] = judged
         return learned
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        rewards = {GENERATOR: "outcome", JUDGE: "total"}
+        return {
+            role: assign_advantages(own, reward=rewards[role], estimator=self.estimator)
+            for role, own in rollouts.items()
+        }
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates one sample per problem at temperature 1, and greedy responses, with a greedy judge. The metrics are

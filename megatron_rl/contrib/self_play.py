@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
-from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
 from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.base import Count, CountOrZero, Decay, Share
@@ -24,7 +25,15 @@ from megatron_rl.recipes.solutions import (
     solve,
 )
 from megatron_rl.text import decode_all, fill, read_template
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.training.rollouts import sample
 from megatron_rl.types import Prompt, Rollout
 
@@ -70,7 +79,7 @@ class SelfPlay(Recipe):
     # Search Self-Play has one proposal per task, whose advantage is its reward: "reinforce".
     proposer_estimator: str = "hierarchical"
     ema_decay: Decay = 0.95
-    estimator: str = "grpo"  # estimator for the solver, over the answers to one question
+    estimator: EstimatorName = "grpo"  # estimator for the solver, over the answers to one question
     proposer_template: str = "self_play_proposer"  # text file with {question}, or name of a packaged prompt
     solver_template: str = "boxed_answer"  # template with {question}
 
@@ -142,11 +151,19 @@ class SelfPlay(Recipe):
             earned = dict.fromkeys(unplayed, self.unparseable) | {i: aimed(self.aim, a) for i, a in accuracy.items()}
             alike = self._alike(context, [found.get(i, ("", ""))[0] for i in range(len(proposed))])
             rewarded = [proposed[i].with_rewards(total=earned[i] - alike[i]) for i in sorted(earned)]
-            out[PROPOSER] = self._compared(rewarded)
+            out[PROPOSER] = rewarded
         if SOLVER in iteration.roles:
-            learned = [s.rollout for s in solved if _place(s.rollout) in teaching]
-            out[SOLVER] = assign_advantages(learned, reward="outcome", estimator=self.estimator)
+            out[SOLVER] = [s.rollout for s in solved if _place(s.rollout) in teaching]
         return out
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        compare = {
+            PROPOSER: self._compared,
+            SOLVER: partial(assign_advantages, reward="outcome", estimator=self.estimator),
+        }
+        return {role: compare[role](own) for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of

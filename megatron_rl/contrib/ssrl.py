@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, sampling_for, solve
 from megatron_rl.rewards.tags import block_spans
@@ -34,7 +33,7 @@ class Ssrl(Grpo):
         written = sum(s.rollout.num_trainable for s in solved)
         trained = sum(rollout.num_trainable for rollout in rollouts)
         context.add_metrics(GENERATOR, metrics | {"information_share": 1.0 - trained / written if written else 0.0})
-        return {GENERATOR: assign_advantages(rollouts, reward="outcome", estimator=self.estimator)}
+        return {GENERATOR: rollouts}
 
 
 def without_information(rollout: Rollout, tokenizer: Any) -> Rollout:

@@ -4,12 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.algorithms.advantages import TRAINED, assign_advantages
+from megatron_rl.algorithms.advantages import TRAINED, EstimatorName, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
 from megatron_rl.config.base import Count, Decay, refuse
 from megatron_rl.recipes.episode_rollouts import EPISODE, OverEpisodes
 from megatron_rl.recipes.solutions import check_arguments, sampling_for
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -30,7 +38,7 @@ class Agents(OverEpisodes, Recipe):
     # "ema": a moving average of the role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
     # used if `compared` is "task": a name in algorithms.estimators, or module:name of a function
-    estimator: str = "grpo"
+    estimator: EstimatorName = "grpo"
     ema_decay: Decay = DECAY
 
     def __post_init__(self) -> None:
@@ -75,7 +83,12 @@ class Agents(OverEpisodes, Recipe):
         samplings = {role: sampling_for(context, iteration, role, 1) for role in self.agents}
         played = self.play_episodes(context, problems, seeds, samplings, each=self.group_size)
         context.add_metrics(iteration.role, played.metrics)
-        return {role: self._credited([r for r in played.rollouts if r.role == role]) for role in iteration.roles}
+        return {role: [r for r in played.rollouts if r.role == role] for role in iteration.roles}
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        return {role: self._credited(own) for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Plays two episodes per problem, one at temperature 1 and one greedy. Returns metrics; a failed episode is

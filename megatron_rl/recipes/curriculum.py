@@ -42,8 +42,8 @@ class Record:
     """The state of a curriculum: the data rows that are never used again (retired), and the rows that are skipped for
     some epochs (resting).
 
-    The state is saved with the recipe's state after every iteration, also for iterations generated ahead of training,
-    together with the position in the data. So a resumed run skips the same problems.
+    The state is saved with the recipe's state, together with the position in the data. So a resumed run skips the same
+    problems.
     """
 
     curriculum: Curriculum | None  # None if no problem is ever skipped
@@ -54,16 +54,11 @@ class Record:
         """Returns a source that yields the problems of `source` without the skipped problems."""
         return source if self.curriculum is None else _Chosen(source, self)
 
-    def learn(self, groups: Sequence[Group]) -> None:
-        """Updates the state with the success rates of the groups. Ignores a group in which a grading failed. Otherwise
-        a single graded sample of eight could retire the problem for the whole run.
-        """
+    def learn(self, rates: Sequence[tuple[int, int, float]]) -> None:
+        """Updates the state with the result of `success_rates`."""
         if self.curriculum is None:
             return
-        for group in groups:
-            rate, (epoch, row) = group.success_rate, place_of(group.prompt)
-            if rate is None or len(group.solutions) < group.drawn:
-                continue
+        for epoch, row, rate in rates:
             self.resting.pop(row, None)
             if self.curriculum.retire_at is not None and rate >= self.curriculum.retire_at:
                 self.retired.add(row)
@@ -89,6 +84,17 @@ class Record:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.retired, self.resting = set(state.get("retired", ())), dict(state.get("resting", ()))
+
+
+def success_rates(groups: Sequence[Group]) -> list[tuple[int, int, float]]:
+    """Returns (epoch, data row, success rate) of each group. Leaves out groups in which a grading failed. Otherwise a
+    single graded sample of eight could retire the problem for the whole run.
+    """
+    return [
+        (*place_of(group.prompt), group.success_rate)
+        for group in groups
+        if group.success_rate is not None and len(group.solutions) == group.drawn
+    ]
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,17 @@ from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import refuse
-from megatron_rl.recipes.curriculum import Curriculum, Record
+from megatron_rl.recipes.curriculum import Curriculum, Record, success_rates
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.length_rewards import Brevity, Overlong, priced
 from megatron_rl.recipes.solutions import GENERATOR, check_fields, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.iteration import Iteration, PromptSource, RecipeRole, RolloutContext
+from megatron_rl.training.iteration import CreditContext, Iteration, PromptSource, RecipeRole, RolloutContext
 from megatron_rl.types import Prompt, Rollout
+
+RATES = "success_rates"  # name of the values that the rollout stage hands over for the curriculum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,22 @@ class Dapo(Grpo):
     ) -> Mapping[str, Sequence[Rollout]]:
         draw = partial(self._draw, iteration, context)
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
-        context.add_metrics(GENERATOR, metrics | self._record.metrics())
-        rollouts, weights = self._price(groups, context)
-        credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
+        context.add_metrics(GENERATOR, metrics)
+        return {GENERATOR: priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)}
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        self._record.learn(context.handed_over.get(RATES, ()))
+        context.add_metrics(GENERATOR, self._record.metrics())
+        credited = assign_advantages(rollouts[GENERATOR], reward=self.reward_weights, estimator=self.estimator)
         return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
 
-    def _price(self, groups: Sequence[Group], context: RolloutContext) -> tuple[list[Rollout], dict[str, float]]:
-        """Returns the rollouts of all groups, and the weight of each of their rewards. Subclasses add rewards here."""
-        return priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """The weight of each reward in the total reward of a rollout."""
+        added = {"overlong": self.overlong is not None and self.overlong.cache, "brevity": self.brevity is not None}
+        return {"outcome": 1.0, **{name: 1.0 for name, given in added.items() if given}}
 
     def state_dict(self) -> dict[str, Any]:
         return self._record.state_dict()
@@ -84,15 +94,15 @@ class Dapo(Grpo):
     def _draw(
         self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
     ) -> tuple[list[Group], Metrics]:
-        """Samples the groups of one round (see DynamicSampling.rounds). The success rate without hints is recorded as
-        the difficulty of
-        a problem.
+        """Samples the groups of one round (see DynamicSampling.rounds). The curriculum learns from the success rates
+        without hints.
         """
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         if number > 0:
             sampling = replace(sampling, seed=context.seed_for(iteration.number, GENERATOR, "round", number))
         groups, metrics = solve_groups(context, GENERATOR, prompts, sampling)
-        self._record.learn(groups)
+        if self.curriculum is not None:
+            context.handed_over.setdefault(RATES, []).extend(success_rates(groups))
         if self.hints is None:
             return groups, metrics
         return self.hints.retry(context, GENERATOR, groups, metrics, sampling=sampling, text=self.prompt)

@@ -12,7 +12,15 @@ from megatron_rl.chat_template import check_models
 from megatron_rl.config.base import Count, CountOrZero, refuse
 from megatron_rl.recipes.solutions import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.training.rollouts import sample
 from megatron_rl.types import Prompt, Rollout
 
@@ -85,6 +93,12 @@ class Distil(Recipe):
         gaps = [(r.logprobs - v["teacher_logprobs"])[r.trainable] for r, v in zip(written, values, strict=True)]
         context.add_metrics(STUDENT, {"sampled_kl": float(np.concatenate(gaps).mean(dtype=np.float64))})
         return {STUDENT: [replace(r, values=v) for r, v in zip(written, values, strict=True)]}
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        """Returns the rollouts unchanged: the loss reads no advantages."""
+        return rollouts
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         return accuracies(context, STUDENT, prompts)[0]

@@ -5,7 +5,7 @@ in a group.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count
 from megatron_rl.recipes.solutions import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
@@ -14,7 +14,10 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo(Recipe):
-    """A recipe that trains the role `generator` on the graded outcome of its solutions in every iteration."""
+    """A recipe that trains the role `generator` on the graded outcome of its solutions in every iteration.
+
+    The credit stage is the default of Recipe: `estimator` compares the outcomes of a problem's solutions.
+    """
 
     updates: Count  # number of updates in the run
     group_size: Count = 5  # samples per problem
@@ -40,7 +43,7 @@ class Grpo(Recipe):
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         solved, metrics = solve(context, GENERATOR, source.take(), sampling)
         context.add_metrics(GENERATOR, metrics)
-        return {GENERATOR: assign_advantages([s.rollout for s in solved], reward="outcome", estimator=self.estimator)}
+        return {GENERATOR: [s.rollout for s in solved]}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         return accuracies(context, GENERATOR, prompts)[0]

@@ -88,22 +88,16 @@ class Brevity:
         ]
 
 
-def priced(
-    groups: Sequence[Group], limit: int, overlong: Overlong | None, brevity: Brevity | None
-) -> tuple[list[Rollout], dict[str, float]]:
+def priced(groups: Sequence[Group], limit: int, overlong: Overlong | None, brevity: Brevity | None) -> list[Rollout]:
     """Adds the rewards `overlong` and `brevity`, which depend on the length, to the rollouts of [P] groups, if they are
     configured.
 
-    `limit`: maximum number of tokens of a solution. Returns the rollouts in order, and the weight of each reward in the
-        total reward.
+    `limit`: maximum number of tokens of a solution. Returns the rollouts in order.
     """
     rollouts = [s.rollout for group in groups for s in group.solutions]
-    weights = {"outcome": 1.0}
     if overlong is not None and overlong.cache:
         rollouts = [r.with_rewards(overlong=overlong.reward(r.length, limit)) for r in rollouts]
-        weights["overlong"] = 1.0
     if brevity is not None:
         found = [value for own in brevity.rewards(groups) for value in own]
         rollouts = [r.with_rewards(brevity=value) for r, value in zip(rollouts, found, strict=True)]
-        weights["brevity"] = 1.0
-    return rollouts, weights
+    return rollouts

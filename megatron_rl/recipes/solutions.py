@@ -52,9 +52,11 @@ class Solution:
         """
         return generator_format(self.text)
 
-    def to_train(self, credited: Rollout) -> list[Rollout]:
-        """Returns the samples to train on. `credited` is the solution's rollout with advantages."""
-        return [credited]
+    def to_train(self, verified: Rollout) -> list[Rollout]:
+        """Returns the rollouts to train on. `verified` is the solution's rollout with the results of its
+        verification.
+        """
+        return [verified]
 
 
 # callback for a graded solution: (index among the requested samples, solution)

@@ -19,7 +19,15 @@ from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.text import read_template
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    Schedule,
+)
 from megatron_rl.training.rollouts import mean_reward, without_signal
 from megatron_rl.types import Prompt, Rollout
 
@@ -149,9 +157,27 @@ class BaseTango(Recipe):
         answers = {id(v.completion): len(v.completion.tokens) for group in judged for v in group}
         metrics = {**metrics, "tokens_drawn": written + sum(answers.values())}
         context.add_metrics(iteration.role, metrics | review_metrics(judged, self._labels, asking.skipped))
+        if iteration.role != self.solver:
+            context.add_metrics(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
+            rows = [verification for group in judged for verification in group]
+            context.handed_over["labels"] = [row.item.correct for row in rows]
+            return {VERIFIER: [self._reviewer.rollout(context, row) for row in rows]}
+        # None: the steps of all solutions count; otherwise, for each solution, whether its steps count
+        everywhere = self._reviewed(iteration) == "all"
+        context.handed_over["reviewed"] = None if everywhere else [bool(own) for own in judged]
+        verified = self.verified(context, solutions, judged)
+        return {self.solver: [part for s, one in zip(solutions, verified, strict=True) for part in s.to_train(one)]}
+
+    def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
+        """Returns the rollouts of the solutions of a generator iteration, with rewards of their steps."""
+        return [with_verdicts(s.rollout, own, self.step_credit) for s, own in zip(solutions, judged, strict=True)]
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
         if iteration.role == self.solver:
-            return {self.solver: self._credit_solutions(context, iteration, solutions, judged)}
-        return {VERIFIER: self._credit_reviews(context, solutions, judged)}
+            return {self.solver: self._credit_solutions(iteration, rollouts[self.solver], context)}
+        return {VERIFIER: self._credit_reviews(rollouts[VERIFIER], context.handed_over.get("labels", ()))}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates both roles. The verifier is evaluated on a fixed set with equal numbers of correct and wrong
@@ -176,46 +202,55 @@ class BaseTango(Recipe):
         return self.review_below is not None and self._signal >= self.review_below
 
     def _credit_solutions(
-        self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
+        self, iteration: Iteration, rollouts: Sequence[Rollout], context: CreditContext
     ) -> list[Rollout]:
         """Assigns advantages to the solutions of a generator iteration. Outcome and step advantages are mixed with the
         weight alpha if a solution has one verdict per step. Groups that are not verified get outcome advantages only.
         """
-        alpha, credit = self._alpha(iteration.update(self.solver)), self.step_credit
+        alpha, solutions = self._alpha(iteration.update(self.solver)), self.whole_solutions(rollouts)
         context.add_metrics(self.solver, {"alpha": alpha, "signal": self._signal})
-        annotated = [with_verdicts(s.rollout, own, credit) for s, own in zip(solutions, judged, strict=True)]
-        everywhere = self._reviewed(iteration) == "all"
-        alphas = alpha if everywhere else [alpha if own else 0.0 for own in judged]
+        reviewed = context.handed_over["reviewed"]
+        alphas = alpha if reviewed is None else [alpha * counts for counts in reviewed]
         self._follow(solutions)
-        credited = assign_advantages(annotated, reward="outcome", estimator=self.estimator, alpha=alphas, steps=credit)
-        return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
+        credited = assign_advantages(
+            solutions, reward="outcome", estimator=self.estimator, alpha=alphas, steps=self.step_credit
+        )
+        return self.share_credit(credited, rollouts)
 
-    def _follow(self, solutions: Sequence[Solution]) -> None:
+    def whole_solutions(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Returns one rollout per solution, for which advantages are computed. Differs from `rollouts` in a recipe that
+        trains on several rollouts per solution.
+        """
+        return rollouts
+
+    def share_credit(self, credited: Sequence[Rollout], rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Returns `rollouts` with the advantages of the whole solutions `credited`."""
+        return [*credited]
+
+    def _follow(self, solutions: Sequence[Rollout]) -> None:
         """Updates the moving average of the share of problems whose solutions have different outcomes. Problems with
         only one graded solution are ignored.
         """
-        sizes = Counter(s.rollout.group for s in solutions)
-        compared = [s for s in solutions if sizes[s.rollout.group] > 1]
+        sizes = Counter(solution.group for solution in solutions)
+        compared = [solution for solution in solutions if sizes[solution.group] > 1]
         if compared:
             self._signal += (1 - SIGNAL_DECAY) * (self._share_with_signal(compared) - self._signal)
 
-    def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
+    def _share_with_signal(self, solutions: Sequence[Rollout]) -> float:
         """Returns the share of an iteration's problems whose solutions have different outcomes."""
-        return 1 - without_signal([s.rollout for s in solutions], "outcome")
+        return 1 - without_signal(solutions, "outcome")
 
     def _alpha(self, update: int) -> float:
         total = self.generator_updates
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
-    def _credit_reviews(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
+    def _credit_reviews(self, rollouts: Sequence[Rollout], labels: Sequence[bool]) -> list[Rollout]:
         """Assigns advantages to verifications by comparing the verifications of the same solution. Class weights
-        increase the influence of solutions with the rarer outcome (arXiv 2505.15034, eq. 9).
+        increase the influence of solutions with the rarer outcome (arXiv 2505.15034, eq. 9). `labels`: for each
+        verification, whether its solution is correct.
         """
-        context.add_metrics(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
-        rows = [verification for group in judged for verification in group]
-        labels = [row.item.correct for row in rows]
         self._counts = self._counts.updated(labels, self.class_weight_decay)
-        rollouts, weights = [self._reviewer.rollout(context, row) for row in rows], self._counts.weights(labels)
+        weights = self._counts.weights(labels)
         return assign_advantages(rollouts, reward="verifier", estimator=self.estimator, weights=weights)
 
 

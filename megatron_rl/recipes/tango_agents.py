@@ -7,12 +7,12 @@ from typing import Any
 from megatron_rl.config.base import Count, refuse
 from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.recipes.episode_rollouts import EpisodesGraded, OverEpisodes
+from megatron_rl.recipes.episode_rollouts import OUTCOME, EpisodesGraded, OverEpisodes, by_agent
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over
 from megatron_rl.recipes.tango import BaseTango
-from megatron_rl.recipes.transcripts import Transcript, TranscriptForm, transcripts
+from megatron_rl.recipes.transcripts import Transcript, TranscriptForm, rejoined, transcripts, with_credit
 from megatron_rl.training.iteration import RecipeRole, RolloutContext
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(kw_only=True)
@@ -82,6 +82,16 @@ class TangoAgents(OverEpisodes, BaseTango):
     ) -> tuple[dict[str, float], Sequence[Solution]]:
         metrics, sampled = self.measure_episodes(context, prompts)
         return metrics, self._transcripts(context, sampled)
+
+    def whole_solutions(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Returns one rollout per agent and episode. Its outcome is the weighted sum of the agent's rewards."""
+        return [
+            replace(rejoined(samples), rewards={OUTCOME: self.total(samples[-1])}) for samples in by_agent(rollouts)
+        ]
+
+    def share_credit(self, credited: Sequence[Rollout], rollouts: Sequence[Rollout]) -> list[Rollout]:
+        pairs = zip(credited, by_agent(rollouts), strict=True)
+        return [part for whole, samples in pairs for part in with_credit(whole, samples)]
 
     def _transcripts(self, context: RolloutContext, played: EpisodesGraded) -> list[Transcript]:
         reader = ControlTokens(context.tokenizers[VERIFIER])

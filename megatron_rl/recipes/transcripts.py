@@ -40,8 +40,8 @@ class Transcript(Solution):
         """
         return 1.0
 
-    def to_train(self, credited: Rollout) -> list[Rollout]:
-        return parted(credited, self.samples)
+    def to_train(self, verified: Rollout) -> list[Rollout]:
+        return parted(verified, self.samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Copies the results computed for the joined rollout `whole` to its samples, and returns the samples: payload,
-    annotations, advantages, and the reward TRAINED. A sample gets the annotations, scores and verdicts of its turns.
+    """Copies payload and annotated turns of the joined rollout `whole` to its samples, and returns the samples. A
+    sample gets the annotations, scores and verdicts of its turns.
     """
     annotations, parts, start = whole.annotations_of(STEP), [], 0
     for sample in samples:
@@ -124,18 +124,31 @@ def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
         scored = Annotations(
             annotations.ranges[own] - start, None if annotations.scores is None else annotations.scores[own]
         )
-        given = whole.advantages
-        parts.append(
-            replace(
-                sample,
-                payload=payload,
-                rewards={**sample.rewards, TRAINED: whole.rewards[TRAINED]},
-                annotations={**sample.annotations, STEP: scored},
-                advantages=given[start:end] if isinstance(given, np.ndarray) else given,
-            )
-        )
+        parts.append(replace(sample, payload=payload, annotations={**sample.annotations, STEP: scored}))
         start = end
     return parts
+
+
+def rejoined(samples: Sequence[Rollout]) -> Rollout:
+    """Concatenates the samples of an agent like `joined`, with their annotated turns."""
+    starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
+    found = [sample.annotations_of(STEP) for sample in samples]
+    scores = None if any(own.scores is None for own in found) else np.concatenate([own.scores for own in found])  # type: ignore[misc]
+    ranges = np.concatenate([own.ranges + start for own, start in zip(found, starts, strict=True)])
+    return replace(joined(samples), annotations={STEP: Annotations(ranges, scores)})
+
+
+def with_credit(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the samples with the advantages and the reward TRAINED of their joined rollout `whole`."""
+    ends, given = np.cumsum([len(sample.tokens) for sample in samples]), whole.advantages
+    return [
+        replace(
+            sample,
+            rewards={**sample.rewards, TRAINED: whole.rewards[TRAINED]},
+            advantages=given[end - len(sample.tokens) : end] if isinstance(given, np.ndarray) else given,
+        )
+        for sample, end in zip(samples, ends.tolist(), strict=True)
+    ]
 
 
 def annotate_turns(rollout: Rollout) -> Rollout:

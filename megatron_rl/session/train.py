@@ -32,6 +32,7 @@ from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
+from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.iteration import Grade, Iteration, RolloutContext
 from megatron_rl.training.preflight import PreflightPlan
@@ -72,6 +73,7 @@ class _Parts:
     held_out: list[Prompt]
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
+    recipe_states: list[dict[str, Any]]  # value of CreditStage.states in the checkpoint; empty in a new run
 
 
 def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Listener | None) -> int:
@@ -146,19 +148,19 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
     readers, held_out, rows = builders.prompts(spec, tokenizers)
     world.from_driver(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
-    policies, progress = builders.policies(spec), loop.Progress()
+    policies, progress, recipe_states = builders.policies(spec), loop.Progress(), list[dict[str, Any]]()
     if driver.resumed is not None:
         state = driver.resumed.read_state()
         for name in spec.trained_policies:
             world.from_driver(refuse_code, driver.resumed.path / name)
             policies[name].state.load(driver.resumed.path / name)
-        spec.recipe.load_state_dict(state["recipe"])
+        recipe_states = state["recipe"]
         for name, reader in readers.items():
             reader.load_state_dict(state["data"][name])
         progress = loop.Progress(**state["progress"])
     return _Parts(
         spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
-        held_out=held_out, policies=policies, progress=progress,
+        held_out=held_out, policies=policies, progress=progress, recipe_states=recipe_states,
     )  # fmt: skip
 
 
@@ -215,22 +217,24 @@ def _collector(
 
     `idle`: function that the collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
-    recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
+    ahead = spec.loop.rollouts.max_staleness
+    credit = CreditStage(spec.recipe, lag=ahead, uncredited=builders.uncredited(spec))
+    if parts.recipe_states:
+        credit.restore(parts.recipe_states, parts.progress.number)
     maker: IterationMaker
     if spec.data.replay is not None:
         recorded = open_replay(spec.data.replay, own=driver.directory.path)
-        maker = ReplayMaker(recipe=recipe, readers=parts.readers, recorded=recorded)
+        maker = ReplayMaker(readers=parts.readers, recorded=recorded)
     else:
         maker = RolloutMaker(
-            recipe=recipe,
+            recipe=spec.rollout_recipe,
             readers=parts.readers,
             context=context,
             prompts_per_iteration=spec.run.prompts_per_iteration,
-            uncredited=builders.uncredited(spec),
             own_watch=Stopwatch(driver.watch.beat) if ahead else None,
         )
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
-    return Collector(maker, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
+    return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
 
 
 def _store(parts: _Parts, *, fresh: bool) -> IterationStore:

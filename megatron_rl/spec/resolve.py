@@ -80,9 +80,10 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
-    recipe, problems = None, list[str]()
+    recipe, rollout_recipe, problems = None, None, list[str]()
     try:
         recipe = plugins.build(config.recipe)
+        rollout_recipe = plugins.build(config.recipe) if config.rollouts.max_staleness else recipe
     except ConfigError as error:
         problems.append(str(error))
     replay = Path(config.debug.replay) if config.debug.replay else None
@@ -90,6 +91,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     spec = RunSpec(
         **shared,
         recipe=recipe,
+        rollout_recipe=rollout_recipe,
         data=DataSpec(training=training, held_out=config.evaluation.prompts, replay=replay),
         loop=LoopSpec(
             schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),

@@ -185,6 +185,9 @@ class RunSpec(TrainingSpec):
 
     engine: EngineSpec
     recipe: Any  # the training recipe built from the config, a training.iteration.Recipe
+    # a second instance of the recipe, which generates rollouts while the first one computes the advantages of earlier
+    # iterations; the same instance if rollouts are not generated ahead of training
+    rollout_recipe: Any
     data: DataSpec
     reward: Reward
     loop: LoopSpec

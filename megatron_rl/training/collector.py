@@ -10,27 +10,20 @@ twice.
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
+from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
-from megatron_rl.training.rollouts import measure, without_signal
 from megatron_rl.training.store import IterationStore, State
-from megatron_rl.types import Prompt, Rollout, Stop
+from megatron_rl.types import Prompt
 
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
-
-
-class RolloutError(RuntimeError):
-    """A recipe returned rollouts that cannot be trained on. The message names the rollout and the problem."""
 
 
 @dataclass(frozen=True)
@@ -46,98 +39,97 @@ class ReaderSource:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationMaker(ABC):
-    """Generates the rollouts of iterations, or reads them from the record of another run. Holds everything that changes
-    meanwhile: the recipe, and each role's prompt reader. Roles may share a reader.
+    """Generates the rollouts of iterations, or reads them from the record of another run. Holds each role's prompt
+    reader. Roles may share a reader.
     """
 
-    recipe: Recipe
     readers: Mapping[str, PromptReader]
 
     @abstractmethod
-    def make(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts and metrics of an iteration. Called for one iteration at a time, in order."""
+    def make(self, iteration: Iteration, recipe_state: State) -> tuple[Collected, State | None]:
+        """Returns the rollouts and metrics of an iteration, and the recorded state after the iteration; None instead of
+        the state if the rollouts were generated. Called for one iteration at a time, in order.
 
-    def state(self) -> State:
-        """Returns the recipe's state and the positions of the prompt readers, as JSON values."""
-        data = {role: reader.state_dict() for role, reader in self.readers.items()}
-        return {"recipe": self.recipe.state_dict(), "data": data}
+        `recipe_state`: the recipe's state with which rollouts are generated.
+        """
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state returned by `state`."""
-        self.recipe.load_state_dict(state["recipe"])
+    def positions(self) -> State:
+        """Returns the positions of the prompt readers by role, as JSON values."""
+        return as_json({role: reader.state_dict() for role, reader in self.readers.items()})
+
+    def restore(self, positions: Mapping[str, Any]) -> None:
+        """Restores positions returned by `positions`."""
         for role, reader in self.readers.items():
-            reader.load_state_dict(state["data"][role])
+            reader.load_state_dict(positions[role])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMaker(IterationMaker):
     """Generates the rollouts of iterations with the recipe. Each iteration gets a new RolloutContext, and problems from
     the prompt reader of the first role that it trains.
+
+    `recipe`: with rollouts.max_staleness above 0, another instance than the recipe of the credit stage, because both
+        are used at the same time.
     """
 
+    recipe: Recipe
     context: RolloutContext
     prompts_per_iteration: int
-    # roles whose loss does not use advantages, so that their rollouts may lack advantages
-    uncredited: frozenset[str] = frozenset()
     # Stopwatch for rollouts that are generated while another iteration trains; None: the stopwatch of the context.
     # Its times are logged with the metrics of the iteration's first role.
     own_watch: Stopwatch | None = None
 
-    def make(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts and the metrics of an iteration, both by role. The metrics include those that the recipe
-        added.
+    def make(self, iteration: Iteration, recipe_state: State) -> tuple[Collected, None]:
+        """Returns the rollouts of an iteration, without advantages, and the metrics that the recipe added.
 
-        Raises RolloutError if the rollouts cannot be trained on.
+        Raises RolloutError if the recipe changes its state.
         """
-        context = replace(self.context, metrics={}, watch=self.own_watch or self.context.watch)
+        self.recipe.load_state_dict(recipe_state)
+        context = replace(self.context, metrics={}, handed_over={}, watch=self.own_watch or self.context.watch)
         reader = self.readers[iteration.role]
         dropped = reader.dropped
         found = self.recipe.rollout(iteration, ReaderSource(reader, self.prompts_per_iteration), context)
+        if as_json(self.recipe.state_dict()) != recipe_state:
+            raise RolloutError(
+                f"iteration {iteration.number}: the recipe changed its state in the method rollout: change it in "
+                "credit, which is called for the iterations in order (context.handed_over takes values there)"
+            )
         if reader.dropped > dropped:
             context.add_metrics(iteration.role, {"prompts_too_long": float(reader.dropped - dropped)})
-        if problem := next(_problems(iteration, found, self.uncredited), None):
-            raise RolloutError(f"iteration {iteration.number}{problem}")
-        rollouts = {role: list(found[role]) for role in iteration.roles}
-        metrics = {role: measure(own) for role, own in rollouts.items()}
-        for role in rollouts.keys() - self.uncredited:
-            metrics[role]["groups_without_signal"] = without_signal(rollouts[role])
-        # `context.metrics` may include roles that the iteration does not train
-        for role, added in context.metrics.items():
-            metrics[role] = {**metrics.get(role, {}), **added}
         if self.own_watch is not None:
-            metrics[iteration.role].update(self.own_watch.take())
-        return Collected(rollouts=rollouts, metrics=metrics)
+            context.add_metrics(iteration.role, self.own_watch.take())
+        rollouts = {role: list(own) for role, own in found.items()}
+        return Collected(rollouts=rollouts, metrics=context.metrics, handed_over=as_json(context.handed_over)), None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayMaker(IterationMaker):
-    """Reads the iterations that another run recorded, instead of generating rollouts. After each iteration, the recipe
-    and the prompt readers are set to the state that the other run had after this iteration.
-    """
+    """Reads the iterations that another run recorded, instead of generating rollouts."""
 
     recorded: IterationStore
 
-    def make(self, iteration: Iteration) -> Collected:
-        """Returns the recorded iteration without its timings, which belong to the other run. Raises FileNotFoundError
-        if the other run has no file of the iteration, and StoreError if the file is damaged or the iteration trained
-        other roles.
+    def make(self, iteration: Iteration, recipe_state: State) -> tuple[Collected, State]:
+        """Returns the recorded iteration without its timings, which belong to the other run, and the state that the
+        other run had after the iteration.
+
+        Raises FileNotFoundError if the other run has no file of the iteration, and StoreError if the file is damaged or
+        the iteration trained other roles.
         """
         collected, state = self.recorded.read(iteration)
-        self.restore(state)
         metrics = {
             role: {name: value for name, value in metrics.items() if not name.startswith(SECONDS)}
             for role, metrics in collected.metrics.items()
         }
-        return Collected(rollouts=collected.rollouts, metrics=metrics)
+        return replace(collected, metrics=metrics), state
 
 
 @dataclass(frozen=True)
 class _CollectedIteration:
-    """An iteration with its rollouts, and the state (recipe and prompt readers) after generating them."""
+    """An iteration with its rollouts, and the state (recipe and prompt readers) after it."""
 
     iteration: Iteration
     collected: Collected
-    state: State  # state of the recipe and the prompt readers after the iteration
+    state: State
 
 
 class Collector:
@@ -145,22 +137,24 @@ class Collector:
     iteration in order, beginning at the run's current position.
 
     If `max_staleness` is 0, the rollouts of an iteration are generated in the caller's thread when the iteration is
-    due. Otherwise a background thread generates rollouts of later iterations ahead.
+    due. Otherwise a background thread generates rollouts of later iterations ahead. An iteration is credited in the
+    same thread, unless its credit needs scores of the trainer.
     """
 
     def __init__(
-        self, maker: IterationMaker, upcoming: Iterator[Iteration], store: IterationStore, *, max_staleness: int,
-        watch: Stopwatch | None = None, idle: Callable[[], None] = lambda: None,
+        self, maker: IterationMaker, credit: CreditStage, upcoming: Iterator[Iteration], store: IterationStore, *,
+        max_staleness: int, watch: Stopwatch | None = None, idle: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Creates a collector.
 
+        `credit`: the credit stage, with the recipe's states at the run's current position.
         `watch`: measures how long `take` waits for the background thread.
         `idle`: callback that `take` calls about every LOOK_S seconds while it waits, for work that involves all ranks.
         """
-        self._maker, self._upcoming, self._store, self._max = maker, upcoming, store, max_staleness
-        self._watch, self._idle = watch or Stopwatch(), idle
+        self._maker, self._credit, self._upcoming, self._store = maker, credit, upcoming, store
+        self._max, self._watch, self._idle = max_staleness, watch or Stopwatch(), idle
         # state of the recipe and the prompt readers after the last iteration that `take` returned
-        self._state = _as_json(maker.state())
+        self._state = self._state_now()
         # Both threads hold the lock `_change` while they read or write the next four attributes.
         self._change = threading.Condition()
         self._ready: list[_CollectedIteration] = []
@@ -170,7 +164,8 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def take(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts of the iteration that is due, and waits for them if necessary.
+        """Returns the rollouts of the iteration that is due, and waits for them if necessary. The rollouts have
+        advantages, unless the recipe requests scores for their credit; then call `credit` with the scored rollouts.
 
         Raises any error that occurred while the rollouts were generated, and ValueError if `iteration` is not the next
         one of the schedule.
@@ -188,6 +183,22 @@ class Collector:
         self._state = done.state
         return done.collected
 
+    def credit(self, iteration: Iteration, scored: Collected) -> Collected:
+        """Credits the iteration last returned by `take`, whose rollouts now have the scores that the recipe requests.
+        Returns the rollouts to train on, and their metrics.
+
+        The stored file of an iteration that is kept permanently is replaced, so that it has the advantages of the
+        rollouts. Raises RolloutError if the rollouts cannot be trained on.
+        """
+        credited = self._credit.apply(iteration, scored)
+        self._state = {**self._state, "recipe": self._credit.states}
+        if self._store.keeps(iteration.number):
+            # the roles that generated the rollouts; the rollouts of a critic are the same texts
+            shown = {role: credited.rollouts[role] for role in scored.rollouts if role in credited.rollouts}
+            with self._disk:
+                self._store.put(iteration, replace(credited, rollouts=shown), self._state)
+        return credited
+
     def trained(self) -> None:
         """Reports that the iteration last returned by `take` has been trained and the engines have the new weights, so
         that the rollouts of one more iteration may be generated.
@@ -197,8 +208,8 @@ class Collector:
             self._change.notify_all()
 
     def state(self) -> State:
-        """Returns the state for a checkpoint: the state of the recipe and the prompt readers after the iteration last
-        returned by `take`, regardless of iterations generated ahead.
+        """Returns the state for a checkpoint: the recipe's states (see CreditStage.states) and the positions of the
+        prompt readers after the iteration last returned by `take`, regardless of iterations generated ahead.
         """
         return self._state
 
@@ -260,16 +271,23 @@ class Collector:
         """
         with self._disk:
             kept = self._store.get(iteration)
-        if kept is not None:
-            self._maker.restore(kept[1])
-            return _CollectedIteration(iteration, *kept)
-        collected = self._maker.make(iteration)
-        state = _as_json(self._maker.state())
+        collected, state = kept or self._maker.make(iteration, self._credit.state_for(iteration.number))
+        if state is not None:  # recorded by another process or run
+            self._maker.restore(state["data"])
+        if not self._credit.recipe.scores(iteration):
+            if state is not None and collected.credited:
+                self._credit.restore(state["recipe"], iteration.number + 1)
+            else:
+                collected = self._credit.apply(iteration, collected)
+        state = self._state_now()
         with self._disk:
             # a write that has begun holds the lock, so the process does not exit in the middle of it
-            if not self._closed:
+            if kept is None and not self._closed:
                 self._store.put(iteration, collected, state)
         return _CollectedIteration(iteration, collected, state)
+
+    def _state_now(self) -> State:
+        return {"recipe": self._credit.states, "data": self._maker.positions()}
 
 
 def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iteration]:
@@ -285,50 +303,3 @@ def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iterat
             number += 1
             for role in roles:
                 done[role] = done.get(role, 0) + 1
-
-
-def _as_json(state: State) -> State:
-    """Returns a deep copy of the state, made by encoding it as JSON and decoding it. The copy equals what a checkpoint
-    will restore, and later iterations do not change it.
-    """
-    return json.loads(json.dumps(state))
-
-
-def _problems(
-    iteration: Iteration, found: Mapping[str, Sequence[Rollout]], uncredited: Collection[str]
-) -> Iterator[str]:
-    """Yields why the rollouts of an iteration cannot be trained on, as the rest of a sentence that begins with the
-    iteration. `uncredited`: roles whose loss needs no advantages.
-    """
-    if set(found) != set(iteration.roles):
-        yield (
-            f" trains {', '.join(iteration.roles)}, and the recipe returned rollouts of "
-            f"{', '.join(found) or 'no role'}: return each role of the iteration, with an empty list where there are "
-            "none"
-        )
-        return
-    for role in iteration.roles:
-        for place, rollout in enumerate(found[role]):
-            if wrong := _fault(rollout, role, role not in uncredited):
-                yield f", {role}: rollout {place} (group {rollout.group!r}) {wrong}"
-
-
-def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
-    """Returns the reason why a rollout cannot be trained on, as the end of a sentence, or None if it can be. Checks
-    only conditions that the class Rollout does not check itself.
-    """
-    length = len(rollout.tokens)
-    if rollout.stop is Stop.ABORTED:
-        return "was cut off by its engine, and is no answer: a session gives completions that are written to their end"
-    if rollout.role != role:
-        return f"is of role {rollout.role!r}: make it for the role that it is returned for"
-    if credited and rollout.advantages is None:
-        return "has no advantages: assign them (algorithms.advantages.assign_advantages) before the iteration ends"
-    if credited and not np.isfinite(np.asarray(rollout.advantages)).all():
-        return "has advantages that are not finite: look at its rewards"
-    if rollout.experts is not None and len(rollout.experts) != length - 1:
-        return f"names the experts of {len(rollout.experts)} tokens; an engine tells those of all {length} but the last"
-    for label, found in rollout.annotations.items():
-        if len(found) and (found.ranges.min() < 0 or found.ranges.max() > length):
-            return f"has annotations {label!r} outside its {length} tokens"
-    return None

@@ -8,8 +8,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.engines.protocol import Engine, Sampling, Session
 from megatron_rl.rewards.grading_pool import Graded
@@ -77,6 +78,8 @@ class RolloutContext:
     max_failure_share: float = 1.0
     # metrics that the recipe added in this iteration so far, by role; see `add_metrics`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    # JSON values that `Recipe.rollout` hands to `Recipe.credit` of the same iteration, by name
+    handed_over: dict[str, Any] = field(default_factory=dict)
     # JSON values that an evaluation stores for later evaluations of the run
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -97,13 +100,43 @@ class RolloutContext:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Score:
+    """A request for values that only the trainer can compute, one per token of each rollout of a role.
+
+    The values are stored in `Rollout.values` under the request's name, [T] float32, with 0 for tokens that are not in
+    the loss. The value of a token is computed from the tokens before it.
+    """
+
+    role: str  # the role whose rollouts are scored
+    # "value": output of the value head of `by`. "logprobs", "entropy": statistics of the current weights of `by`.
+    # "reference_logprobs": log-probs under the frozen reference of `by`.
+    name: Literal["value", "logprobs", "reference_logprobs", "entropy"]
+    by: str  # the role whose model computes the values
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditContext:
+    """What `Recipe.credit` reads besides the rollouts, and the metrics that it adds."""
+
+    # JSON values that `Recipe.rollout` of this iteration stored in RolloutContext.handed_over
+    handed_over: Mapping[str, Any] = field(default_factory=dict)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # metrics added so far, by role
+
+    def add_metrics(self, role: str, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the log line of `role` for this iteration."""
+        self.metrics.setdefault(role, {}).update(metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Collected:
-    """The data that an iteration trains on: by role, the rollouts with advantages in the order of training, and the
-    metrics.
+    """The rollouts and metrics of an iteration, both by role. After the credit stage, the rollouts have advantages and
+    are in the order of training.
     """
 
     rollouts: Mapping[str, list[Rollout]]
-    metrics: Mapping[str, Mapping[str, float]]  # metrics by role
+    metrics: Mapping[str, Mapping[str, float]]
+    handed_over: Mapping[str, Any] = field(default_factory=dict)  # see RolloutContext.handed_over
+    credited: bool = False  # True after the credit stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,17 +152,26 @@ class RecipeRole:
     per_prompt: Mapping[str, int] = field(default_factory=dict)
     # size of an episode, if the role answers several times in a conversation; used to estimate memory and time
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
+    # the setting `head` that the role must have: "value" for a critic, "score" for a reward model, None for a role that
+    # generates text
+    head: Literal["value", "score"] | None = None
 
 
 class Recipe(ABC):
     """A training method. A subclass is a dataclass whose fields are the recipe's arguments in the config.
 
-    `rollout` and `evaluate` run on the driver only. All other methods, except `state_dict` and `load_state_dict`, are
-    pure functions of the arguments.
+    An iteration has four stages: `rollout` generates rollouts with rewards, the trainer computes the `scores` that the
+    recipe requests, `credit` computes advantages, and the trainer updates the policies. The recipe's state
+    (`state_dict`) changes in `credit` only.
+
+    `rollout`, `credit` and `evaluate` run on the driver only. All other methods, except `state_dict` and
+    `load_state_dict`, are pure functions of the arguments.
     """
 
     # True if the recipe supports only rewards from 0 to 1; the setting reward.range must then be [0, 1]
     needs_shares: ClassVar[bool] = False
+    # the estimator with which the default `credit` compares rewards; recipes with this argument declare it as a field
+    estimator: EstimatorName = "grpo"
 
     @abstractmethod
     def roles(self) -> Mapping[str, RecipeRole]:
@@ -155,10 +197,29 @@ class Recipe(ABC):
     def rollout(
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
-        """Generates the rollouts of an iteration, computes their rewards and assigns advantages. Returns the rollouts
-        to train on by role, in the order of training.
+        """Generates the rollouts of an iteration and computes their rewards. Returns the rollouts by role.
+
+        With rollouts.max_staleness = k above 0, iteration n is generated while earlier iterations train. The method
+        then sees the recipe's state after the credit of iteration n - 1 - k.
         """
         ...
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        """Returns the values that `credit` needs and only the trainer can compute. The default requests none."""
+        return ()
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
+        """Computes advantages and updates the recipe's state. Called once per iteration, in order. Returns the rollouts
+        to train on, in the order of training, for every role that the iteration trains.
+
+        `rollouts`: the result of `rollout`, with the requested `scores` in Rollout.values. The default compares the
+        reward `outcome` of each role's rollouts with `estimator`.
+        """
+        return {
+            role: assign_advantages(own, reward="outcome", estimator=self.estimator) for role, own in rollouts.items()
+        }
 
     def check(self, spec: RunSpec) -> None:
         """Raises ConfigError if the method does not support a setting of the run (other than the recipe's arguments,
@@ -180,7 +241,7 @@ class Recipe(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state that later iterations need from earlier ones, as JSON values. Called on the driver after
-        every iteration.
+        the credit of every iteration.
         """
         return {}
 

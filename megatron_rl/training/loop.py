@@ -15,8 +15,8 @@ from megatron_rl.spec.run_spec import first_iterations
 from megatron_rl.training import preflight
 from megatron_rl.training.collector import Collector, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext
-from megatron_rl.training.update import Trainee, update
+from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Score
+from megatron_rl.training.update import Trainee, token_scores, update
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.world import World
 
@@ -242,8 +242,8 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
 
 
 def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteration) -> None:
-    """Executes one iteration: takes its rollouts and updates, in the order of the roles, every policy whose usable
-    rollouts have a signal (a nonzero advantage).
+    """Executes one iteration: takes its rollouts, scores and credits them, and updates, in the order of the roles,
+    every policy whose usable rollouts have a signal (a nonzero advantage).
     """
     collected, usable = Collected(rollouts={}, metrics={}), dict[str, list[Rollout]]()  # filled on the driver only
 
@@ -251,7 +251,10 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
         """Takes the iteration's rollouts. Returns (name, whether it has something to learn from) of each policy."""
         nonlocal collected
         assert setup.iterations is not None, "iterations are taken on the driver"
-        collected = setup.iterations.take(iteration)
+        if not scores:
+            collected = setup.iterations.take(iteration)
+        else:
+            collected = setup.iterations.credit(iteration, collected)
         for role in iteration.roles:
             own = [r for r in collected.rollouts.get(role, ()) if r.num_trainable]
             own = [r for r in own if plan.mixed != "drop" or len(r.versions) <= 1]
@@ -259,6 +262,8 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
         return [(name, _has_signal(setup, plan, name, own)) for name, own in usable.items()]
 
     setup.memory.generate()
+    if scores := setup.recipe.scores(iteration):
+        collected = _scored(setup, iteration, scores)
     found = setup.world.from_driver(take)
     learning = [name for name, signal in found if signal]
     for name, signal in found:
@@ -284,6 +289,33 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
     progress.iteration_done(iteration)
     if setup.iterations is not None:
         setup.iterations.trained()
+
+
+def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score]) -> Collected:
+    """Takes the iteration's rollouts and adds the requested scores to their `values`. Collective. Returns the scored
+    rollouts on the driver, and nothing on other ranks.
+    """
+    collected = Collected(rollouts={}, metrics={})
+
+    def take() -> dict[str, int]:
+        nonlocal collected
+        assert setup.iterations is not None, "iterations are taken on the driver"
+        collected = setup.iterations.take(iteration)
+        return {role: len(rollouts) for role, rollouts in collected.rollouts.items()}
+
+    counts = setup.world.from_driver(take)
+    rollouts = dict(collected.rollouts)
+    for role, by in dict.fromkeys((score.role, score.by) for score in scores if counts.get(score.role)):
+        names = [score.name for score in scores if (score.role, score.by) == (role, by)]
+        policy = setup.policy_of.get(by, by)
+        with setup.context.watch("score"), setup.memory.weights(policy):
+            found = token_scores(setup.world, setup.trainees[policy].policy, rollouts.get(role), names)
+        if found is not None:
+            rollouts[role] = [
+                replace(rollout, values={**rollout.values, **own})
+                for rollout, own in zip(rollouts[role], found, strict=True)
+            ]
+    return replace(collected, rollouts=rollouts)
 
 
 def _has_signal(setup: Setup, plan: Plan, name: str, rollouts: Sequence[Rollout]) -> bool:

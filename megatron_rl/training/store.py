@@ -35,7 +35,7 @@ from megatron_rl.training.rollout_parquet import (
 )
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 5  # version of the file format; files of other versions are rejected
+FORMAT = 6  # version of the file format; files of other versions are rejected
 ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
 CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
 State = dict[str, Any]  # a state of JSON values, for checkpoints
@@ -70,6 +70,8 @@ class _FileHead:
     kept: bool  # True if the file has decoded texts for the report
     rows: Mapping[str, int]  # number of rollouts of each role, in the order of training
     metrics: Mapping[str, Mapping[str, float]]  # metrics by role
+    handed_over: Mapping[str, Any]  # values of Collected.handed_over
+    credited: bool  # True if the rollouts have advantages
     state: State  # state of the recipe and the prompt readers after the iteration
 
 
@@ -124,6 +126,8 @@ class IterationStore:
             "kept": kept,
             "rows": {role: len(rollouts) for role, rollouts in collected.rollouts.items()},
             "metrics": {role: {name: float(v) for name, v in own.items()} for role, own in collected.metrics.items()},
+            "handed_over": collected.handed_over,
+            "credited": collected.credited,
             "state": state,
         }
         tables = _tables(iteration.number, collected, self._decode if kept else None)
@@ -149,7 +153,7 @@ class IterationStore:
             with _opened(path) as file:
                 head = _head(file)
                 if (head.fingerprint, head.roles, head.number) == wanted:
-                    return Collected(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+                    return _collected(file, head), head.state
         except _UNREADABLE as error:
             _log.warning(
                 "%s cannot be read (%s): iteration %d is collected again", path, _one_line(error), iteration.number
@@ -174,7 +178,7 @@ class IterationStore:
             with _opened(path) as file:
                 head = _head(file)
                 if head.roles == iteration.roles:
-                    return Collected(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+                    return _collected(file, head), head.state
         except _UNREADABLE as error:
             raise StoreError(
                 f"{path} cannot be read ({_one_line(error)}): bring a whole copy of it, or replay another run"
@@ -390,15 +394,15 @@ def _head_of(path: Path, consequence: str) -> _FileHead | None:
         return None
 
 
-def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
-    """Returns the rollouts of an iteration file by role, in the order in which they were written."""
+def _collected(file: pq.ParquetFile, head: _FileHead) -> Collected:
+    """Returns the content of an iteration file. The rollouts are in the order in which they were written."""
     by_role: dict[str, list[Rollout]] = {role: [] for role in head.rows}
     for group in range(file.num_row_groups):
         for rollout in from_table(file.read_row_group(group, _EXACTLY)):
             by_role[rollout.role].append(rollout)
     if {role: len(rollouts) for role, rollouts in by_role.items()} != dict(head.rows):
         raise ValueError("its rows are not those of its roles")
-    return by_role
+    return Collected(rollouts=by_role, metrics=head.metrics, handed_over=head.handed_over, credited=head.credited)
 
 
 _EXACTLY = ["role", "group", "stop", *EXACT.names]  # the columns that `from_table` reads

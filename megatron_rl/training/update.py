@@ -193,21 +193,37 @@ def policy_logprobs(
 
     Returns [S] arrays [T] float32 on the driver, with 0 for tokens that are not in the loss, and None on other ranks.
     """
+    name = "reference_logprobs" if reference else "logprobs"
+    found = token_scores(world, policy, rollouts, [name])
+    return None if found is None else [own[name] for own in found]
+
+
+def token_scores(
+    world: World, policy: Policy, rollouts: Sequence[Rollout] | None, names: Sequence[str]
+) -> list[dict[str, np.ndarray]] | None:
+    """Returns scores of the driver's rollouts (see iteration.Score), computed by a policy. Called by every rank.
+
+    Returns [S] mappings {name: [T] float32} on the driver, with 0 for tokens that are not in the loss, and None on
+    other ranks.
+    """
     kept: list[ReplicaShares] = []
     work = scatter(world, policy, rollouts, keep=kept)
-    own = policy.statistics(work, reference=reference).get("logprobs")
+    current = [name for name in names if name != "reference_logprobs"]
+    found = policy.statistics(work, current) if current else {}
+    if "reference_logprobs" in names:
+        found |= {f"reference_{name}": own for name, own in policy.statistics(work, reference=True).items()}
     sizes = [counts.tokens for counts in kept[0].outline.counts] if kept else []
-    gathered = world.gather_back(None if own is None else own.numpy(), sizes, policy.replicas)
-    if gathered is None:
-        return None
-    out: list[np.ndarray] = [np.empty(0, np.float32)] * len(kept[0].rollouts)
-    for order, values in zip(kept[0].orders, gathered, strict=True):
-        place = 0
-        for number in order.tolist():
-            length = len(kept[0].rollouts[number].tokens)
-            out[number] = np.concatenate([np.zeros(1, np.float32), values[place : place + length - 1]])
-            place += length
-    return out
+    out: list[dict[str, np.ndarray]] = [{} for _ in kept[0].rollouts] if kept else []
+    for name in names:
+        own = found.get(name)
+        gathered = world.gather_back(None if own is None else own.numpy(), sizes, policy.replicas)
+        for order, values in zip(kept[0].orders, gathered, strict=True) if gathered is not None else ():
+            place = 0
+            for number in order.tolist():
+                length = len(kept[0].rollouts[number].tokens)
+                out[number][name] = np.concatenate([np.zeros(1, np.float32), values[place : place + length - 1]])
+                place += length
+    return out if kept else None
 
 
 def scatter(

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import specs as checks
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import EOS, characters, graded
 
 from megatron_rl.config.files import load
@@ -165,7 +166,7 @@ class Seeds:
 
 
 def roll_out(recipe, context, count=5, number=0, start=0):
-    rollouts = recipe.rollout(Iteration(cycle=0, index=0, roles=ROLES, number=number), Seeds(count, start), context)
+    rollouts = credited(recipe, Iteration(cycle=0, index=0, roles=ROLES, number=number), Seeds(count, start), context)
     assert list(rollouts) == list(ROLES)
     assert all(r.role == r.group == role for role, own in rollouts.items() for r in own)
     return rollouts

@@ -9,6 +9,7 @@ import re
 
 import pytest
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import EOS, characters, graded
 
 from megatron_rl.config.plugins import build
@@ -95,7 +96,7 @@ class Tasks:
 
 
 def roll_out(recipe, context, number=0, roles=ROLES, **payload):
-    found = recipe.rollout(Iteration(cycle=0, index=0, roles=roles, number=number), Tasks(**payload), context)
+    found = credited(recipe, Iteration(cycle=0, index=0, roles=roles, number=number), Tasks(**payload), context)
     assert list(found) == list(roles) and all(r.role == role for role, own in found.items() for r in own)
     return found
 

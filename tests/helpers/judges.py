@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import EOS, characters
 
 from megatron_rl.engines.protocol import Sampling
@@ -68,7 +69,7 @@ def problems(count, **payload):
 def roll_out(recipe, roles, prompts, context, number=0):
     """Makes the rollouts of an iteration -> its rollouts by role, and the metrics that it left."""
     iteration = Iteration(cycle=0, index=0, roles=roles, number=number)
-    return recipe.rollout(iteration, PromptSource(prompts), context), context.metrics
+    return credited(recipe, iteration, PromptSource(prompts), context), context.metrics
 
 
 def asked(context, role):

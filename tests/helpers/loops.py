@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
+from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.store import IterationStore
@@ -69,18 +71,26 @@ class Log:
         return [m[name] for _, _, s, m in self.lines if s == scope and name in m]
 
 
-def _collector(recipe, context, progress, store, *, data, replay, max_staleness):
-    """Returns the source of the loop's iterations; `data` is its state in a checkpoint, `replay` a directory of
-    iterations."""
+def _collector(recipe, context, progress, store, *, data, states, replay, max_staleness):
+    """Returns the source of the loop's iterations; `data` and `states` are its state in a checkpoint, `replay` a
+    directory of iterations."""
     readers = {"generator": Questions()}
     if data:
         readers["generator"].load_state_dict(data["generator"])
     if replay is None:
-        maker = RolloutMaker(recipe=recipe, readers=readers, context=context, prompts_per_iteration=10)
+        maker = RolloutMaker(
+            recipe=copy.deepcopy(recipe) if max_staleness else recipe,
+            readers=readers,
+            context=context,
+            prompts_per_iteration=10,
+        )
     else:
-        maker = ReplayMaker(recipe=recipe, readers=readers, recorded=IterationStore(replay))
+        maker = ReplayMaker(readers=readers, recorded=IterationStore(replay))
+    credit = CreditStage(recipe, lag=max_staleness)
+    if states:
+        credit.restore(states, progress.number)
     iterations = upcoming(recipe.schedule(), progress.state_dict())
-    return Collector(maker, iterations, store, max_staleness=max_staleness)
+    return Collector(maker, credit, iterations, store, max_staleness=max_staleness)
 
 
 def make(template, log, directory, **own):
@@ -109,7 +119,8 @@ def make(template, log, directory, **own):
     collector = None
     if world.rank == 0:
         collector = _collector(
-            recipe, context, progress, IterationStore(directory), data=state.get("data"), replay=parts["replay"],
+            recipe, context, progress, IterationStore(directory), data=state.get("data"), states=state.get("recipe"),
+            replay=parts["replay"],
             max_staleness=parts["max_staleness"],
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.objectives import Objective, objective
 from megatron_rl.batches.packed_batch import Batch, Statistics
 from megatron_rl.contrib.rubric import Rubric
@@ -71,7 +72,8 @@ class DynamicSampling(Grpo):
             rollouts = super().rollout(
                 replace(iteration, number=iteration.number * self.rounds + number), _Given(prompts), context
             )
-            kept += [replace(r, group=f"{number}/{r.group}") for r in rollouts[GENERATOR] if abs(r.advantages) > 1e-6]
+            credited = assign_advantages(rollouts[GENERATOR], reward="outcome", estimator=self.estimator)
+            kept += [replace(r, group=f"{number}/{r.group}") for r in credited if abs(r.advantages) > 1e-6]
             if len({r.group for r in kept}) >= self.groups:
                 break
         context.add_metrics(GENERATOR, {"prompts_taken": float(taken), "rounds": number + 1.0})

@@ -4,6 +4,7 @@ import random
 import re
 
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import EOS, characters, graded
 
 from megatron_rl.data.problems import Problem, PromptReader
@@ -44,7 +45,7 @@ def iteration(number=0):
 
 
 def roll_out(recipe, reader, context, *, per_step=3, number=0):
-    rollouts = recipe.rollout(iteration(number), ReaderSource(reader, per_step), context)["generator"]
+    rollouts = credited(recipe, iteration(number), ReaderSource(reader, per_step), context)["generator"]
     return rollouts, context.metrics["generator"]
 
 

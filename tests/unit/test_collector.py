@@ -4,14 +4,16 @@ readers exact."""
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
 
 from megatron_rl.run.metrics import Stopwatch
-from megatron_rl.training.collector import Collector, ReplayMaker, RolloutError, RolloutMaker, upcoming
-from megatron_rl.training.iteration import Collected, Iteration, Recipe, RecipeRole, RolloutContext
+from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
+from megatron_rl.training.credit import CreditStage, RolloutError
+from megatron_rl.training.iteration import Collected, Iteration, Recipe, RecipeRole, RolloutContext, Score
 from megatron_rl.training.store import IterationStore, StoreError
 from megatron_rl.types import STEP, Annotations, Author, Prompt, Rollout, spans_of
 
@@ -25,15 +27,34 @@ def rollout(role: str = "a", tokens=(7, 1), **changes) -> Rollout:
     return Rollout(**{**values, "advantages": 0.5, **changes})
 
 
+class Given(Recipe):
+    """A recipe whose rollouts have their advantages from the beginning."""
+
+    def roles(self):
+        return {"a": RecipeRole()}
+
+    def schedule(self):
+        return [[("a",)]]
+
+    def prompt(self, payload):
+        return str(payload)
+
+    def rollout(self, iteration, source, context):
+        raise NotImplementedError  # the tests' makers give the rollouts
+
+    def credit(self, iteration, rollouts, context):
+        return rollouts
+
+
 class Counting:
-    """A maker whose state is the number of iterations it collected. `begun_at`: by iteration, iterations trained when
-    it began."""
+    """A maker whose position is the number of iterations it collected. `begun_at`: by iteration, iterations trained
+    when it began."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.collected, self.begun_at, self.trained, self.fails_at = 0, list[int](), 0, fails_at
         self.began = threading.Condition()
 
-    def make(self, iteration: Iteration) -> Collected:
+    def make(self, iteration: Iteration, recipe_state):
         if iteration.number == self.fails_at:
             raise RuntimeError(f"no rollouts for iteration {iteration.number}")
         with self.began:
@@ -41,13 +62,13 @@ class Counting:
             self.collected += 1
             self.began.notify_all()
         rollouts = {role: [rollout(role, (iteration.number, 1))] for role in iteration.roles}
-        return Collected(rollouts=rollouts, metrics={iteration.role: {"number": float(iteration.number)}})
+        return Collected(rollouts=rollouts, metrics={iteration.role: {"number": float(iteration.number)}}), None
 
-    def state(self):
+    def positions(self):
         return {"collected": self.collected}
 
-    def restore(self, state):
-        self.collected = state["collected"]
+    def restore(self, positions):
+        self.collected = positions["collected"]
 
     def wait_until_began(self, count: int) -> None:
         with self.began:
@@ -56,7 +77,8 @@ class Counting:
 
 def make(tmp_path, maker, *, k: int, fingerprint: str = "same", start=START, schedule=SCHEDULE, **own) -> Collector:
     store = IterationStore(tmp_path / "rollouts", fingerprint, keep_every=own.pop("every", 0))
-    return Collector(maker, upcoming(schedule, start), store, max_staleness=k, **own)
+    credit = CreditStage(Given(), lag=k)
+    return Collector(maker, credit, upcoming(schedule, start), store, max_staleness=k, **own)
 
 
 def test_the_schedule_is_that_of_the_loop():
@@ -82,7 +104,7 @@ def test_no_iteration_begins_before_all_but_k_of_those_before_it_are_trained(tmp
     maker = Counting()
     collector = make(tmp_path, maker, k=k)
     for iteration in upcoming(SCHEDULE, START):
-        assert collector.take(iteration).metrics == {iteration.role: {"number": float(iteration.number)}}
+        assert collector.take(iteration).metrics[iteration.role]["number"] == iteration.number
         maker.wait_until_began(min(12, iteration.number + k + 1))  # those that may begin do
         assert maker.begun_at[iteration.number] >= iteration.number - k
         maker.trained += 1
@@ -94,10 +116,10 @@ def test_no_iteration_begins_before_all_but_k_of_those_before_it_are_trained(tmp
 def test_the_state_of_a_checkpoint_is_that_after_the_iteration_taken_not_after_those_collected_since(tmp_path):
     maker = Counting()
     collector = make(tmp_path, maker, k=2)
-    assert collector.state() == {"collected": 0}
+    assert collector.state()["data"] == {"collected": 0}
     collector.take(next(upcoming(SCHEDULE, START)))
     maker.wait_until_began(3)
-    assert collector.state() == {"collected": 1}
+    assert collector.state()["data"] == {"collected": 1}
     collector.close()
 
 
@@ -116,7 +138,7 @@ def test_a_killed_trainer_does_not_collect_again_what_was_collected(tmp_path, k)
     collector = make(tmp_path, again, k=k, start=resumed)
     taken = [collector.take(iteration).rollouts for iteration in islice(upcoming(SCHEDULE, resumed), 2)]
     assert [(role, found[0].tokens[0]) for by_role in taken for role, found in by_role.items()] == [("b", 2), ("a", 3)]
-    assert collector.state() == {"collected": 4} and (k or not again.begun_at)
+    assert collector.state()["data"] == {"collected": 4} and (k or not again.begun_at)
     collector.close()
 
 
@@ -183,9 +205,9 @@ def test_what_needs_all_ranks_has_its_chance_while_rollouts_are_waited_for(tmp_p
     asked, allowed = threading.Event(), threading.Event()
 
     class Slow(Counting):
-        def make(self, iteration):
+        def make(self, iteration, recipe_state):
             assert allowed.wait(30)
-            return super().make(iteration)
+            return super().make(iteration, recipe_state)
 
     def idle():
         asked.set()
@@ -236,7 +258,7 @@ def test_closing_waits_for_an_iteration_that_is_being_written(tmp_path):
             return super().put(iteration, collected, state)
 
     store = SlowStore(tmp_path)
-    collector = Collector(Counting(), upcoming(SCHEDULE, START), store, max_staleness=1)
+    collector = Collector(Counting(), CreditStage(Given(), lag=1), upcoming(SCHEDULE, START), store, max_staleness=1)
     taker = threading.Thread(target=lambda: collector.take(next(upcoming(SCHEDULE, START))), daemon=True)
     taker.start()
     assert writing.wait(30)
@@ -252,14 +274,14 @@ def test_an_iteration_that_is_collected_after_closing_is_not_written(tmp_path):
     allowed, done = threading.Event(), threading.Event()
 
     class SlowSecond(Counting):
-        def make(self, iteration):
+        def make(self, iteration, recipe_state):
             assert iteration.number == 0 or allowed.wait(30)
-            return super().make(iteration)
+            return super().make(iteration, recipe_state)
 
-        def state(self):
+        def positions(self):
             if self.collected == 2:
                 done.set()
-            return super().state()
+            return super().positions()
 
     collector = make(tmp_path, SlowSecond(), k=1)
     collector.take(next(upcoming(SCHEDULE, START)))
@@ -292,27 +314,20 @@ class Numbers:
         self.place = state["place"]
 
 
-class Greedy(Recipe):
-    """A recipe that takes prompts until their sum is even. `wrong`: by iteration, what it returns instead."""
+class Greedy(Given):
+    """A recipe that takes prompts until their sum is even. Its state is the prompts that were credited. `wrong`: by
+    iteration, what it returns instead. `saw`: by iteration, how many prompts the state had when the rollouts began."""
 
     def __init__(self, wrong=None) -> None:
-        self.seen, self.wrong = list[str](), wrong or {}
-
-    def roles(self):
-        return {"a": RecipeRole()}
-
-    def schedule(self):
-        return [[("a",)]]
-
-    def prompt(self, payload):
-        return str(payload)
+        self.seen, self.wrong, self.saw = list[str](), wrong or {}, dict[int, int]()
 
     def rollout(self, iteration, source, context):
+        self.saw[iteration.number] = len(self.seen)
         with context.watch("rollout"):
             prompts = source.take()
             while sum(int(prompt.tokens[0]) for prompt in prompts) % 2:
                 prompts += source.take(1)
-        self.seen += [prompt.id for prompt in prompts]
+        context.handed_over["ids"] = [prompt.id for prompt in prompts]
         assert context.metrics == {}
         context.add_metrics(iteration.role, {"taken": float(len(prompts)), "samples": -1.0})
         if iteration.number in self.wrong:
@@ -321,6 +336,10 @@ class Greedy(Recipe):
             role: [rollout(role, (int(p.tokens[0]), 1), group=p.id) for p in prompts]
             for role in reversed(iteration.roles)
         }
+
+    def credit(self, iteration, rollouts, context):
+        self.seen = [*self.seen, *context.handed_over.get("ids", ())]
+        return rollouts
 
     def state_dict(self):
         return {"seen": self.seen}
@@ -341,10 +360,14 @@ def rollout_maker(recipe=None, **own) -> RolloutMaker:
     return RolloutMaker(recipe=recipe or Greedy(), readers=readers, context=table(), prompts_per_iteration=2, **own)
 
 
+def stage(*, recipe=None, k=0, uncredited=()) -> CreditStage:
+    return CreditStage(recipe or Greedy(), lag=k, uncredited=uncredited)
+
+
 def play_all(maker, tmp_path, schedule, *, k=0, cut_at=None):
     """Collects the schedule's iterations, in two processes when `cut_at` iterations are in a checkpoint then. ->
     rollouts of each iteration."""
-    collector = Collector(maker, upcoming(schedule, START), IterationStore(tmp_path), max_staleness=k)
+    collector = Collector(maker, stage(k=k), upcoming(schedule, START), IterationStore(tmp_path), max_staleness=k)
     found = []
     for iteration in upcoming(schedule, START):
         found.append(collector.take(iteration).rollouts)
@@ -362,20 +385,27 @@ MIXED = [[("a",), ("b",)], [("c", "b")], [("a", "c"), ("b", "a")]]
 def test_an_iteration_has_the_reader_of_its_first_role_and_takes_what_it_wants(tmp_path):
     maker = rollout_maker()
     iterations = list(upcoming(MIXED, START))
-    collected = [maker.make(iteration) for iteration in iterations]
-    assert [list(p.rollouts) for p in collected] == [["a"], ["b"], ["c", "b"], ["a", "c"], ["b", "a"]]
+    collected = [maker.make(iteration, {"seen": []})[0] for iteration in iterations]
+    assert [list(p.rollouts) for p in collected] == [["a"], ["b"], ["b", "c"], ["c", "a"], ["a", "b"]]
     taken = [[r.group for r in next(iter(p.rollouts.values()))] for p in collected]
     expected = [("s", range(4)), ("b", range(4)), ("s", range(4, 8)), ("s", range(8, 12)), ("b", range(4, 8))]
     assert taken == [[f"{name}{i}" for i in places] for name, places in expected]
-    assert maker.state()["data"] == {"a": {"place": 12}, "b": {"place": 8}, "c": {"place": 12}}
+    assert maker.positions() == {"a": {"place": 12}, "b": {"place": 8}, "c": {"place": 12}}
+
+
+def credited(maker, iteration, **own):
+    credit = stage(**own)
+    return credit.apply(iteration, maker.make(iteration, credit.state_for(iteration.number))[0])
 
 
 def test_metrics_are_the_rollouts_and_what_the_recipe_added_has_the_last_word():
-    collected = rollout_maker().make(Iteration(cycle=0, index=0, roles=("a", "b"), number=0))
+    iteration = Iteration(cycle=0, index=0, roles=("a", "b"), number=0)
+    collected = credited(rollout_maker(), iteration)
+    assert [*collected.rollouts] == ["a", "b"]
     assert collected.metrics["a"]["taken"] == 4.0 and collected.metrics["a"]["samples"] == -1.0
     assert collected.metrics["b"]["samples"] == 4.0 and collected.metrics["b"]["groups_without_signal"] == 0.0
     assert "seconds/rollout" not in collected.metrics["a"]  # the run's own watch has it
-    beside = rollout_maker(own_watch=Stopwatch()).make(Iteration(cycle=0, index=0, roles=("a", "b"), number=0))
+    beside = credited(rollout_maker(own_watch=Stopwatch()), iteration)
     assert beside.metrics["a"]["seconds/rollout"] > 0 and "seconds/rollout" not in beside.metrics["b"]
 
 
@@ -383,7 +413,9 @@ def test_metrics_are_the_rollouts_and_what_the_recipe_added_has_the_last_word():
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_resume_takes_up_readers_and_recipe_where_the_checkpoint_was(tmp_path, k, cut):
     """Also where iterations ahead were collected and lost: another directory is a store without them."""
-    whole, end = play_all(rollout_maker(), tmp_path / "whole", MIXED)
+    first = rollout_maker()
+    whole, end = play_all(first, tmp_path / "whole", MIXED, k=k)
+    assert first.recipe.saw == {n: 4 * max(0, n - k) for n in range(5)}, "the state after iteration n - 1 - k"
     before, state = play_all(rollout_maker(), tmp_path / "cut", MIXED, k=k, cut_at=cut)
     iterations = list(upcoming(MIXED, START))
     progress = {
@@ -393,15 +425,17 @@ def test_resume_takes_up_readers_and_recipe_where_the_checkpoint_was(tmp_path, k
         "iterations": dict(iterations[cut].updates),
     }
     for directory in (tmp_path / "cut", tmp_path / "empty"):
-        maker = rollout_maker()
-        maker.restore(state)
-        collector = Collector(maker, upcoming(MIXED, progress), IterationStore(directory), max_staleness=k)
+        maker, credit = rollout_maker(), stage(k=k)
+        maker.restore(state["data"])
+        credit.restore(state["recipe"], cut)
+        collector = Collector(maker, credit, upcoming(MIXED, progress), IterationStore(directory), max_staleness=k)
         after = []
         for iteration in upcoming(MIXED, progress):
             after.append(collector.take(iteration).rollouts)
             collector.trained()
         collector.close()
         assert groups([*before, *after]) == groups(whole) and collector.state() == end
+        assert maker.recipe.saw == {n: own for n, own in first.recipe.saw.items() if n in maker.recipe.saw}
 
 
 def groups(iterations):
@@ -409,25 +443,81 @@ def groups(iterations):
 
 
 def test_the_state_given_to_a_checkpoint_does_not_change_with_the_recipe(tmp_path):
-    maker = rollout_maker()
-    collector = Collector(maker, upcoming(MIXED, START), IterationStore(tmp_path), max_staleness=0)
+    credit = stage()
+    collector = Collector(rollout_maker(), credit, upcoming(MIXED, START), IterationStore(tmp_path), max_staleness=0)
     collector.take(next(upcoming(MIXED, START)))
-    maker.recipe.seen.append("later")
-    assert collector.state()["recipe"]["seen"] == ["s0", "s1", "s2", "s3"]
+    credit.recipe.seen.append("later")
+    assert collector.state()["recipe"] == [{"seen": ["s0", "s1", "s2", "s3"]}]
+
+
+def test_a_recipe_that_changes_its_state_in_the_rollout_stage_is_refused():
+    class Early(Greedy):
+        def rollout(self, iteration, source, context):
+            self.seen = [*self.seen, "early"]
+            return super().rollout(iteration, source, context)
+
+    with pytest.raises(RolloutError, match="iteration 3: the recipe changed its state in the method rollout"):
+        rollout_maker(Early()).make(Iteration(cycle=0, index=0, roles=("a",), number=3), {"seen": []})
+
+
+class Scored(Greedy):
+    """A recipe whose credit needs a value of each token."""
+
+    def scores(self, iteration):
+        return [Score(role=role, name="value", by="critic") for role in iteration.roles]
+
+    def credit(self, iteration, rollouts, context):
+        found = super().credit(iteration, rollouts, context)
+        return {role: [replace(r, advantages=float(r.values["value"][1])) for r in own] for role, own in found.items()}
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_an_iteration_whose_credit_needs_scores_is_credited_after_they_are_computed(tmp_path, k):
+    """Also after a kill between the two: the file of the iteration then has the rollouts without the credit."""
+
+    def begin(every=1):
+        store = IterationStore(tmp_path, keep_every=every)
+        credit = stage(recipe=Scored(), k=k)
+        return Collector(rollout_maker(Scored()), credit, upcoming(MIXED, START), store, max_staleness=k), store
+
+    def score(collected):
+        valued = {
+            role: [replace(r, values={"value": np.full(2, 0.25 + r.tokens[0], np.float32)}) for r in own]
+            for role, own in collected.rollouts.items()
+        }
+        return replace(collected, rollouts=valued)
+
+    first, second = islice(upcoming(MIXED, START), 2)
+    for _ in range(2):  # the first process is killed before the credit
+        collector, store = begin()
+        taken = collector.take(first)
+        assert not taken.credited and collector.state()["recipe"] == [{"seen": []}]
+        collector.close()
+    credited = collector.credit(first, score(taken))
+    assert [r.advantages for r in credited.rollouts["a"]] == [0.25, 1.25, 2.25, 3.25]
+    seen = {"seen": ["s0", "s1", "s2", "s3"]}
+    assert collector.state()["recipe"] == ([{"seen": []}, seen] if k else [seen])
+    read, _ = store.read(first)
+    assert read.credited and [r.advantages for r in read.rollouts["a"]] == [0.25, 1.25, 2.25, 3.25]
+    collector, _ = begin()  # a process that was killed after the credit, before the checkpoint, credits again
+    again = collector.credit(first, score(collector.take(first)))
+    assert [r.advantages for r in again.rollouts["a"]] == [0.25, 1.25, 2.25, 3.25]
+    collector.trained()
+    assert collector.take(second).rollouts["b"][0].group == "b0"
+    collector.close()
 
 
 def test_a_replay_gives_the_same_rollouts_and_moves_readers_and_recipe(tmp_path):
     whole, end = play_all(rollout_maker(own_watch=Stopwatch()), tmp_path / "run", MIXED)
-    original = rollout_maker()
-    maker = ReplayMaker(recipe=Greedy(), readers=original.readers, recorded=IterationStore(tmp_path / "run"))
+    maker = ReplayMaker(readers=rollout_maker().readers, recorded=IterationStore(tmp_path / "run"))
     again, state = play_all(maker, tmp_path / "again", MIXED)
-    assert groups(again) == groups(whole) and state == end == maker.state()
-    collected = maker.make(next(upcoming(MIXED, START)))
+    assert groups(again) == groups(whole) and state == end and end["data"] == maker.positions()
+    collected, _ = maker.make(next(upcoming(MIXED, START)), {})
     assert "seconds/rollout" not in collected.metrics["a"] and collected.metrics["a"]["taken"] == 4.0
     with pytest.raises(StoreError, match="replay a run of the same recipe"):
-        maker.make(Iteration(cycle=0, index=0, roles=("b",), number=0))
+        maker.make(Iteration(cycle=0, index=0, roles=("b",), number=0), {})
     with pytest.raises(FileNotFoundError, match="iteration 9"):
-        maker.make(Iteration(cycle=9, index=0, roles=("b",), number=9))
+        maker.make(Iteration(cycle=9, index=0, roles=("b",), number=9), {})
 
 
 FAULTS = [
@@ -447,12 +537,11 @@ FAULTS = [
 
 @pytest.mark.parametrize(("returned", "message"), FAULTS)
 def test_rollouts_that_cannot_be_trained_on_are_named(returned, message):
-    maker = rollout_maker(Greedy(wrong={0: returned}))
     with pytest.raises(RolloutError, match=message):
-        maker.make(Iteration(cycle=0, index=0, roles=("a",), number=0))
+        credited(rollout_maker(Greedy(wrong={0: returned})), Iteration(cycle=0, index=0, roles=("a",), number=0))
 
 
 def test_a_role_whose_loss_reads_no_advantages_needs_none():
-    maker = rollout_maker(Greedy(wrong={0: {"a": [rollout(advantages=None)]}}), uncredited=frozenset("a"))
-    collected = maker.make(Iteration(cycle=0, index=0, roles=("a",), number=0))
+    maker = rollout_maker(Greedy(wrong={0: {"a": [rollout(advantages=None)]}}))
+    collected = credited(maker, Iteration(cycle=0, index=0, roles=("a",), number=0), uncredited="a")
     assert collected.rollouts["a"][0].advantages is None and "groups_without_signal" not in collected.metrics["a"]

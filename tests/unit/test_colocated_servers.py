@@ -53,6 +53,7 @@ from megatron_rl.session.server_supervisors import Supervisor
 from megatron_rl.spec.resolve import engine_of
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
+from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
@@ -144,10 +145,12 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
             recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2
         )
         iterations = upcoming(recipe.schedule(), progress.state_dict())
+        store = IterationStore(tmp_path / "rollouts")
+        collector = Collector(maker, CreditStage(recipe), iterations, store, max_staleness=0)
         setup = loop.Setup(
             world=OneProcess(), memory=DeviceMemory(trainees, servers), policy_of={name: name for name in trainees},
             recipe=recipe, context=context, held_out=problems(2),
-            iterations=Collector(maker, iterations, IterationStore(tmp_path / "rollouts"), max_staleness=0),
+            iterations=collector,
             hooks=loop.Hooks(log=lambda cycle, scope, m, *, iteration: None, save=saved.append),
         )  # fmt: skip
         assert loop.train(setup, loop.Plan(iterations=sum(map(len, recipe.schedule()))), progress)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from short_episodes import WON, context_of, request
+from stages import credited
 
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, Use
@@ -27,7 +28,9 @@ def played(recipe, context):
         def take(self, _=None):
             return [Prompt(id="0/0", tokens=[1], payload={"question": "q", "answer": "a"})]
 
-    return recipe.rollout(Iteration(cycle=0, index=0, roles=tuple(context.engines), number=0), PromptSource(), context)
+    return credited(
+        recipe, Iteration(cycle=0, index=0, roles=tuple(context.engines), number=0), PromptSource(), context
+    )
 
 
 @dataclass

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import EOS, characters, graded
 
 from megatron_rl.config import plugins
@@ -76,7 +77,7 @@ def played(recipe, context, count=3):
         def take(self, _=None):
             return problems(count)
 
-    return recipe.rollout(Iteration(cycle=0, index=0, roles=("player",), number=0), PromptSource(), context)["player"]
+    return credited(recipe, Iteration(cycle=0, index=0, roles=("player",), number=0), PromptSource(), context)["player"]
 
 
 def test_a_run_whose_environment_leaves_nothing_to_grade_is_told_what_to_return_or_to_name():

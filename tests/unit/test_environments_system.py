@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chats import chat_tokenizer, said
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import graded
 
 from megatron_rl.config import plugins
@@ -140,7 +141,7 @@ def test_a_run_of_agents_puts_the_system_message_of_its_data_or_its_role(tmp_pat
         def take(self, count=None):
             return [Prompt(id="0/0", tokens=[1], payload=problem.values) for problem in problems]
 
-    played = recipe.rollout(Iteration(cycle=0, index=0, roles=("agent",), number=0), PromptSource(), context)
+    played = credited(recipe, Iteration(cycle=0, index=0, roles=("agent",), number=0), PromptSource(), context)
     for rollout in played["agent"]:
         assert QWEN.decode(rollout.tokens[: rollout.start]) == QWEN.apply_chat_template(
             opening, tokenize=False, add_generation_prompt=True

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from stages import credited
 from test_recipes import TOKENIZER, Problems, context_of, iteration, problems, roll_out, solution, texts, verification
 
 from examples.miniatures.last_letter.teachers import solution_text, teacher_solution, verification_text
@@ -37,17 +38,17 @@ def test_problems_without_signal_are_replaced_once_nothing_is_verified(texts):
 
     recipe = DynamicTango(group_size=2, review_below=0.1, **texts)
     source, context = Counted(4), context_of(solve, lambda *_: verification("++", "-"))
-    [rollouts] = recipe.rollout(iteration("generator"), source, context).values()
+    [rollouts] = credited(recipe, iteration("generator"), source, context).values()
     assert source.taken == 4 and len(rollouts) == 8, "all problems that nobody solved have verdicts"
     assert len(context.engines["verifier"].asked) == 4
     for _ in range(2):
         source, context = Counted(4), context_of(solve, lambda *_: verification("++", "-"))
-        [rollouts] = recipe.rollout(iteration("generator"), source, context).values()
+        [rollouts] = credited(recipe, iteration("generator"), source, context).values()
     assert not context.engines["verifier"].asked and source.taken == 8
     assert len({r.group for r in rollouts}) == 4 and len(rollouts) == 8
     assert {r.rewards["outcome"] for r in rollouts[:2]} == {0.0, 1.0}
-    [own] = recipe.rollout(
-        iteration("verifier"), Counted(4), context_of(solve, lambda *_: verification("++", "-"))
+    [own] = credited(
+        recipe, iteration("verifier"), Counted(4), context_of(solve, lambda *_: verification("++", "-"))
     ).values()
     assert own == [], "it rests"
 
@@ -58,11 +59,11 @@ def test_the_verifiers_iteration_is_about_solutions_that_were_judged_before(text
 
     recipe = ReusingTango(group_size=2, verifications=3, **texts)
     first = context_of(solve, lambda *_: verification("++", "-"))
-    recipe.rollout(iteration("verifier"), Problems(3), first)
+    credited(recipe, iteration("verifier"), Problems(3), first)
     assert first.engines["generator"].asked, "there is none yet: solutions are drawn"
-    recipe.rollout(iteration("generator"), Problems(3), context_of(solve, lambda *_: verification("++", "-")))
+    credited(recipe, iteration("generator"), Problems(3), context_of(solve, lambda *_: verification("++", "-")))
     source, context = Counted(3), context_of(solve, lambda prompt, i, j, s: verification("++", "+" if j else "-"))
-    [rollouts] = recipe.rollout(iteration("verifier", number=2), source, context).values()
+    [rollouts] = credited(recipe, iteration("verifier", number=2), source, context).values()
     assert source.taken == 0 and not context.engines["generator"].asked
     assert len(rollouts) == 2 * 3, "of the two problems that nobody solved one solution each"
     assert [r.rewards["agrees"] for r in rollouts] == [1.0, 0.0, 0.0] * 2

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from fake_engines import ScriptedEngine
+from stages import credited
 from test_recipes import Problems, iteration, solution, verification
 from toys import EOS, characters, graded
 
@@ -31,7 +32,8 @@ from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tandem import Tandem
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.recipes.tango_agents import TangoAgents
-from megatron_rl.training.collector import RolloutError, RolloutMaker
+from megatron_rl.training.collector import RolloutMaker
+from megatron_rl.training.credit import CreditStage, RolloutError
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import STEP, Annotations, Author, Outcome, Prompt, Rollout, Stop, spans_of
 
@@ -253,7 +255,7 @@ def played(place, texts, questions):
         Prompt(id=q, tokens=TOKENIZER(f"{q}:")["input_ids"], payload={"question": q, "answer": "", "rubric": RUBRIC})
         for q in questions
     ]
-    found = place.recipe(texts).rollout(iteration(place.role), Problems(prompts), context)[place.role]
+    found = credited(place.recipe(texts), iteration(place.role), Problems(prompts), context)[place.role]
     return {q: [r for r in found if r.payload["question"] == q] for q in questions}
 
 
@@ -289,8 +291,9 @@ def test_faults_an_aborted_sample_is_refused_before_it_is_trained_on(texts):
     reader = Problems(1)
     reader.state_dict, reader.dropped = dict, 0
     collector = RolloutMaker(recipe=recipe, readers={"generator": reader}, context=context, prompts_per_iteration=1)
+    made, _ = collector.make(iteration("generator"), {})
     with pytest.raises(RolloutError, match=r"rollout 0 \(group '0:p0'\) was cut off by its engine"):
-        collector.make(iteration("generator"))
+        CreditStage(recipe).apply(iteration("generator"), made)
 
 
 def test_faults_a_failed_grading_does_not_retire_a_problem_for_ever(texts):
@@ -303,7 +306,7 @@ def test_faults_a_failed_grading_does_not_retire_a_problem_for_ever(texts):
             samplings={"generator": Sampling(max_tokens=5)}, grade=grade,
         )  # fmt: skip
         prompt = Prompt(id="0/0", tokens=[1], payload={"question": "q"})
-        recipe.rollout(iteration("generator"), Problems([prompt]), context)
+        credited(recipe, iteration("generator"), Problems([prompt]), context)
         assert recipe.state_dict()["retired"] == retired
 
 
@@ -337,11 +340,11 @@ def test_faults_players_without_a_verdict_are_compared_with_nobody(tmp_path):
     task = Problems([Prompt(id="t", tokens=[1], payload={"question": "seed"})])
     roles = ("proposer", "solver")
     recipe = SelfPlay(updates=1, proposals=2, answers=2, proposer_template=at["p"], solver_template=at["s"])
-    found = recipe.rollout(replace(iteration("proposer"), roles=roles), task, context)
+    found = credited(recipe, replace(iteration("proposer"), roles=roles), task, context)
     assert [r.advantages for own in found.values() for r in own] == [0.0] * 4
     names = ("proposer", "reference", "solver", "question", "answer")
     templates = {f"{name}_template": at[letter] for name, letter in zip(names, "prsqa", strict=True)}
     recipe = Evolve(updates=1, answers=2, judgements=1, practice="proposed", estimator="grpo", **templates)
-    found = recipe.rollout(replace(iteration("proposer"), roles=(*roles, "judge")), task, context)
+    found = credited(recipe, replace(iteration("proposer"), roles=(*roles, "judge")), task, context)
     assert [len(found[role]) for role in (*roles, "judge")] == [1, 1, 2]
     assert [r.advantages for role in roles for r in found[role]] == [0.0, 0.0]

@@ -111,7 +111,8 @@ def test_faults_prompts_that_an_iteration_leaves_out_are_a_metric_of_it(tmp_path
     collector = RolloutMaker(
         recipe=recipe, readers={"generator": reader}, context=context_of(by_row([1] * 4)), prompts_per_iteration=4
     )
-    metrics = collector.make(Iteration(cycle=0, index=0, roles=("generator",), number=0)).metrics["generator"]
+    iteration = Iteration(cycle=0, index=0, roles=("generator",), number=0)
+    metrics = collector.make(iteration, recipe.state_dict())[0].metrics["generator"]
     assert metrics["prompts_too_long"] == reader.dropped == 3
 
 

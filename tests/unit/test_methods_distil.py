@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from fake_engines import TableEngine
 from fake_policy import TablePolicy
+from stages import credited
 from toys import characters
 
 from megatron_rl.algorithms import objectives
@@ -230,7 +231,7 @@ class Problems:
 def test_a_student_is_told_what_its_teacher_thinks_of_what_it_wrote(context, top_k):
     recipe = Distil(updates=2, group_size=2, top_k=top_k)
     iteration = Iteration(cycle=0, index=0, roles=("student",), number=0)
-    rollouts = recipe.rollout(iteration, Problems(), context)["student"]
+    rollouts = credited(recipe, iteration, Problems(), context)["student"]
     assert len(rollouts) == 6 and len({r.group for r in rollouts}) == 3 and all(r.num_trainable for r in rollouts)
     gaps = []
     for r, scores in zip(rollouts, context.engines["teacher"].score([r.tokens for r in rollouts]), strict=True):

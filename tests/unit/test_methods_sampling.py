@@ -1,5 +1,6 @@
 """Dynamic sampling, curricula, hints and rewards by length: collected with scripted engines, against plain loops."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -15,13 +16,14 @@ from toys import graded
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.data.rows import DataError
-from megatron_rl.recipes.curriculum import Curriculum, Record
+from megatron_rl.recipes.curriculum import Curriculum, Record, success_rates
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, merged
 from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.length_rewards import Brevity, Overlong
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, ReaderSource, RolloutMaker, upcoming
+from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.store import IterationStore
 from megatron_rl.types import Outcome, Prompt
 
@@ -133,17 +135,19 @@ def run(template, options, directory, *, staleness, iterations, state=None, rows
     maker = RolloutMaker(
         recipe=recipe, readers={"generator": reader}, context=context_of(lucky), prompts_per_iteration=3
     )
+    credit = CreditStage(Dapo(updates=8, group_size=GROUP, template=template, **RECIPES[options]), lag=staleness)
     if state is not None:
-        maker.restore(json.loads(json.dumps(state["collector"])))
+        kept = json.loads(json.dumps(state["collector"]))
+        maker.restore(kept["data"])
+        credit.restore(kept["recipe"], state["cycle"])
         progress = {
             "cycle": state["cycle"],
             "index": 0,
             "number": state["cycle"],
             "iterations": {"generator": state["cycle"]},
         }
-    collector = Collector(
-        maker, upcoming(recipe.schedule(), progress), IterationStore(directory), max_staleness=staleness
-    )
+    schedule = upcoming(recipe.schedule(), progress)
+    collector = Collector(maker, credit, schedule, IterationStore(directory), max_staleness=staleness)
     out = []
     for due in itertools.islice(upcoming(recipe.schedule(), progress), iterations - progress["cycle"]):
         collected = collector.take(due)
@@ -159,7 +163,7 @@ def run(template, options, directory, *, staleness, iterations, state=None, rows
 @pytest.mark.parametrize("options", RECIPES)
 def test_a_run_that_was_cut_collects_the_same_iterations(template, tmp_path, options, staleness):
     """Also with iterations collected ahead of the checkpoint, and without the store that has them."""
-    whole = run(template, options, tmp_path / "whole", staleness=0, iterations=8)
+    whole = run(template, options, tmp_path / "whole", staleness=staleness, iterations=8)
     first = run(template, options, tmp_path / "first", staleness=staleness, iterations=4)
     state = {"collector": first[-1][3], "cycle": 4}
     rest = run(template, options, tmp_path / "rest", staleness=staleness, iterations=8, state=state)
@@ -170,23 +174,25 @@ def test_a_run_that_was_cut_collects_the_same_iterations(template, tmp_path, opt
         assert any(metrics["hinted"] for _, _, metrics, _ in whole)
     if options not in ("dynamic", "rests"):
         assert whole[-1][2]["retired"] > 0 and whole[-1][2]["resting"] > 0
-        assert whole[-1][3]["recipe"]["retired"] == sorted(whole[-1][3]["recipe"]["retired"])
+        state = whole[-1][3]["recipe"][-1]
+        assert state["retired"] == sorted(state["retired"])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_an_update_larger_than_the_data_is_cut_and_resumed_like_any_other(template, tmp_path, rows):
     """A problem is then in an update more than once, in groups of its own."""
-    whole = run(template, "rests", tmp_path / "whole", staleness=0, iterations=6, rows=rows)
+    whole = run(template, "rests", tmp_path / "whole", staleness=2, iterations=6, rows=rows)
     first = run(template, "rests", tmp_path / "first", staleness=2, iterations=3, rows=rows)
     state = {"collector": first[-1][3], "cycle": 3}
-    rest = run(template, "rests", tmp_path / "rest", staleness=1, iterations=6, state=state, rows=rows)
+    rest = run(template, "rests", tmp_path / "rest", staleness=2, iterations=6, state=state, rows=rows)
     assert first + rest == whole
     assert all(len({name for name, *_ in own}) == 3 and len(own) == 3 * GROUP for _, own, _, _ in whole)
 
 
 def test_a_problem_that_was_solved_once_in_an_update_is_retired_and_does_not_rest():
     record = Record(Curriculum(rest_at=0.0))
-    record.learn([group(0, 1.0), group(0, 0.0, epoch=1), group(1, 0.0), group(1, 1.0, epoch=1)])
+    groups = [group(0, 1.0), group(0, 0.0, epoch=1), group(1, 0.0), group(1, 1.0, epoch=1)]
+    record.learn(success_rates(groups))
     assert record.metrics() == {"retired": 2.0, "resting": 0.0}
 
 
@@ -196,14 +202,17 @@ def test_with_iterations_ahead_those_before_the_last_problem_was_retired_are_tra
     maker = RolloutMaker(
         recipe=recipe, readers={"generator": reader_of(4)}, context=context_of(by_row([4] * 4)), prompts_per_iteration=3
     )  # fmt: skip
-    collector = Collector(maker, upcoming(recipe.schedule(), START), IterationStore(tmp_path), max_staleness=3)
+    credit = CreditStage(dataclasses.replace(recipe), lag=3)
+    iterations = upcoming(recipe.schedule(), START)
+    collector = Collector(maker, credit, iterations, IterationStore(tmp_path), max_staleness=3)
     taken = []
     with pytest.raises(DataError, match="no problem is left: 4 are retired"):
         for due in upcoming(recipe.schedule(), START):
             taken.append(rows_of(collector.take(due).rollouts["generator"]))
             collector.trained()
     collector.close()
-    assert taken == [[0, 1, 2], [3]]
+    # an iteration sees the problems that were retired four iterations before
+    assert taken == [[0, 1, 2], [3, 0, 1], [2, 3, 0], [1, 2, 3], [3]]
 
 
 @pytest.mark.parametrize("options", [*RECIPES, "none"])
@@ -258,9 +267,9 @@ def taken(record, reader, count):
 def test_a_solved_problem_never_comes_again():
     record, reader = Record(Curriculum()), reader_of(5)
     assert taken(record, reader, 5) == [(0, row) for row in range(5)]
-    record.learn([group(0, 1.0), group(1, 0.875), group(2, 0.9), group(3, 0.0), group(4, None)])
+    record.learn(success_rates([group(0, 1.0), group(1, 0.875), group(2, 0.9), group(3, 0.0), group(4, None)]))
     assert taken(record, reader, 7) == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3)]
-    record.learn([group(1, 1.0, epoch=1)])
+    record.learn(success_rates([group(1, 1.0, epoch=1)]))
     assert taken(record, reader, 3) == [(2, 4), (3, 2), (3, 3)]
     assert record.metrics() == {"retired": 2.0, "resting": 0.0}
 
@@ -268,16 +277,16 @@ def test_a_solved_problem_never_comes_again():
 def test_a_problem_that_is_too_hard_rests():
     record, reader = Record(Curriculum(retire_at=None, rest_at=0.125, rest_epochs=2)), reader_of(3)
     taken(record, reader, 3)
-    record.learn([group(0, 1.0), group(1, 0.125), group(2, 0.25)])
+    record.learn(success_rates([group(0, 1.0), group(1, 0.125), group(2, 0.25)]))
     assert taken(record, reader, 7) == [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2)]
-    record.learn([group(1, 0.5, epoch=3)])
+    record.learn(success_rates([group(1, 0.5, epoch=3)]))
     assert record.resting == {} and taken(record, reader, 3) == [(4, 0), (4, 1), (4, 2)]
 
 
 def test_rest_ends_where_nothing_else_is_left():
     record, reader = Record(Curriculum(rest_at=0.0, rest_epochs=3)), reader_of(2)
     taken(record, reader, 2)
-    record.learn([group(0, 1.0), group(1, 0.0)])
+    record.learn(success_rates([group(0, 1.0), group(1, 0.0)]))
     assert taken(record, reader, 1) == [(4, 1)]
 
 
@@ -285,7 +294,7 @@ def test_rest_ends_where_nothing_else_is_left():
 def test_a_run_without_problems_left_says_so_and_does_not_turn_for_ever(shuffle):
     record, reader = Record(Curriculum()), reader_of(4, shuffle=shuffle)
     taken(record, reader, 6)
-    record.learn([group(row, 1.0) for row in range(4)])
+    record.learn(success_rates([group(row, 1.0) for row in range(4)]))
     with pytest.raises(DataError, match="4 are retired.*retire_at"):
         taken(record, reader, 1)
 
@@ -295,7 +304,7 @@ def test_a_run_without_problems_left_ends_after_a_whole_epoch_and_the_longest_re
     """What rests may come again; without `rest_at` nothing rests, whatever rest_epochs is."""
     record, reader = Record(Curriculum(rest_at=rest_at, rest_epochs=3)), reader_of(4)
     taken(record, reader, 4)
-    record.learn([group(row, 1.0) for row in range(4)])
+    record.learn(success_rates([group(row, 1.0) for row in range(4)]))
     with pytest.raises(DataError, match="no problem is left"):
         taken(record, reader, 1)
     assert reader.state_dict()["epoch"] == epochs
@@ -308,7 +317,7 @@ def test_a_curriculum_wants_problems_of_a_data_set():
 
 def test_a_record_survives_a_checkpoint():
     record = Record(Curriculum(rest_at=0.0))
-    record.learn([group(7, 1.0), group(2, 1.0), group(5, 0.0, epoch=3)])
+    record.learn(success_rates([group(7, 1.0), group(2, 1.0), group(5, 0.0, epoch=3)]))
     again = Record(Curriculum(rest_at=0.0))
     again.load_state_dict(json.loads(json.dumps(record.state_dict())))
     assert again == record and again.resting == {5: 5} and again.retired == {2, 7}

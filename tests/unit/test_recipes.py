@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_engines import ScriptedEngine
+from stages import credited
 from toys import EOS, characters, graded
 
 from megatron_rl.config.plugins import build
@@ -94,7 +95,7 @@ def iteration(role, number=0, update=0):
 
 def roll_out(recipe, role, prompts, context, **at):
     """Makes the rollouts of an iteration -> its rollouts, and the metrics that the loop will log."""
-    rollouts = recipe.rollout(iteration(role, **at), Problems(prompts), context)
+    rollouts = credited(recipe, iteration(role, **at), Problems(prompts), context)
     assert list(rollouts) == [role]
     return rollouts[role], context.metrics[role] | measure(rollouts[role])
 
@@ -217,7 +218,7 @@ def test_a_sample_that_could_not_be_graded_leaves_its_group_and_is_not_judged(te
         assert len(context.engines["verifier"].asked) == 3
         assert sum(m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")) == 3
         with pytest.raises(RewardFailure, match="2 of 5 gradings failed"):
-            recipe.rollout(iteration(role), Problems(1), replace(context, max_failure_share=0.2))
+            credited(recipe, iteration(role), Problems(1), replace(context, max_failure_share=0.2))
     else:  # there is but one, which cannot be graded
         assert (
             rollouts == [] and (m["graded/timeout"], m["samples"]) == (1, 0) and not context.engines["verifier"].asked

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from chats import CHATML, THINKING, chat_tokenizer
 from fake_engines import ScriptedEngine
+from stages import credited
 from test_recipes import Problems, iteration, verification
 from toys import EOS, characters, graded
 
@@ -27,7 +28,7 @@ from megatron_rl.environments.environment import Environment, EpisodeMaker
 from megatron_rl.environments.episode_runner import MOST_ANSWERS
 from megatron_rl.environments.episode_types import EnvironmentFailure, EpisodeEnd, NextRequest, Said
 from megatron_rl.recipes.tango_agents import TangoAgents
-from megatron_rl.recipes.transcripts import TranscriptForm, annotate_turns, joined, parted
+from megatron_rl.recipes.transcripts import TranscriptForm, annotate_turns, joined, parted, rejoined, with_credit
 from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
@@ -131,7 +132,7 @@ def problems(count):
 
 
 def roll_out(recipe, role, prompts, context, **at):
-    rollouts = recipe.rollout(iteration(role, **at), Problems(problems(prompts)), context)
+    rollouts = credited(recipe, iteration(role, **at), Problems(problems(prompts)), context)
     assert list(rollouts) == [role]
     return rollouts[role], context.metrics[role]
 
@@ -278,20 +279,20 @@ def test_joined_samples_come_apart_as_they_were(recipe):
     whole = joined(samples)
     assert whole.tokens.tolist() == [*samples[0].tokens.tolist(), *samples[1].tokens.tolist()]
     assert whole.num_trainable == sum(s.num_trainable for s in samples)
-    for part, sample in zip(parted(replace(whole, advantages=0.5), samples), samples, strict=True):
-        assert part.advantages == 0.5 and np.array_equal(part.spans, sample.spans)
+    credited = replace(whole, advantages=0.5, rewards={TRAINED: 2.0})
+    for part, sample in zip(with_credit(credited, samples), samples, strict=True):
+        assert part.advantages == 0.5 and np.array_equal(part.spans, sample.spans) and part.rewards[TRAINED] == 2.0
         assert np.array_equal(part.tokens, sample.tokens) and np.array_equal(part.logprobs, sample.logprobs)
-    scored = replace(annotate_turns(whole), advantages=np.arange(len(whole.tokens), dtype=np.float32))
-    ranges = scored.annotations_of(STEP).ranges
-    scored = replace(scored, annotations={STEP: Annotations(ranges, np.array([1.0, 2.0, 3.0]))})
+    ranges = annotate_turns(whole).annotations_of(STEP).ranges
+    scored = replace(whole, annotations={STEP: Annotations(ranges, np.array([1.0, 2.0, 3.0]))})
     first, second = parted(scored, samples)
-    assert first.annotations_of(STEP).scores.tolist() == [1.0, 2.0] and second.annotations_of(STEP).scores.tolist() == [
-        3.0
-    ]
-    assert second.advantages[0] == len(first.tokens)
-    assert first.annotations_of(STEP).ranges.tolist() + (
-        second.annotations_of(STEP).ranges + len(first.tokens)
-    ).tolist() == (ranges.tolist())
+    assert first.annotations_of(STEP).scores.tolist() == [1.0, 2.0]
+    assert second.annotations_of(STEP).scores.tolist() == [3.0]
+    again = rejoined([first, second]).annotations_of(STEP)
+    assert np.array_equal(again.ranges, ranges) and again.scores.tolist() == [1.0, 2.0, 3.0]
+    assert rejoined(parted(annotate_turns(whole), samples)).annotations_of(STEP).scores is None
+    each = replace(credited, advantages=np.arange(len(whole.tokens), dtype=np.float32))
+    assert with_credit(each, samples)[1].advantages[0] == len(first.tokens)
 
 
 def test_a_reward_that_fails_too_often_for_answers_of_episodes_ends_the_run(recipe):

@@ -11,6 +11,7 @@ from fake_engines import ScriptedEngine
 from fake_policy import TablePolicy
 from one_process import OneProcess
 from specs import check
+from stages import credited
 from test_recipes import (
     TOKENIZER,
     Problems,
@@ -147,7 +148,7 @@ def test_spans_tell_authors_and_versions_apart():
 @pytest.mark.parametrize("mask", [lambda length: None, lambda length: [True] * (length - 1)], ids=["none", "short"])
 def test_without_an_author_for_each_token_a_run_does_not_start(recipe, mask):
     with pytest.raises(EngineError, match="without an author"):
-        recipe.rollout(iteration("generator"), Problems(2), with_pair(mask=mask))
+        credited(recipe, iteration("generator"), Problems(2), with_pair(mask=mask))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
@@ -156,7 +157,7 @@ def test_a_senior_share_that_the_strategy_does_not_give_stops_the_run(recipe, sh
         return [i % 4 < 4 * share for i in range(length)]
 
     with pytest.raises(EngineError, match="senior wrote"):
-        recipe.rollout(iteration("generator"), Problems(2), with_pair(mask=mask))
+        credited(recipe, iteration("generator"), Problems(2), with_pair(mask=mask))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

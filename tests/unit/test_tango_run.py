@@ -18,6 +18,7 @@ from megatron_rl.recipes.tango import Tango
 from megatron_rl.run.console import headline
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
+from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
@@ -56,13 +57,15 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
         recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2
     )
     iterations = upcoming(recipe.schedule(), progress.state_dict())
+    store = IterationStore(tmp_path / "rollouts")
+    collector = Collector(maker, CreditStage(recipe), iterations, store, max_staleness=0)
     setup = loop.Setup(
         world=OneProcess(),
         memory=DeviceMemory(trainees),
         policy_of={name: name for name in trainees},
         recipe=recipe,
         context=context,
-        iterations=Collector(maker, iterations, IterationStore(tmp_path / "rollouts"), max_staleness=0),
+        iterations=collector,
         held_out=problems(2),
         hooks=loop.Hooks(
             log=lambda cycle, scope, m, *, iteration: lines.append((iteration, cycle, scope, m)), save=saved.append

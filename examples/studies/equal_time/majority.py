@@ -11,7 +11,7 @@ from megatron_rl.contrib.proposals import elected
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, Solution, sampling_for, solve
 from megatron_rl.rewards.tags import boxed
-from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
+from megatron_rl.training.iteration import CreditContext, Iteration, PromptSource, RolloutContext
 from megatron_rl.types import Rollout
 
 
@@ -33,8 +33,13 @@ class MajorityGrpo(Grpo):
         solved, metrics = solve(context, GENERATOR, source.take(), sampling)
         rollouts = with_majority(solved)
         context.add_metrics(GENERATOR, metrics)
+        return {GENERATOR: rollouts}
+
+    def credit(
+        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
+    ) -> Mapping[str, Sequence[Rollout]]:
         reward = {"outcome": 1.0, "majority": self.majority_weight}
-        return {GENERATOR: assign_advantages(rollouts, reward=reward, estimator=self.estimator)}
+        return {GENERATOR: assign_advantages(rollouts[GENERATOR], reward=reward, estimator=self.estimator)}
 
 
 def with_majority(solutions: Sequence[Solution]) -> list[Rollout]:

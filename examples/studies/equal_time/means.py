@@ -48,10 +48,8 @@ class DynamicTango(LeanTango):
         self, iteration: Iteration, source: PromptSource, context: RolloutContext
     ) -> Mapping[str, Sequence[Rollout]]:
         self._source = source if iteration.role == self.solver and self._outcomes_suffice() else None
-        try:
-            return super().rollout(iteration, source, context)
-        finally:
-            self._source = self._alike = None
+        self._alike = None
+        return super().rollout(iteration, source, context)
 
     def draw(
         self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
@@ -70,7 +68,7 @@ class DynamicTango(LeanTango):
             then(place, solution)
         return solutions, metrics
 
-    def _share_with_signal(self, solutions: Sequence[Solution]) -> float:
+    def _share_with_signal(self, solutions: Sequence[Rollout]) -> float:
         return super()._share_with_signal(solutions) if self._alike is None else 1 - self._alike
 
 
@@ -103,12 +101,10 @@ class ReusingTango(LeanTango):
             then(place, solution)
         return self._last, {"tokens_drawn": 0.0}
 
-    def _credit_solutions(
-        self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
-    ) -> list[Rollout]:
+    def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
         pairs = reversed([*zip(solutions, judged, strict=True)])
         self._last = [*{s.rollout.group: s for s, own in pairs if own}.values()]
-        return super()._credit_solutions(context, iteration, solutions, judged)
+        return super().verified(context, solutions, judged)
 
 
 @dataclass(kw_only=True)
@@ -125,21 +121,20 @@ class TrustedTango(LeanTango):
         """2 b - 1, or 0 where that is negative."""
         return max(0.0, sum(self._right[outcome] / self._said[outcome] for outcome in (True, False)) - 1)
 
-    def _credit_solutions(
-        self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
-    ) -> list[Rollout]:
-        self._count(judged)
-        context.add_metrics(self.solver, {"trust": self.trust})
-        return super()._credit_solutions(context, iteration, solutions, judged)
-
-    def _credit_reviews(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
-        self._count(judged)
-        return super()._credit_reviews(context, solutions, judged)
-
-    def _count(self, judged: Judged) -> None:
+    def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
         for verification in (v for own in judged for v in own):
-            self._right[verification.item.correct] += verification.opinion.agrees
-            self._said[verification.item.correct] += 1
+            self._count(verification.item.correct, verification.opinion.agrees)
+        context.add_metrics(self.solver, {"trust": self.trust})
+        return super().verified(context, solutions, judged)
+
+    def _credit_reviews(self, rollouts: Sequence[Rollout], labels: Sequence[bool]) -> list[Rollout]:
+        for rollout, label in zip(rollouts, labels, strict=True):
+            self._count(label, bool(rollout.rewards["agrees"]))
+        return super()._credit_reviews(rollouts, labels)
+
+    def _count(self, correct: bool, agrees: bool) -> None:
+        self._right[correct] += agrees
+        self._said[correct] += 1
 
     def _alpha(self, update: int) -> float:
         return super()._alpha(update) * self.trust

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from examples.miniatures.last_letter.teachers import CORRECT, MAX_STEPS, NOTHING
-from megatron_rl.algorithms.advantages import assign_advantages, step_rewards
+from megatron_rl.algorithms.advantages import step_rewards
 from megatron_rl.chat_template import tokenize
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.review import Judged, Reviewed
@@ -36,9 +36,7 @@ class OwnVerdicts(LeanTango):
     def _reviewed(self, iteration: Iteration) -> Reviewed | None:
         return None if iteration.role == self.solver else "all"
 
-    def _credit_solutions(
-        self, context: RolloutContext, iteration: Iteration, solutions: Sequence[Solution], judged: Judged
-    ) -> list[Rollout]:
+    def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
         failed: set[str] = set()
         if not self._outcomes_suffice():
             solved = {s.rollout.group for s in solutions if s.correct}
@@ -46,13 +44,9 @@ class OwnVerdicts(LeanTango):
         asked = [i for i, s in enumerate(solutions) if s.rollout.group in failed]
         with context.watch("review"):
             found = dict(zip(asked, self._verdicts(context, [solutions[i] for i in asked]), strict=True))
-        context.add_metrics(self.solver, {"signal": self._signal} | self._agreement(solutions, found))
-        self._follow(solutions)
-        marked = [self._marked(s.rollout, found[i]) if i in found else s.rollout for i, s in enumerate(solutions)]
-        alphas = [self._alpha(iteration.update(self.solver)) * (i in found) for i in range(len(solutions))]
-        return assign_advantages(
-            marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=self.step_credit
-        )
+        context.add_metrics(self.solver, self._agreement(solutions, found))
+        context.handed_over["reviewed"] = [i in found for i in range(len(solutions))]
+        return [self._marked(s.rollout, found[i]) if i in found else s.rollout for i, s in enumerate(solutions)]
 
     def _marked(self, rollout: Rollout, verdicts: Sequence[bool]) -> Rollout:
         annotations = rollout.annotations_of(STEP)

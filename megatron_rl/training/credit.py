@@ -1,0 +1,118 @@
+"""Runs the credit stage on the driver: the recipe computes advantages from rewards and scores, iteration by iteration,
+and the resulting rollouts are checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from megatron_rl.training.iteration import Collected, CreditContext, Iteration, Recipe
+from megatron_rl.training.rollouts import measure, without_signal
+from megatron_rl.training.store import State
+from megatron_rl.types import Rollout, Stop
+
+
+class RolloutError(RuntimeError):
+    """A recipe returned rollouts that cannot be trained on. The message names the rollout and the problem."""
+
+
+class CreditStage:
+    """Credits the iterations of a run in order, and keeps the recipe's states after the newest credits.
+
+    `lag`: rollouts.max_staleness. The rollouts of an iteration are generated with the recipe's state after the credit
+        of the iteration that is `lag` + 1 iterations earlier, regardless of which later iterations are already
+        credited.
+    """
+
+    def __init__(self, recipe: Recipe, *, lag: int = 0, uncredited: Collection[str] = ()) -> None:
+        """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages."""
+        self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
+        self._states = {0: as_json(recipe.state_dict())}  # by number of credited iterations, oldest first
+
+    @property
+    def states(self) -> list[State]:
+        """The recipe's states after the newest lag + 1 credits, oldest first."""
+        return [*self._states.values()]
+
+    def restore(self, states: Sequence[State], number: int) -> None:
+        """Restores the value of `states` after the credit of iteration `number` - 1."""
+        self._states = dict(enumerate(states, start=number + 1 - len(states)))
+        self.recipe.load_state_dict(states[-1])
+
+    def state_for(self, number: int) -> State:
+        """Returns the recipe's state with which the rollouts of iteration `number` are generated."""
+        states = self._states  # a credit in another thread replaces the mapping
+        return states[max(number - self._lag, min(states))]
+
+    def apply(self, iteration: Iteration, collected: Collected) -> Collected:
+        """Credits an iteration. Returns its rollouts with advantages, and its metrics, which include the metrics that
+        the recipe added.
+
+        Raises RolloutError if the rollouts cannot be trained on.
+        """
+        context = CreditContext(handed_over=collected.handed_over)
+        found = self.recipe.credit(iteration, collected.rollouts, context)
+        if problem := next(_problems(iteration, found, self._uncredited), None):
+            raise RolloutError(f"iteration {iteration.number}{problem}")
+        done = iteration.number + 1
+        self._states = {**self._states, done: as_json(self.recipe.state_dict())}
+        self._states = {number: state for number, state in self._states.items() if number >= done - self._lag}
+        rollouts = {role: list(found[role]) for role in iteration.roles}
+        metrics = {role: measure(own) for role, own in rollouts.items()}
+        for role in rollouts.keys() - self._uncredited:
+            metrics[role]["groups_without_signal"] = without_signal(rollouts[role])
+        # a recipe may add metrics of roles that the iteration does not train
+        for added in (collected.metrics, context.metrics):
+            for role, own in added.items():
+                metrics[role] = {**metrics.get(role, {}), **own}
+        return Collected(rollouts=rollouts, metrics=metrics, handed_over=collected.handed_over, credited=True)
+
+
+def as_json(state: State) -> State:
+    """Returns a deep copy of the state, made by encoding it as JSON and decoding it. The copy equals what a checkpoint
+    will restore, and later iterations do not change it.
+    """
+    return json.loads(json.dumps(state))
+
+
+def _problems(
+    iteration: Iteration, found: Mapping[str, Sequence[Rollout]], uncredited: Collection[str]
+) -> Iterator[str]:
+    """Yields why the rollouts of an iteration cannot be trained on, as the rest of a sentence that begins with the
+    iteration. `uncredited`: roles whose loss needs no advantages.
+    """
+    if set(found) != set(iteration.roles):
+        yield (
+            f" trains {', '.join(iteration.roles)}, and the recipe returned rollouts of "
+            f"{', '.join(found) or 'no role'}: return each role of the iteration, with an empty list where there are "
+            "none"
+        )
+        return
+    for role in iteration.roles:
+        for place, rollout in enumerate(found[role]):
+            if wrong := _fault(rollout, role, role not in uncredited):
+                yield f", {role}: rollout {place} (group {rollout.group!r}) {wrong}"
+
+
+def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
+    """Returns the reason why a rollout cannot be trained on, as the end of a sentence, or None if it can be. Checks
+    only conditions that the class Rollout does not check itself.
+    """
+    length = len(rollout.tokens)
+    if rollout.stop is Stop.ABORTED:
+        return "was cut off by its engine, and is no answer: a session gives completions that are written to their end"
+    if rollout.role != role:
+        return f"is of role {rollout.role!r}: make it for the role that it is returned for"
+    if credited and rollout.advantages is None:
+        return "has no advantages: assign them in the recipe's method credit (algorithms.advantages.assign_advantages)"
+    if credited and not np.isfinite(np.asarray(rollout.advantages)).all():
+        return "has advantages that are not finite: look at its rewards"
+    if rollout.experts is not None and len(rollout.experts) != length - 1:
+        return f"names the experts of {len(rollout.experts)} tokens; an engine tells those of all {length} but the last"
+    for label, found in rollout.annotations.items():
+        if len(found) and (found.ranges.min() < 0 or found.ranges.max() > length):
+            return f"has annotations {label!r} outside its {length} tokens"
+    return None
