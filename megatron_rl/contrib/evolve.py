@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
@@ -24,6 +24,7 @@ from megatron_rl.training.iteration import (
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.training.rollouts import sample
@@ -84,9 +85,7 @@ class Evolve(Recipe):
     def check(self, spec: RunSpec) -> None:
         check_length(spec, PROPOSER, "proposer_template", self._templates["proposer_template"])
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         seeds, rng = source.take(), random.Random(context.seed_for(iteration.number, "pool"))
         known = self._pool_with(new := [str(seed.payload["question"]) for seed in seeds])
         count = len(seeds) * self.proposals
@@ -115,21 +114,17 @@ class Evolve(Recipe):
         solutions = [_solution(answer) for answer in practised if answer.scores]
         context.add_metrics(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
         judgements = [_judgement(context, rollout) for answer in practised for rollout in answer.judgements]
-        return {PROPOSER: proposals, SOLVER: solutions, JUDGE: judgements}
+        parts = {PROPOSER: proposals, SOLVER: solutions, JUDGE: judgements}
+        # all rollouts of a role form one group
+        return {role: [replace(rollout, group=role) for rollout in own] for role, own in parts.items()}
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
-        """Compares all rollouts of a role with each other. Adds the accepted questions to the pool."""
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         self._pool = self._pool_with(context.handed_over["questions"])
         context.add_metrics(PROPOSER, {"pool": float(len(self._pool))})
-        rewards = {PROPOSER: "total", SOLVER: "total", JUDGE: "form"}
-        return {
-            role: assign_advantages(
-                [replace(r, group=role) for r in own], reward=rewards[role], estimator=self.estimator
-            )
-            for role, own in rollouts.items()
-        }
+        return super().credit(iteration, rollouts, context)
+
+    def reward(self, role: str) -> str:
+        return "form" if role == JUDGE else "total"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of

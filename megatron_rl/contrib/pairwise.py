@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count, CountOrZero
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.comparing import BOTH, Answer, Comparisons, comparison_metrics
@@ -23,6 +23,7 @@ from megatron_rl.training.iteration import (
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.training.rollouts import drawn, greedy, sample
@@ -77,9 +78,7 @@ class Pairwise(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return question_text(self.generator_template, payload)
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         asked = sampling_for(context, iteration, JUDGE, self.judgements if iteration.role == JUDGE else 1)
         compared = Comparisons(
             context, self.judge_template, asked, lambda place: self._orders(context, iteration, place)
@@ -88,13 +87,14 @@ class Pairwise(Recipe):
             return {JUDGE: self._judge_iteration(iteration, source.take(), context, compared)}
         return {GENERATOR: self._generator_iteration(iteration, source.take(), context, compared)}
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
-        """The advantage of a response is its outcome, not divided by a standard deviation."""
-        if iteration.role == GENERATOR:
-            return {GENERATOR: [replace(r, advantages=r.rewards["outcome"]) for r in rollouts[GENERATOR]]}
-        return {JUDGE: assign_advantages(rollouts[JUDGE], reward="total", estimator=self.estimator)}
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        """Uses the outcome of a response as its advantage, without dividing it by a standard deviation."""
+        if iteration.role == JUDGE:
+            return super().credit(iteration, rollouts, context)
+        return {GENERATOR: [replace(r, advantages=r.rewards["outcome"]) for r in rollouts[GENERATOR]]}
+
+    def reward(self, role: str) -> str:
+        return "total"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates on problems with `rejected`, with greedy decoding and both orders: how often the judge prefers the

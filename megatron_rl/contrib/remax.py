@@ -48,9 +48,8 @@ class Remax(Dapo):
         ones, _ = solve_groups(context, GENERATOR, [group.prompt for group in groups], likeliest)
         return [_compared(group, one) for group, one in zip(groups, ones, strict=True)], metrics
 
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {**super().reward_weights, BASELINE: -1.0}
+    def reward(self, role: str) -> dict[str, float]:
+        return {**super().reward(role), BASELINE: -1.0}
 
 
 def _compared(group: Group, likeliest: Group) -> Group:

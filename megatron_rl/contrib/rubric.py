@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count
 from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import ConfigError
@@ -21,12 +21,12 @@ from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training.iteration import (
-    CreditContext,
     Iteration,
     PromptSource,
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.training.rollouts import drawn, greedy, plain
@@ -176,9 +176,7 @@ class Rubric(Recipe):
     def check(self, spec: RunSpec) -> None:
         check_fields(spec, GENERATOR, {"rubric": "the judge"}, held_out=True)
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         own = sampling_for(context, iteration, GENERATOR, self.group_size)
         asked = sampling_for(context, iteration, JUDGE, self.judgements)
         graded, answers, metrics = self._judged(context, source.take(), own, asked)
@@ -194,14 +192,8 @@ class Rubric(Recipe):
             learned[JUDGE] = judged
         return learned
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
-        rewards = {GENERATOR: "outcome", JUDGE: "total"}
-        return {
-            role: assign_advantages(own, reward=rewards[role], estimator=self.estimator)
-            for role, own in rollouts.items()
-        }
+    def reward(self, role: str) -> str:
+        return "total" if role == JUDGE else "outcome"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates one sample per problem at temperature 1, and greedy responses, with a greedy judge. The metrics are

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -32,6 +31,7 @@ from megatron_rl.training.iteration import (
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.training.rollouts import sample
@@ -119,9 +119,7 @@ class SelfPlay(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return fill(read_template(self.proposer_template), question=str(payload["question"]))
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         count = self.proposals if PROPOSER in iteration.roles else 1
         proposed = sample(context, PROPOSER, source.take(), sampling_for(context, iteration, PROPOSER, count))
         texts = decode_all(context.tokenizers[PROPOSER], [rollout.response for rollout in proposed])
@@ -156,14 +154,9 @@ class SelfPlay(Recipe):
             out[SOLVER] = [s.rollout for s in solved if _place(s.rollout) in teaching]
         return out
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
-        compare = {
-            PROPOSER: self._compared,
-            SOLVER: partial(assign_advantages, reward="outcome", estimator=self.estimator),
-        }
-        return {role: compare[role](own) for role, own in rollouts.items()}
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        credited = super().credit(iteration, {role: own for role, own in rollouts.items() if role == SOLVER}, context)
+        return {role: self._compared(own) if role == PROPOSER else credited[role] for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of

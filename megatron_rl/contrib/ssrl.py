@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, sampling_for, solve
 from megatron_rl.rewards.tags import block_spans
 from megatron_rl.text import decode
-from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of_tokens
 
 
@@ -24,9 +23,7 @@ class Ssrl(Grpo):
 
     template: str = "ssrl_generator"
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         solved, metrics = solve(context, GENERATOR, source.take(), sampling)
         rollouts = [without_information(s.rollout, context.tokenizers[GENERATOR]) for s in solved]

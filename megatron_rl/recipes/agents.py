@@ -16,6 +16,7 @@ from megatron_rl.training.iteration import (
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.types import Prompt, Rollout
@@ -75,9 +76,7 @@ class Agents(OverEpisodes, Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return self.episode_prompt(payload)
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         problems = source.take()
         seeds = [context.seed_for(iteration.number, "task", i) for i in range(len(problems))]
         samplings = {role: sampling_for(context, iteration, role, 1) for role in self.agents}
@@ -85,9 +84,7 @@ class Agents(OverEpisodes, Recipe):
         context.add_metrics(iteration.role, played.metrics)
         return {role: [r for r in played.rollouts if r.role == role] for role in iteration.roles}
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         return {role: self._credited(own) for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:

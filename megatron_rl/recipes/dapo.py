@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import refuse
 from megatron_rl.recipes.curriculum import Curriculum, Record, success_rates
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
@@ -14,8 +13,15 @@ from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.length_rewards import Brevity, Overlong, priced
 from megatron_rl.recipes.solutions import GENERATOR, check_fields, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.iteration import CreditContext, Iteration, PromptSource, RecipeRole, RolloutContext
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    RecipeRole,
+    RolloutContext,
+    RolloutsByRole,
+)
+from megatron_rl.types import Prompt
 
 RATES = "success_rates"  # name of the values that the rollout stage hands over for the curriculum
 
@@ -63,25 +69,19 @@ class Dapo(Grpo):
         if self.hints is not None:
             check_fields(spec, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         draw = partial(self._draw, iteration, context)
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         context.add_metrics(GENERATOR, metrics)
         return {GENERATOR: priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)}
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         self._record.learn(context.handed_over.get(RATES, ()))
         context.add_metrics(GENERATOR, self._record.metrics())
-        credited = assign_advantages(rollouts[GENERATOR], reward=self.reward_weights, estimator=self.estimator)
-        return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
+        credited = super().credit(iteration, rollouts, context)
+        return {GENERATOR: self.overlong.trained(credited[GENERATOR])} if self.overlong else credited
 
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward in the total reward of a rollout."""
+    def reward(self, role: str) -> dict[str, float]:
         added = {"overlong": self.overlong is not None and self.overlong.cache, "brevity": self.brevity is not None}
         return {"outcome": 1.0, **{name: 1.0 for name, given in added.items() if given}}
 

@@ -19,10 +19,11 @@ from megatron_rl.training.iteration import (
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.training.rollouts import sample
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt
 
 STUDENT, TEACHER = "student", "teacher"
 # reason that the error message about different vocabularies gives
@@ -81,9 +82,7 @@ class Distil(Recipe):
                 "for them in vain; give 0, or loss.objective: distilled_top_k"
             )
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         with context.watch("rollout"):
             written = sample(
                 context, STUDENT, source.take(), sampling_for(context, iteration, STUDENT, self.group_size)
@@ -94,9 +93,7 @@ class Distil(Recipe):
         context.add_metrics(STUDENT, {"sampled_kl": float(np.concatenate(gaps).mean(dtype=np.float64))})
         return {STUDENT: [replace(r, values=v) for r, v in zip(written, values, strict=True)]}
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         """Returns the rollouts unchanged: the loss reads no advantages."""
         return rollouts
 

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count
 from megatron_rl.recipes.solutions import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
-from megatron_rl.training.iteration import Iteration, PromptSource, Recipe, RecipeRole, RolloutContext, Schedule
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.training.iteration import (
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    RolloutsByRole,
+    Schedule,
+)
+from megatron_rl.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +45,7 @@ class Grpo(Recipe):
     def prompt(self, payload: Mapping[str, object]) -> str:
         return question_text(self.template, payload)
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         solved, metrics = solve(context, GENERATOR, source.take(), sampling)
         context.add_metrics(GENERATOR, metrics)

@@ -26,6 +26,7 @@ from megatron_rl.training.iteration import (
     Recipe,
     RecipeRole,
     RolloutContext,
+    RolloutsByRole,
     Schedule,
 )
 from megatron_rl.training.rollouts import mean_reward, without_signal
@@ -134,9 +135,7 @@ class BaseTango(Recipe):
             cycles.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
         return [cycle for cycle in cycles if cycle]
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         """Samples, for each problem, a group of solutions with one verification each (generator iteration), or one
         solution with a group of verifications (verifier iteration). A verifier iteration that is skipped takes no
         problems from `source`.
@@ -172,9 +171,7 @@ class BaseTango(Recipe):
         """Returns the rollouts of the solutions of a generator iteration, with rewards of their steps."""
         return [with_verdicts(s.rollout, own, self.step_credit) for s, own in zip(solutions, judged, strict=True)]
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         if iteration.role == self.solver:
             return {self.solver: self._credit_solutions(iteration, rollouts[self.solver], context)}
         return {VERIFIER: self._credit_reviews(rollouts[VERIFIER], context.handed_over.get("labels", ()))}

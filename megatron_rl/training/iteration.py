@@ -20,6 +20,7 @@ from megatron_rl.types import Prompt, Rollout
 
 # function that grades responses: ([B] responses, [B] payloads of their problems) -> [B] gradings
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
+RolloutsByRole = Mapping[str, Sequence[Rollout]]
 # schedule[cycle][index of the iteration in the cycle] = names of the roles that the iteration trains
 Schedule = Sequence[Sequence[tuple[str, ...]]]
 
@@ -194,9 +195,7 @@ class Recipe(ABC):
         ...
 
     @abstractmethod
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         """Generates the rollouts of an iteration and computes their rewards. Returns the rollouts by role.
 
         With rollouts.max_staleness = k above 0, iteration n is generated while earlier iterations train. The method
@@ -208,18 +207,21 @@ class Recipe(ABC):
         """Returns the values that `credit` needs and only the trainer can compute. The default requests none."""
         return ()
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         """Computes advantages and updates the recipe's state. Called once per iteration, in order. Returns the rollouts
         to train on, in the order of training, for every role that the iteration trains.
 
         `rollouts`: the result of `rollout`, with the requested `scores` in Rollout.values. The default compares the
-        reward `outcome` of each role's rollouts with `estimator`.
+        rewards of each role's rollouts with `estimator`; see `reward`.
         """
         return {
-            role: assign_advantages(own, reward="outcome", estimator=self.estimator) for role, own in rollouts.items()
+            role: assign_advantages(own, reward=self.reward(role), estimator=self.estimator)
+            for role, own in rollouts.items()
         }
+
+    def reward(self, role: str) -> str | Mapping[str, float]:
+        """Returns the reward that the default `credit` compares for a role: a name, or {name: weight} for a sum."""
+        return "outcome"
 
     def check(self, spec: RunSpec) -> None:
         """Raises ConfigError if the method does not support a setting of the run (other than the recipe's arguments,

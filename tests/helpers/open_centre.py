@@ -23,7 +23,7 @@ from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.recipes.distil import Distil
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
 from megatron_rl.text import decode_all
-from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Prompt, Rollout
 
 LINES: dict[str, tuple[int, int]] = {}  # name of a toy: its lines of code, and the most that it may have
@@ -61,9 +61,7 @@ class DynamicSampling(Grpo):
     groups: int = 4  # with signal, that an update trains on
     rounds: int = 10  # of taking more prompts, at most
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         kept: list[Rollout] = []
         taken = 0
         for number in range(self.rounds):

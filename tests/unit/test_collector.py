@@ -4,18 +4,16 @@ readers exact."""
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import pytest
 
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
-from megatron_rl.training.credit import CreditStage, RolloutError
-from megatron_rl.training.iteration import Collected, Iteration, Recipe, RecipeRole, RolloutContext, Score
+from megatron_rl.training.credit import CreditStage
+from megatron_rl.training.iteration import Collected, Iteration, Recipe, RecipeRole, RolloutContext
 from megatron_rl.training.store import IterationStore, StoreError
-from megatron_rl.types import STEP, Annotations, Author, Prompt, Rollout, spans_of
+from megatron_rl.types import Author, Prompt, Rollout, spans_of
 
 SCHEDULE = [[("a",), ("a",), ("b",)]] * 4
 START = {"cycle": 0, "index": 0, "number": 0, "iterations": {}}
@@ -450,63 +448,6 @@ def test_the_state_given_to_a_checkpoint_does_not_change_with_the_recipe(tmp_pat
     assert collector.state()["recipe"] == [{"seen": ["s0", "s1", "s2", "s3"]}]
 
 
-def test_a_recipe_that_changes_its_state_in_the_rollout_stage_is_refused():
-    class Early(Greedy):
-        def rollout(self, iteration, source, context):
-            self.seen = [*self.seen, "early"]
-            return super().rollout(iteration, source, context)
-
-    with pytest.raises(RolloutError, match="iteration 3: the recipe changed its state in the method rollout"):
-        rollout_maker(Early()).make(Iteration(cycle=0, index=0, roles=("a",), number=3), {"seen": []})
-
-
-class Scored(Greedy):
-    """A recipe whose credit needs a value of each token."""
-
-    def scores(self, iteration):
-        return [Score(role=role, name="value", by="critic") for role in iteration.roles]
-
-    def credit(self, iteration, rollouts, context):
-        found = super().credit(iteration, rollouts, context)
-        return {role: [replace(r, advantages=float(r.values["value"][1])) for r in own] for role, own in found.items()}
-
-
-@pytest.mark.parametrize("k", [0, 2])
-def test_an_iteration_whose_credit_needs_scores_is_credited_after_they_are_computed(tmp_path, k):
-    """Also after a kill between the two: the file of the iteration then has the rollouts without the credit."""
-
-    def begin(every=1):
-        store = IterationStore(tmp_path, keep_every=every)
-        credit = stage(recipe=Scored(), k=k)
-        return Collector(rollout_maker(Scored()), credit, upcoming(MIXED, START), store, max_staleness=k), store
-
-    def score(collected):
-        valued = {
-            role: [replace(r, values={"value": np.full(2, 0.25 + r.tokens[0], np.float32)}) for r in own]
-            for role, own in collected.rollouts.items()
-        }
-        return replace(collected, rollouts=valued)
-
-    first, second = islice(upcoming(MIXED, START), 2)
-    for _ in range(2):  # the first process is killed before the credit
-        collector, store = begin()
-        taken = collector.take(first)
-        assert not taken.credited and collector.state()["recipe"] == [{"seen": []}]
-        collector.close()
-    credited = collector.credit(first, score(taken))
-    assert [r.advantages for r in credited.rollouts["a"]] == [0.25, 1.25, 2.25, 3.25]
-    seen = {"seen": ["s0", "s1", "s2", "s3"]}
-    assert collector.state()["recipe"] == ([{"seen": []}, seen] if k else [seen])
-    read, _ = store.read(first)
-    assert read.credited and [r.advantages for r in read.rollouts["a"]] == [0.25, 1.25, 2.25, 3.25]
-    collector, _ = begin()  # a process that was killed after the credit, before the checkpoint, credits again
-    again = collector.credit(first, score(collector.take(first)))
-    assert [r.advantages for r in again.rollouts["a"]] == [0.25, 1.25, 2.25, 3.25]
-    collector.trained()
-    assert collector.take(second).rollouts["b"][0].group == "b0"
-    collector.close()
-
-
 def test_a_replay_gives_the_same_rollouts_and_moves_readers_and_recipe(tmp_path):
     whole, end = play_all(rollout_maker(own_watch=Stopwatch()), tmp_path / "run", MIXED)
     maker = ReplayMaker(readers=rollout_maker().readers, recorded=IterationStore(tmp_path / "run"))
@@ -518,30 +459,3 @@ def test_a_replay_gives_the_same_rollouts_and_moves_readers_and_recipe(tmp_path)
         maker.make(Iteration(cycle=0, index=0, roles=("b",), number=0), {})
     with pytest.raises(FileNotFoundError, match="iteration 9"):
         maker.make(Iteration(cycle=9, index=0, roles=("b",), number=9), {})
-
-
-FAULTS = [
-    ({"b": []}, "trains a, and the recipe returned rollouts of b"),
-    ({}, "rollouts of no role"),
-    ({"a": [], "b": []}, "rollouts of a, b"),
-    ({"a": [rollout(), rollout("b")]}, r"a: rollout 1 \(group '0'\) is of role 'b'"),
-    ({"a": [rollout(advantages=None)]}, "has no advantages: assign them"),
-    ({"a": [rollout(advantages=[0.0, np.nan])]}, "advantages that are not finite"),
-    (
-        {"a": [rollout(experts=np.zeros((2, 1, 1), np.int16))]},
-        "experts of 2 tokens; an engine tells those of all 2 but",
-    ),
-    ({"a": [rollout(annotations={STEP: Annotations([(0, 3)])})]}, "has annotations 'step' outside its 2 tokens"),
-]
-
-
-@pytest.mark.parametrize(("returned", "message"), FAULTS)
-def test_rollouts_that_cannot_be_trained_on_are_named(returned, message):
-    with pytest.raises(RolloutError, match=message):
-        credited(rollout_maker(Greedy(wrong={0: returned})), Iteration(cycle=0, index=0, roles=("a",), number=0))
-
-
-def test_a_role_whose_loss_reads_no_advantages_needs_none():
-    maker = rollout_maker(Greedy(wrong={0: {"a": [rollout(advantages=None)]}}))
-    collected = credited(maker, Iteration(cycle=0, index=0, roles=("a",), number=0), uncredited="a")
-    assert collected.rollouts["a"][0].advantages is None and "groups_without_signal" not in collected.metrics["a"]

@@ -29,7 +29,8 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 COMMANDS = ("train", "sft", "generate", "eval")
 TIMING = {"staleness", "version_lag", "mixed_versions"}  # depend on time where rollouts are made ahead of training
 AHEAD = "staleness"  # the run with servers
-RENAMES: dict[str, dict[str, str]] = yaml.safe_load((HERE / "renames.yaml").read_text())
+TABLE = Path("tools/golden/renames.yaml")
+RENAMES: dict[str, dict[str, str]] = yaml.safe_load((ROOT / TABLE).read_text())
 
 
 def main(words: Sequence[str]) -> int:
@@ -39,6 +40,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="*", help="names of runs; default: all of them")
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as directory, _checkout(args.base, Path(directory) / "base") as other:
+        if (other / TABLE).exists():  # names that had changed before that commit
+            for section, names in yaml.safe_load((other / TABLE).read_text()).items():
+                RENAMES[section] = {name: old for name, old in RENAMES[section].items() if names.get(name) != old}
         out = Path(directory)
         (out / "inputs").mkdir()
         golden_runs.write_inputs(out / "inputs")

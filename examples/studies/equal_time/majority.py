@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import Share
 from megatron_rl.contrib.proposals import elected
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, Solution, sampling_for, solve
 from megatron_rl.rewards.tags import boxed
-from megatron_rl.training.iteration import CreditContext, Iteration, PromptSource, RolloutContext
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Rollout
 
 
@@ -26,20 +25,15 @@ class MajorityGrpo(Grpo):
 
     majority_weight: Share = 0.5
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         solved, metrics = solve(context, GENERATOR, source.take(), sampling)
         rollouts = with_majority(solved)
         context.add_metrics(GENERATOR, metrics)
         return {GENERATOR: rollouts}
 
-    def credit(
-        self, iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]], context: CreditContext
-    ) -> Mapping[str, Sequence[Rollout]]:
-        reward = {"outcome": 1.0, "majority": self.majority_weight}
-        return {GENERATOR: assign_advantages(rollouts[GENERATOR], reward=reward, estimator=self.estimator)}
+    def reward(self, role: str) -> dict[str, float]:
+        return {"outcome": 1.0, "majority": self.majority_weight}
 
 
 def with_majority(solutions: Sequence[Solution]) -> list[Rollout]:

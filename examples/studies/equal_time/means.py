@@ -7,7 +7,7 @@ begins without what they remember.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.engines.protocol import Sampling
@@ -15,7 +15,7 @@ from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics
 from megatron_rl.recipes.review import Judged
 from megatron_rl.recipes.solutions import Solution, Then, pass_over
 from megatron_rl.recipes.tango import LeanTango
-from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -44,9 +44,7 @@ class DynamicTango(LeanTango):
         # share of all problems that such an iteration took, whose outcomes were all alike
         self._alike: float | None = None
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         self._source = source if iteration.role == self.solver and self._outcomes_suffice() else None
         self._alike = None
         return super().rollout(iteration, source, context)
@@ -83,9 +81,7 @@ class ReusingTango(LeanTango):
         self._last: list[Solution] = []
         self._reuses = False
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         self._reuses = iteration.role != self.solver and bool(self._last)
         try:
             return super().rollout(iteration, Given([], source) if self._reuses else source, context)

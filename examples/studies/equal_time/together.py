@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.chat_template import tokenize
@@ -13,8 +13,8 @@ from megatron_rl.recipes.review import Reviewer, Verification
 from megatron_rl.recipes.solutions import Solution
 from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.verdicts import Review
-from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext
-from megatron_rl.types import STEP, Prompt, Rollout
+from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
+from megatron_rl.types import STEP, Prompt
 
 HEAD, EACH, TAIL = "<bos> {question} <q> ", "<sol> {solution} #{num_steps} ", "<ver>"  # together the prompt of one
 END = "</final_verification>"
@@ -28,9 +28,7 @@ class TogetherTango(LeanTango):
     follows the other in the answer. The verifier must have learned that (verifiers.py). A pair whose prompt is too long
     is not verified."""
 
-    def rollout(
-        self, iteration: Iteration, source: PromptSource, context: RolloutContext
-    ) -> Mapping[str, Sequence[Rollout]]:
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         alone = self._reviewer
         if iteration.role == self.solver:
             self._reviewer = ReviewerOfPairs(alone.role, alone.template, alone.gamma)
