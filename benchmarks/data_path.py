@@ -76,7 +76,7 @@ class Receiver:
         own = groups[world.rank // each] if groups else None
         self.replicas = Replicas(ranks=ranks, reporters=[members[0] for members in ranks], group=own)
 
-    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: object = None) -> Shares:
         cost = Cost(balance=65_000)
         replicas = len(self.replicas.ranks)
         return micro_batches(lengths, max_tokens=MICRO_BATCH_TOKENS, replicas=replicas, cost=cost, prefixes=prefixes)

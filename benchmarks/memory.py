@@ -30,7 +30,7 @@ import train_step
 from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.algorithms.policy_loss import CompletionLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import Layout as OneRank
 from megatron_rl.config.schema import LossConfig, Model, RoleConfig
 from megatron_rl.megatron import offload, parallel, vocab_statistics
@@ -105,7 +105,8 @@ def saving(rank: int, folder: str, model: str) -> tuple[float, float]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     world, directory = World(), Path(folder) / "checkpoint"
     role = RoleConfig(model=Model(path=model), loss=LossConfig(kl_coef=0.0), micro_batch_tokens=128)
-    trainee = Trainee(policy=MegatronPolicy(role, parallel.create(OneRank())), loss=CompletionLoss())
+    loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
+    trainee = Trainee(policy=MegatronPolicy(role, parallel.create(OneRank())), loss=loss)
     samples = train_step.rollouts("equal", 4, 128, VOCAB) if rank == 0 else None
     update(world, trainee, samples)
     with common.FamilyPeak() as training:

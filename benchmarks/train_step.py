@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from megatron_rl.algorithms.policy_loss import CompletionLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.packed_batch import Batch, pack
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
@@ -125,7 +125,8 @@ def our_step(
         packed=packed, micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
     world = World()
-    trainee = Trainee(policy=MegatronPolicy(role, parallel.create(layout)), loss=CompletionLoss())
+    loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
+    trainee = Trainee(policy=MegatronPolicy(role, parallel.create(layout)), loss=loss)
     return lambda: update(world, trainee, samples if world.rank == 0 else None)
 
 

@@ -2,9 +2,10 @@
 loss.objective selects one by name.
 
 A user-defined objective is a function (live, batch, **args) that returns the per-token loss [N], or a tuple of the loss
-and detached metrics [N] by name. `live` holds the statistics of the current forward pass, with gradient. All inputs are
-0 at labels (predicted tokens) that are not in the loss. `batch.old` holds the log-probs at the start of the update; in
-the first optimizer step these are the live log-probs, detached.
+and detached metrics by name, [N] each, or a scalar for a metric that is already a sum. `live` holds the statistics of
+the current forward pass, with gradient. All inputs are 0 at labels (predicted tokens) that are not in the loss.
+`batch.old` holds the log-probs at the start of the update; in the first optimizer step these are the live log-probs,
+detached.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 
+from megatron_rl.algorithms import preference_objectives as preferences
 from megatron_rl.algorithms.corrections import LOG_LIMIT, bounded_exp
 from megatron_rl.batches.packed_batch import Batch, Statistics, at
 from megatron_rl.config import plugins
+from megatron_rl.config.base import NotNegative, Positive, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.lazy_import import LazyModule
 
@@ -31,9 +34,6 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
-NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 AboveOne = Annotated[float, pydantic.Field(gt=1, allow_inf_nan=False)]
 LEAST_WEIGHT = 1e-8  # lower bound of a product of ratios and of a correction weight before VESPO computes their log
 
@@ -43,23 +43,30 @@ class Objective:
     """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    # inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", or keys of Rollout.values
+    # inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", "pairs", or keys of Rollout.values
     needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
     # True if the function multiplies its loss by the correction weights, values["correction"], itself
     reads_correction: bool = False
+    # True if the function computes a loss per rollout, or per pair, and returns it at every position of the rollouts.
+    # The loss of an optimizer step is then the mean over rollouts, and is not corrected token by token.
+    per_rollout: bool = False
 
     def __call__(self, live: Statistics, batch: Batch, **args: Any) -> Answer:
         return self.function(live, batch, **args)
 
 
 def objective(
-    *, needs: Sequence[str] = (), uses_advantages: bool = True, reads_correction: bool = False
+    *,
+    needs: Sequence[str] = (),
+    uses_advantages: bool = True,
+    reads_correction: bool = False,
+    per_rollout: bool = False,
 ) -> Callable[[Callable[..., Answer]], Objective]:
-    """Returns a decorator for an objective that needs more inputs than log-probs, that does not use advantages, or that
-    applies the correction weights itself.
+    """Returns a decorator for an objective that needs more inputs than log-probs, that does not use advantages, that
+    applies the correction weights itself, or that computes a loss per rollout.
     """
-    return lambda function: Objective(function, frozenset(needs), uses_advantages, reads_correction)
+    return lambda function: Objective(function, frozenset(needs), uses_advantages, reads_correction, per_rollout)
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
@@ -228,6 +235,12 @@ def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Ans
     return (value - (batch.advantages + later).detach()) ** 2
 
 
+@objective(uses_advantages=False)
+def nll(live: Statistics, batch: Batch) -> Answer:
+    """Computes the negative log-likelihood of the trained tokens (supervised fine-tuning)."""
+    return -live.logprobs
+
+
 @objective(needs=["teacher_logprobs"], uses_advantages=False)
 def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = None) -> Answer:
     """Computes the loss of on-policy distillation: the advantage of a sampled token is the teacher's log-prob minus the
@@ -334,6 +347,11 @@ def _label_counts(batch: Batch, dtype: torch.dtype) -> Tensor:
     return batch.sequence_sums(batch.counted.to(dtype)).clamp(min=1)
 
 
+def _on_pairs(*needs: str) -> Callable[[Callable[..., Answer]], Objective]:
+    """Returns a decorator for an objective that compares the two rollouts of each group."""
+    return objective(needs=["pairs", *needs], uses_advantages=False, per_rollout=True)
+
+
 WORDS: Mapping[str, Any] = {
     "clipped": clipped,
     "gspo": gspo,
@@ -346,4 +364,10 @@ WORDS: Mapping[str, Any] = {
     "distilled": distilled,
     "distilled_top_k": distilled_top_k,
     "rl_plus": rl_plus,
+    "nll": nll,
+    "dpo": _on_pairs("reference")(preferences.dpo),
+    "dpo_norm": _on_pairs("reference")(preferences.dpo_norm),
+    "ipo": _on_pairs("reference")(preferences.ipo),
+    "simpo": _on_pairs()(preferences.simpo),
+    "kto": objective(needs=["reference", "kl"], per_rollout=True)(preferences.kto),
 }

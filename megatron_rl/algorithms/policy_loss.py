@@ -47,10 +47,12 @@ class PolicyLoss:
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
         """Returns the loss weights of an optimizer step's rollouts, [S] float32, and the denominator of the summed
-        loss. `counts`: [S] weighted number of labels in the loss of each rollout. `groups`: [S] group index of each
-        rollout.
+        loss: as `loss.aggregation` says, or the mean over rollouts for an objective with a loss per rollout.
+
+        `counts`: [S] weighted number of labels in the loss of each rollout. `groups`: [S] group index of each rollout.
         """
-        return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
+        kind = "sequence_mean" if self._objective.per_rollout else self.config.aggregation
+        return aggregate(kind, counts, groups, max_tokens=self.config.max_tokens)
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of a micro-batch of whole rollouts (a weighted sum to minimise), and metrics (detached sums
@@ -86,7 +88,9 @@ class PolicyLoss:
             sums["kl_ref"] = k3(live.logprobs.detach(), batch.reference_logprobs)
         total = (at(batch.counted, per_token) * batch.weights.to(per_token.dtype)).sum()
         sums |= {name: values.detach().to(per_token.dtype) for name, values in metrics.items()}
-        return total, {name: at(batch.mask, values).sum() for name, values in sums.items()}
+        return total, {
+            name: values if values.dim() == 0 else at(batch.mask, values).sum() for name, values in sums.items()
+        }
 
     def _corrected(self, live: Statistics, batch: Batch, gap: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Computes the objective's loss of every token, multiplied by the correction weight. Returns the losses [N] and
@@ -94,7 +98,9 @@ class PolicyLoss:
         """
         weights, corrected = correction_weights(self.config.correction, gap, batch)
         if weights is not None and self._objective.reads_correction:
-            batch, weights = replace(batch, values={**batch.values, "correction": weights}), None
+            batch = replace(batch, values={**batch.values, "correction": weights})
+        if self._objective.reads_correction or self._objective.per_rollout:
+            weights = None
         answer = self._objective(live, batch, **self._args)
         per_token, metrics = answer if isinstance(answer, tuple) else (answer, {})
         kept, masked = off_policy_mask(self.config.off_policy_mask, live.logprobs, batch)
@@ -140,25 +146,6 @@ class PolicyLoss:
         if batch.old_logprobs is None:
             batch = replace(batch, old_logprobs=live.logprobs.detach())
         return batch
-
-
-class CompletionLoss:
-    """Negative log-likelihood of the trained tokens (supervised fine-tuning)."""
-
-    needs = frozenset({"entropy"})
-    uses_advantages = False
-
-    def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """Returns the weight 1 for every rollout, and the number of labels in the loss as the denominator, so the loss
-        is the mean over tokens.
-        """
-        return aggregate("token_mean", counts, groups)
-
-    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the sum of the negative log-likelihoods to minimise, and the metric {entropy: detached sum}."""
-        assert live.entropy is not None
-        total = -(at(batch.counted, live.logprobs) * batch.weights.to(live.logprobs.dtype)).sum()
-        return total, {"entropy": at(batch.mask, live.entropy.detach()).sum()}
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:

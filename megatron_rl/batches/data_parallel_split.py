@@ -30,9 +30,10 @@ class Partitioner(Protocol):
         """True if the policy computes a prompt only once for all rollouts of a micro-batch that begin with it."""
         ...
 
-    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
         """Splits sequences of [S] lengths into micro-batches for the policy's replicas. `prefixes` is given if the
-        policy shares prefixes. The result depends on the arguments only; called on the driver alone.
+        policy shares prefixes. `groups`: [S] group indices, given if the sequences of a group must be in one
+        micro-batch. The result depends on the arguments only; called on the driver alone.
         """
         ...
 
@@ -114,22 +115,26 @@ def split_over_replicas(
     """Splits [S] rollouts into ceil(S / samples_per_step) consecutive optimizer steps of nearly equal size, and each
     step into micro-batches.
 
-    Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
-    there are no rollouts, if an optimizer step has no trained token, if a rollout has more tokens than fit into a
+    The two rollouts of a group are in the same micro-batch, one after the other, if the loss needs "pairs". Without a
+    loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if there are no
+    rollouts, if an optimizer step has no trained token, if a rollout or a pair has more tokens than fit into a
     micro-batch, and if a rollout lacks an input of the loss.
     """
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")
     needs = loss.needs if loss is not None else frozenset()
+    paired = "pairs" in needs
+    rollouts = in_pairs(rollouts) if paired else rollouts
     wanted = loss is not None and loss.uses_advantages
     form = form_of(rollouts, values=values_needed(needs), advantages=wanted, experts=partitioner.replays)
     form = replace(form, shared=partitioner.shares_prefixes)
     found, weights, shared = tally(rollouts), np.ones(len(rollouts), np.float32), np.zeros(len(rollouts), np.int64)
     steps, cuts = [], []
-    for part in split(len(rollouts), samples_per_step):
+    for part in split(len(rollouts), samples_per_step, unit=2 if paired else 1):
         own = slice(part.start, part.stop)
         prefixes = prefixes_of(rollouts[own]) if form.shared else None
-        shares, denominator = partitioner.shares(found.lengths[own], prefixes), 1.0
+        shares = partitioner.shares(found.lengths[own], prefixes, found.groups[own] if paired else None)
+        denominator = 1.0
         shared[own] = 0 if prefixes is None else _repeated(shares, prefixes)
         if loss is not None:
             if not found.trained[own].any():
@@ -169,12 +174,30 @@ def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
     )
 
 
-def split(sequences: int, size: int | None) -> list[range]:
-    """Splits S sequences into ceil(S / size) consecutive ranges whose lengths differ by at most 1. If `size` is None,
-    returns one range.
+def in_pairs(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the rollouts sorted by group, so that the two rollouts of each group are adjacent. Groups are in the
+    order of their first rollouts, and the order within a group is kept. Raises ValueError if a group does not have
+    exactly two rollouts.
     """
-    count = 1 if size is None else -(-sequences // size)
-    return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
+    groups: dict[tuple[str, str], list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault((rollout.role, rollout.group), []).append(rollout)
+    for (_, name), members in groups.items():
+        if len(members) != 2:
+            raise ValueError(
+                f"group {name!r} has {len(members)} rollouts, and the loss compares two: give each group the preferred "
+                "rollout and then the other one"
+            )
+    return [rollout for members in groups.values() for rollout in members]
+
+
+def split(sequences: int, size: int | None, *, unit: int = 1) -> list[range]:
+    """Splits S sequences into ceil(S / size) consecutive ranges whose lengths differ by at most `unit`. If `size` is
+    None, returns one range. `unit`: number of consecutive sequences that stay together; S is a multiple of it.
+    """
+    units = sequences // unit
+    count = 1 if size is None else min(-(-sequences // size), units)
+    return [range(i * units // count * unit, (i + 1) * units // count * unit) for i in range(count)]
 
 
 def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:

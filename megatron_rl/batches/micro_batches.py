@@ -1,6 +1,6 @@
 """Splits a batch of sequences into micro-batches within a token budget, and balances the computational cost over
 micro-batches and data-parallel replicas. Sequences with the same prompt stay together if the prompt is computed once
-for all of them.
+for all of them. Sequences that a loss compares, such as the two of a preference pair, always stay together.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def micro_batches(
     multiple: int = 1,
     cost: Cost | None = None,
     prefixes: Prefixes | None = None,
+    groups: np.ndarray | None = None,
 ) -> Shares:
     """Splits sequences of [S] lengths into M micro-batches per replica, each with at most `max_tokens` tokens.
 
@@ -86,7 +87,11 @@ def micro_batches(
     With `prefixes`, a micro-batch counts a prefix once for all its sequences that begin with it, and these sequences
     are adjacent. Sequences with one prefix are assigned together, unless they exceed the budget, or unless splitting
     them makes the most expensive replica cheaper although the prefix is then computed several times.
-    Raises ValueError if a single sequence exceeds the budget.
+
+    `groups`: [S] int64, index of each sequence's group. All sequences of a group are put into one micro-batch, adjacent
+        and in the given order.
+
+    Raises ValueError if a single sequence or a whole group exceeds the budget.
     """
     sizes, cost = np.asarray(lengths, np.int64), cost or Cost()
     if sizes.max() > max_tokens:
@@ -94,11 +99,15 @@ def micro_batches(
             f"a sequence of {sizes.max()} tokens exceeds micro_batch_tokens = {max_tokens}: "
             "raise it or shorten max_tokens"
         )
-    if prefixes is None:
+    if prefixes is None and groups is None:
         return _cut(sizes, cost.of(sizes), max_tokens=max_tokens, replicas=replicas, multiple=multiple)
+    prefixes = prefixes or Prefixes(numbers=np.arange(len(sizes)), lengths=np.zeros_like(sizes))
     best: tuple[float, list[_Family], Shares] | None = None
-    for pieces in PIECES[: 1 if replicas == 1 else None]:
-        families = _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
+    for pieces in PIECES[: 1 if replicas == 1 or groups is not None else None]:
+        if groups is None:
+            families = _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
+        else:
+            families = _whole_groups(sizes, prefixes, cost, groups=groups, max_tokens=max_tokens)
         tokens, costs = np.array([f.tokens for f in families]), np.array([f.cost for f in families])
         shares = _cut(tokens, costs, max_tokens=max_tokens, replicas=replicas, multiple=multiple)
         dearest = (1 + shares.replica_imbalance) * float(costs.sum())
@@ -115,9 +124,9 @@ def micro_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """Sequences that begin with the same prefix, and their cost if the prefix is computed once."""
+    """Sequences that stay together, and their cost if the prefix that they share is computed once."""
 
-    number: int  # index of the prefix
+    number: int  # index of the prefix of the first sequence
     sequences: list[int]
     tokens: int
     cost: float
@@ -153,6 +162,31 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
                     )
                 )
     return out
+
+
+def _whole_groups(
+    sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, groups: np.ndarray, max_tokens: int
+) -> list[_Family]:
+    """Returns one family for each group of sequences. [S] sizes and group indices -> families in the order of the group
+    indices. A prefix is counted once for adjacent sequences of a group. Raises ValueError if a group exceeds
+    `max_tokens`.
+    """
+    order = np.argsort(groups, kind="stable")
+    numbers, bounds = prefixes.numbers[order], np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
+    repeated = np.diff(numbers, prepend=-1) == 0
+    repeated[bounds[:-1]] = False
+    shared = np.where(repeated, prefixes.lengths[order], 0)
+    tokens = np.add.reduceat(sizes[order] - shared, bounds[:-1])
+    costs = np.add.reduceat(cost.of(sizes[order]) - cost.of(shared), bounds[:-1])
+    if tokens.max() > max_tokens:
+        raise ValueError(
+            f"{tokens.max()} tokens of rollouts that are compared with each other exceed micro_batch_tokens = "
+            f"{max_tokens}: raise it, or shorten max_tokens"
+        )
+    return [
+        _Family(number=int(numbers[start]), sequences=order[start:end].tolist(), tokens=int(size), cost=float(price))
+        for start, end, size, price in zip(bounds, bounds[1:], tokens, costs, strict=False)
+    ]
 
 
 def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int, multiple: int) -> Shares:

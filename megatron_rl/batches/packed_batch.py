@@ -22,6 +22,7 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
+COUNT = "count/"  # prefix of the count of a metric that is divided by its own count, and not by the trained tokens
 # Names of the statistics that a model can compute for a label (predicted token).
 # `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
@@ -166,8 +167,9 @@ class BatchLoss(Protocol):
     @property
     def needs(self) -> frozenset[str]:
         """Names of the inputs that the loss reads in addition to the log-probs. A name is one of the other STATISTICS,
-        "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), or a key of
-        Rollout.values. A loss that needs VALUE is computed on the outputs of a head, and reads no log-probs.
+        "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), "pairs" (the two
+        rollouts of each group are in one batch, one after the other), or a key of Rollout.values. A loss that needs
+        VALUE is computed on the outputs of a head, and reads no log-probs.
         """
         ...
 
@@ -186,7 +188,8 @@ class BatchLoss(Protocol):
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weighted sum of the losses, to be differentiated, and metrics: detached sums over trained labels,
-        by name. `live`: statistics of the current forward pass.
+        by name. If there is a metric named COUNT + NAME, the metric NAME is a sum over as many items. `live`:
+        statistics of the current forward pass.
         """
         ...
 
@@ -253,7 +256,7 @@ def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
     """Returns those of the names in `needs` (see BatchLoss.needs) that are keys of Rollout.values."""
     ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
-    return tuple(sorted((needs | ids) - {*STATISTICS, VALUE, "old", "reference"}))
+    return tuple(sorted((needs | ids) - {*STATISTICS, VALUE, "old", "reference", "pairs"}))
 
 
 def num_rows(names: Sequence[str], candidates: int) -> int:

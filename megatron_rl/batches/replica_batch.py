@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.batches.packed_batch import Batch, batch_of
+from megatron_rl.batches.packed_batch import COUNT, Batch, batch_of
 from megatron_rl.batches.rollout_buffer import Counts, Flat, Form
 from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
@@ -35,6 +35,16 @@ class StepTotals:
     replayed: float = 0.0  # share of the tokens for which the engine returned the chosen experts
     # number of packed tokens that the model does not compute again, because they are in a shared prefix
     shared_tokens: float = 0.0
+
+    def means(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns the metrics of the optimizer step from sums over all replicas. `loss` is divided by the denominator,
+        a metric with a count (packed_batch.COUNT) by its count, and other sums by the number of trained tokens; FLOP
+        counts stay sums. A metric whose count is 0 is left out.
+        """
+        by = {"loss": self.denominator, **dict.fromkeys(COUNTED, 1.0)}
+        by |= {name.removeprefix(COUNT): value for name, value in sums.items() if name.startswith(COUNT)}
+        divisors = {name: by.get(name, self.trained_tokens) for name in sums if not name.startswith(COUNT)}
+        return {name: sums[name] / divisor for name, divisor in divisors.items() if divisor}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import generated_name
@@ -17,7 +18,7 @@ from megatron_rl.config.schema import HELD_OUT, Model, PromptSet, SftData
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
-from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_rollouts
+from megatron_rl.data.sft import Conversation, Preference, SftSample, read_samples, rows_of_loss, sft_rollouts
 from megatron_rl.spec.run_spec import EvalSpec, GenerateSpec, RunSpec, SftSpec, Spec
 from megatron_rl.training import prompts
 from megatron_rl.vocabulary import vocabulary_of
@@ -91,13 +92,17 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
 
 def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
     data, model, out = spec.data, spec.roles["model"].model, []
+    loss = PolicyLoss(spec.roles["model"].loss)
+    kind = rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
     for name, path in (("train", data.train), ("validation", data.validation)):
         if path is None or not Path(path).exists():
             continue
-        samples = read_samples(dataclasses.replace(data, train=path), split=name)
-        chats = sum(isinstance(sample, Conversation) for sample in samples)
+        samples = read_samples(dataclasses.replace(data, train=path), split=name, kind=kind)
+        firsts = [sample.chosen if isinstance(sample, Preference) else sample for sample in samples]
+        chats = sum(isinstance(sample, Conversation) for sample in firsts)
         kinds = {len(samples): "conversations, with the loss on the assistant's turns", 0: "pairs of texts"}
-        line = f"data.{name}: {len(samples)} samples: {kinds[chats]}"
+        held = {"completion": "", "pair": ", each with a chosen and a rejected response", "scored": ", with labels"}
+        line = f"data.{name}: {len(samples)} samples: {kinds[chats]}{held[kind]}"
         if deep and _is_here(model):
             line += f"; {_trained_share(data, model, samples)}"
         out.append(line)

@@ -1,4 +1,6 @@
-"""`megatron-rl sft`: fine-tunes one model on conversations or pairs, with the same policy class as RL training."""
+"""`megatron-rl sft`: fine-tunes one model on conversations, texts or preferences, with the same policy class and losses
+as RL training.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,17 @@ import dataclasses
 import functools
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from megatron_rl.algorithms.policy_loss import CompletionLoss
+import numpy as np
+
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config.schema import ConfigError, SftData
 from megatron_rl.conversion.trained import export_model
-from megatron_rl.data.sft import read_samples, sft_rollouts
+from megatron_rl.data.sft import mismatched, read_samples, rows_of_loss, sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.run_directory import Interrupts
@@ -21,11 +26,14 @@ from megatron_rl.session.builders import peak_flops
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
 from megatron_rl.spec.run_spec import SftSpec
-from megatron_rl.training.update import Trainee, mean_loss, update
+from megatron_rl.training.update import Trainee, evaluate, policy_logprobs, update
 from megatron_rl.types import Rollout
 from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import World
+
+Row = list[Rollout]  # the rollouts of one row of the data: one, or the two of a pair
+OF_ENGINES = ("ratio", "engine_gap", "engine_kl")  # metrics of a loss that compare the trainer with an engine
 
 
 def run(spec: SftSpec, place: Place) -> int:
@@ -39,8 +47,8 @@ def run(spec: SftSpec, place: Place) -> int:
 
 
 def _run(spec: SftSpec, place: Place, world: World) -> int:
-    samples: list[Rollout] = []  # `samples` and `validation` are filled on the driver (rank 0) only
-    validation: list[Rollout] = []
+    samples: list[Row] = []  # `samples` and `validation` are filled on the driver (rank 0) only
+    validation: list[Row] = []
     role = spec.roles["model"]
     steps, validates = world.from_driver(_read, spec, samples, validation)
     policy = MegatronPolicy(
@@ -55,7 +63,7 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
             return 0
         driver.say(
             f"{len(samples)} samples; {steps} steps of {spec.samples_per_step} samples; "
-            f"{sum(len(s.tokens) for s in samples)} tokens"
+            f"{sum(len(rollout.tokens) for row in samples for rollout in row)} tokens"
         )
         done = 0
         if driver.resumed is not None:
@@ -76,7 +84,7 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
 
 def _train(
     spec: SftSpec, world: World, driver: Driver, policy: MegatronPolicy,
-    plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
+    plan: tuple[tuple[list[Row], list[Row]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
     """Runs supervised training steps.
 
@@ -85,17 +93,23 @@ def _train(
     a signal asked to exit (after saving).
     """
     own, validates, todo = plan
-    steps, speed = todo.stop, peak_flops(spec.run, spec.roles["model"].model.dtype)
-    trainee = Trainee(policy=policy, loss=CompletionLoss(), peak_flops=speed)
+    steps, role = todo.stop, spec.roles["model"]
+    loss, speed = PolicyLoss(role.loss), peak_flops(spec.run, role.model.dtype)
+    trainee = Trainee(policy=policy, loss=loss, peak_flops=speed)
+
+    def with_kl(rollouts: list[Rollout] | None) -> list[Rollout] | None:
+        return _with_kl(world, policy, rollouts, spec.data.max_tokens) if "kl" in loss.needs else rollouts
+
     saver = Saver(world, driver, {"model": policy.state}, background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
         with driver.watch("train"):
-            metrics = update(world, trainee, None if own is None else samples_of(own[0], step, spec))
+            metrics = update(world, trainee, with_kl(None if own is None else samples_of(own[0], step, spec)))
         if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):
-                metrics["validation_loss"] = mean_loss(world, trainee, None if own is None else own[1])
-        driver.log(step, "sft", metrics, iteration=step)
+                found = evaluate(world, trainee, with_kl(None if own is None else [r for row in own[1] for r in row]))
+            metrics |= {f"validation_{name}": value for name, value in found.items() if name == "loss" or "/" in name}
+        driver.log(step, "sft", _shown(metrics), iteration=step)
         leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
         last = step + 1 == steps
         if leave or last or (spec.run.save_every and (step + 1) % spec.run.save_every == 0):
@@ -106,22 +120,47 @@ def _train(
     return True
 
 
-def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
+def _with_kl(
+    world: World, policy: MegatronPolicy, rollouts: list[Rollout] | None, max_tokens: int
+) -> list[Rollout] | None:
+    """Returns the driver's rollouts with an estimate of KL(policy || reference) as the value "kl" of each token: the
+    mean log-ratio of mismatched responses, at least 0, as KTO has it. Called by every rank.
+    """
+    others = None if rollouts is None else mismatched(rollouts, max_tokens)
+    own, reference = (policy_logprobs(world, policy, others, reference=which) for which in (False, True))
+    if rollouts is None or own is None or reference is None:
+        return None
+    gaps = [a.sum(dtype=np.float64) - b.sum(dtype=np.float64) for a, b in zip(own, reference, strict=True)]
+    kl = np.float32(max(0.0, np.mean(gaps)))
+    return [dataclasses.replace(r, values={**r.values, "kl": np.full(len(r.tokens), kl)}) for r in rollouts]
+
+
+def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics without those that compare the trainer with an engine. For unpaired responses, adds
+    `rewards/margins` as TRL does: the difference of the mean rewards.
+    """
+    shown = {name: value for name, value in metrics.items() if name not in OF_ENGINES}
+    if {"rewards/chosen", "rewards/rejected"} <= shown.keys():
+        shown.setdefault("rewards/margins", shown["rewards/chosen"] - shown["rewards/rejected"])
+    return shown
+
+
+def _read(spec: SftSpec, samples: list[Row], validation: list[Row]) -> tuple[int, bool]:
     """Appends the training and validation samples to the lists `samples` and `validation`. Called on the driver (rank
     0).
 
     Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the settings result in
     zero steps."""
-    data, model = spec.data, spec.roles["model"].model
-    tokenizer = tokenizer_of(model)
+    data, model, loss = spec.data, spec.roles["model"].model, PolicyLoss(spec.roles["model"].loss)
+    tokenizer, kind = tokenizer_of(model), rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
     make = functools.partial(
         sft_rollouts, tokenizer=tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens,
         max_bad_share=data.max_bad_share, vocabulary=vocabulary_of(model, tokenizer),
     )  # fmt: skip
-    samples += make(read_samples(data))
+    samples += _by_row(make(read_samples(data, kind=kind)))
     if data.validation is not None:
         held_out = dataclasses.replace(data, train=data.validation)
-        validation += make(read_samples(held_out, split="validation"))
+        validation += _by_row(make(read_samples(held_out, split="validation", kind=kind)))
     steps = spec.steps or round(spec.epochs * len(samples) / spec.samples_per_step)
     if steps < 1:
         raise ConfigError(
@@ -131,20 +170,26 @@ def _read(spec: SftSpec, samples: list[Rollout], validation: list[Rollout]) -> t
     return steps, bool(validation)
 
 
-def _told(data: SftData, samples: Sequence[Rollout], validation: Sequence[Rollout]) -> dict[str, dict[str, Any]]:
+def _by_row(rollouts: Sequence[Rollout]) -> list[Row]:
+    """Collects the rollouts of each row, which have the same group."""
+    return [list(members) for _, members in groupby(rollouts, key=lambda rollout: rollout.group)]
+
+
+def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Returns information about each data set for the record of the run's inputs: a dictionary with path, row count and
     sha256, under the key "rows of SETTING"."""
     told = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
         digest = hashlib.sha256()
-        for row in rows:
-            digest.update(row.tokens.tobytes() + row.trainable.tobytes())
+        for one in (rollout for row in rows for rollout in row):
+            digest.update(one.tokens.tobytes() + one.trainable.tobytes())
+            digest.update(b"" if one.advantages is None else np.float64(one.advantages).tobytes())
         told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": digest.hexdigest()}
     return told
 
 
-def samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rollout]:
-    """Returns the samples of one optimizer step. Each pass over the data (epoch) has a different, deterministic
+def samples_of(samples: Sequence[Row], step: int, spec: SftSpec) -> list[Rollout]:
+    """Returns the rollouts of one optimizer step. Each pass over the data (epoch) has a different, deterministic
     order."""
     wanted = range(step * spec.samples_per_step, (step + 1) * spec.samples_per_step)
     orders: dict[int, list[int]] = {}
@@ -152,4 +197,4 @@ def samples_of(samples: Sequence[Rollout], step: int, spec: SftSpec) -> list[Rol
         orders[epoch] = list(range(len(samples)))
         if spec.data.shuffle:
             random.Random(f"{spec.run.seed}/{epoch}").shuffle(orders[epoch])
-    return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]
+    return [one for i in wanted for one in samples[orders[i // len(samples)][i % len(samples)]]]

@@ -26,6 +26,8 @@ UNREADABLE = (OSError, ValueError, RecursionError)  # errors of reading and pars
 MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
 Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # decay factor of a moving average, which moves if it is below 1
+NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 PositiveShare = Annotated[float, pydantic.Field(gt=0, le=1)]
 # A number of updates, samples or rounds. It is bounded, because a schedule is a list with one entry per update.
 Count = Annotated[int, pydantic.Field(ge=1, le=10**6)]

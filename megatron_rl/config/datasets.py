@@ -67,7 +67,8 @@ class PromptSet:
 @config
 class SftData:
     """Training data of SFT: conversations, or prompt/response pairs, as JSONL or Parquet. The loss is computed on the
-    assistant's messages, or on the response."""
+    assistant's messages, or on the response. For preferences, rows have `chosen` and `rejected`, or `label`, or
+    `reward` (docs/preferences.md)."""
 
     train: str  # JSONL or Parquet file, directory of such files, or Hugging Face data set
     validation: str | None = None  # data for the validation loss; null: no validation

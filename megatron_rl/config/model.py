@@ -194,7 +194,8 @@ class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
     # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k,
-    # rl_plus, or module:name (see algorithms/objectives.py).
+    # rl_plus, nll; loss of each pair or response: dpo, dpo_norm, ipo, simpo, kto; or module:name (see
+    # algorithms/objectives.py).
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
@@ -211,7 +212,8 @@ class LossConfig:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # How the token losses are averaged. token_mean: every trained token has the same weight. sequence_mean: every
     # sequence has the same weight. prompt_mean: every prompt has the same weight, and so has every token of one prompt.
-    # constant: the sum over tokens is divided by the number of sequences times max_tokens (Dr.GRPO).
+    # constant: the sum over tokens is divided by the number of sequences times max_tokens (Dr.GRPO). A loss of each
+    # pair or response is always averaged over pairs or responses.
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
     max_tokens: PositiveInt | None = None  # sequence length for aggregation = constant; null: sampling.max_tokens
     # Importance weights that correct the mismatch between trainer and engine. null: no weights, or {kind: truncate,

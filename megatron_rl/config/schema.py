@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -91,23 +92,35 @@ class TrainConfig:
 
 
 @config
+class SftLoss:
+    """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/preferences.md)."""
+
+    # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
+    # label. Or any other objective of algorithms/objectives.py, or module:name.
+    objective: str = "nll"
+    objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
+
+
+@config
 class SftConfig:
-    """The config of supervised fine-tuning: `megatron-rl sft`. The trained model is saved as a Hugging Face directory
-    at dir/name/model."""
+    """The config of supervised fine-tuning and preference learning: `megatron-rl sft`. The trained model is saved as a
+    Hugging Face directory at dir/name/model."""
 
     model: Model  # the model to train
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     data: SftData  # prompt/response pairs
+    loss: SftLoss = field(default_factory=SftLoss)  # what is minimised
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. The adapter is saved in
     # dir/name/adapter, the merged model in dir/name/model.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
-    samples_per_step: PositiveInt = 64  # prompt/response pairs per optimizer step
+    samples_per_step: PositiveInt = 64  # rows of the data per optimizer step
     steps: PositiveInt | None = None  # number of optimizer steps; null: `epochs` passes over the data
     epochs: PositiveFloat = 1.0  # passes over the data if `steps` is null
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
-    micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens; at least data.max_tokens
+    # Maximum size of a micro-batch, in tokens; at least data.max_tokens, and twice as much for preference pairs.
+    micro_batch_tokens: PositiveInt = 8192
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))  # directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
     sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
@@ -127,7 +140,7 @@ class SftConfig:
             layout=self.layout,
             lora=self.lora,
             optimizer=self.optimizer,
-            loss=LossConfig(kl_coef=0.0),
+            loss=LossConfig(objective=self.loss.objective, objective_args=self.loss.objective_args, kl_coef=0.0),
             micro_batch_tokens=self.micro_batch_tokens,
         )
 

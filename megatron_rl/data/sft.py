@@ -1,10 +1,14 @@
-"""Reads samples for supervised fine-tuning, texts or conversations, and converts them to rollouts."""
+"""Reads samples for supervised fine-tuning and preference learning, texts or conversations, and converts them to
+rollouts.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +34,10 @@ from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.vocabulary import Vocabulary
 
 _RESPONSES = ("response", "completion")
+_PAIR = ("chosen", "rejected")
+# What a row holds. completion: a prompt and a response, or a conversation. pair: two responses, of which the first is
+# preferred. scored: a completion with a label or a reward.
+Rows = Literal["completion", "pair", "scored"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,7 @@ class TextPair:
     prompt: str
     response: str
     where: str = field(default="", compare=False)  # file and line of the sample
+    advantage: float | None = None  # the row's reward; 1 or -1 for a row with a label; None if the row has neither
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +58,47 @@ class Conversation:
     first: int = 0
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of tools for the chat template
     where: str = ""  # file and line of the sample
+    advantage: float | None = None  # as in TextPair
 
 
-SftSample = TextPair | Conversation
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two responses to one prompt, of which people or a judge preferred the first."""
+
+    chosen: TextPair | Conversation
+    rejected: TextPair | Conversation
+
+    @property
+    def where(self) -> str:
+        return self.chosen.where
 
 
-def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
+SftSample = TextPair | Conversation | Preference
+
+
+def rows_of_loss(needs: frozenset[str], *, uses_advantages: bool) -> Rows:
+    """Returns what the rows must hold for a loss with these properties (packed_batch.BatchLoss)."""
+    return "pair" if "pairs" in needs else "scored" if uses_advantages else "completion"
+
+
+def read_samples(data: SftData, *, split: str = "train", kind: Rows = "completion") -> list[SftSample]:
     """Returns the samples of data.train. `split`: the split if the path is a directory or a data set.
 
-    A sample is a prompt and a response (both texts, or both messages), or one conversation. The keys of the sample in
-    the rows are found in the first row that has a sample, and are used for all rows. Bad rows are skipped with a
-    warning that names file and line. Raises DataError if more than data.max_bad_share of the rows are bad.
+    A sample is a prompt and a response (both texts, or both messages), or one conversation, or a pair of responses
+    (TRL's preference formats). The keys of a single response in the rows are found in the first row that has a sample,
+    and are used for all rows. If rows of kind "scored" have pairs, the responses get the labels true and false. Bad
+    rows are skipped with a warning that names file and line. Raises DataError if more than data.max_bad_share of the
+    rows are bad.
     """
     fields: tuple[str, ...] = ()
 
     def read(where: str, row: Mapping[str, Any]) -> SftSample:
         nonlocal fields
+        if kind == "pair" or (kind == "scored" and {*_PAIR} <= row.keys()):
+            return _preference(data, row, where)
         fields = fields or sample_fields(data, row)
-        return _sample(row, fields or (data.prompt_field, data.response_field or _RESPONSES[0]), where)
+        sample = _sample(row, fields or (data.prompt_field, data.response_field or _RESPONSES[0]), where)
+        return replace(sample, advantage=_advantage(row)) if kind == "scored" else sample
 
     found, bad, count = read_all(rows_of(data.train, split, None), read)
     if not count:
@@ -97,7 +129,8 @@ def sft_rollouts(
     vocabulary: Vocabulary | None = None,
 ) -> list[Rollout]:
     """Converts samples to rollouts. The trained tokens are the response and its EOS token, or the assistant's messages
-    (`chat_template.conversation_tokens`).
+    (`chat_template.conversation_tokens`). A pair becomes two rollouts of one group, the preferred one first, with the
+    advantages 1 and -1.
 
     The prompt and response of a pair are tokenized separately, so that the boundary is the same as in generation. A
     sample is bad if it is longer than `max_tokens`, the chat template fails, the model of `vocabulary` has no embedding
@@ -105,14 +138,14 @@ def sft_rollouts(
     DataError if more than `max_bad_share` are bad or none is left, and ConfigError for conversations without a chat
     template.
     """
-    if append_eos and tokenizer.eos_token_id is None and any(isinstance(sample, TextPair) for sample in samples):
+    texts = any(isinstance(part, TextPair) for sample in samples for part, _ in _parts(sample))
+    if append_eos and tokenizer.eos_token_id is None and texts:
         raise DataError(
             "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to "
             "false"
         )
 
-    def read(where: str, item: tuple[int, SftSample]) -> Rollout:
-        number, sample = item
+    def read_one(number: int, sample: TextPair | Conversation, advantage: float | None) -> Rollout:
         if isinstance(sample, TextPair):
             prompt = tokenize(tokenizer, sample.prompt)
             response = tokenizer.encode(sample.response, add_special_tokens=False)
@@ -127,17 +160,94 @@ def sft_rollouts(
             why = f"{len(tokens)} tokens: raise data.max_tokens = {max_tokens}"
         if why:
             raise DataError(f"it has {why}")
-        return _rollout(str(number), tokens, trained)
+        return _rollout(str(number), tokens, trained, advantage)
+
+    def read(where: str, item: tuple[int, SftSample]) -> list[Rollout]:
+        return [read_one(item[0], *part) for part in _parts(item[1])]
 
     rows = ((item[1].where or f"sample {item[0]}", item) for item in enumerate(samples))
     found, bad, _ = read_all(rows, read)
     refuse(bad, len(samples), max_bad_share, "the data")
     if not found:
         raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
-    return [rollout for _, rollout in found]
+    return [rollout for _, made in found for rollout in made]
 
 
-def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSample:
+def mismatched(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
+    """Returns the rollouts with the response of each replaced by the response of the rollout before it, and the first
+    one's by the last one's, truncated to `max_tokens`. The rollouts of pairs are first reordered, so that responses to
+    one prompt are not adjacent.
+
+    KTO estimates a KL divergence with such texts (arXiv 2402.01306, section 4.1).
+    """
+    seen: Counter[str] = Counter()
+    places = []
+    for rollout in rollouts:
+        places.append(seen[rollout.group])
+        seen[rollout.group] += 1
+    order, out = sorted(range(len(rollouts)), key=places.__getitem__), []
+    for number, other in zip(order, [order[-1], *order[:-1]], strict=True):
+        own, source = rollouts[number], rollouts[other]
+        tokens = np.concatenate([own.tokens[: own.start], source.tokens[source.start :]])
+        trained = np.concatenate([np.zeros(own.start, bool), source.trainable[source.start :]])
+        out.append(_rollout(own.group, tokens[:max_tokens], trained[:max_tokens]))
+    return out
+
+
+def _parts(sample: SftSample) -> list[tuple[TextPair | Conversation, float | None]]:
+    """Returns the responses of a sample with their advantages."""
+    if isinstance(sample, Preference):
+        return [(sample.chosen, 1.0), (sample.rejected, -1.0)]
+    return [(sample, sample.advantage)]
+
+
+def _preference(data: SftData, row: Mapping[str, Any], where: str) -> Preference:
+    """Returns the pair of a row in one of TRL's formats: texts or messages under `chosen` and `rejected`, after the
+    prompt of the row. Without a prompt in the row, the prompt is what both have in common at their beginning.
+    """
+    prompt, *sides = (reach(row, key) for key in (data.prompt_field, *_PAIR))
+    absent = [key for key, side in zip(_PAIR, sides, strict=True) if isinstance(side, NotThere)]
+    reject(*(f"no {key}; the row has {', '.join(map(str, row))}" for key in absent))
+    if isinstance(sides[0], (list, tuple)):
+        read = [read_messages(side, key) for key, side in zip(_PAIR, sides, strict=True)]
+        # a text beside whole conversations repeats their first message
+        before = read_messages(prompt, data.prompt_field) if isinstance(prompt, (list, tuple)) else []
+        first = len(before) or _common(*read)
+        reject(*["chosen and rejected begin with different messages, and the row has no prompt"] * (not first))
+        made = [_conversation([*before, *messages], first, row, where) for messages in read]
+    else:
+        if isinstance(prompt, NotThere) and all(isinstance(side, str) for side in sides):
+            size = _common(*sides)
+            prompt, sides = sides[0][:size], [side[size:] for side in sides]
+        texts = dict(zip((data.prompt_field, *_PAIR), (prompt, *sides), strict=True))
+        before = text_at(texts, "prompt", data.prompt_field)
+        made = [TextPair(prompt=before, response=text_at(texts, key, key), where=where) for key in _PAIR]
+    reject(*["chosen and rejected are equal: there is nothing to prefer"] * (made[0] == made[1]))
+    return Preference(*made)
+
+
+def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Returns the number of messages, or characters, that both have in common at their beginning. As in TRL, a space
+    before the first different character belongs to the responses.
+    """
+    places = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    size = next(places, min(len(chosen), len(rejected)))
+    return size - 1 if size and chosen[size - 1] == " " else size
+
+
+def _advantage(row: Mapping[str, Any]) -> float:
+    """Returns 1 or -1 for a row with a label, and the reward of any other row."""
+    label, reward = row.get("label"), row.get("reward")
+    if label in (True, False):
+        return 1.0 if label else -1.0
+    if isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward):
+        return float(reward)
+    raise DataError(
+        f"label is {label!r:.40} and reward is {reward!r:.40}: give `label`, true or false, or `reward`, a number"
+    )
+
+
+def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> TextPair | Conversation:
     values = [reach(row, key) for key in fields]
     absent = [key for key, value in zip(fields, values, strict=True) if isinstance(value, NotThere)]
     reject(*(f"no {key}; the row has {', '.join(map(str, row))}" for key in absent))
@@ -164,10 +274,11 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
     return Conversation(messages=framed, first=first, tools=tools or None, where=where)
 
 
-def _rollout(group: str, tokens: np.ndarray, trained: np.ndarray) -> Rollout:
+def _rollout(group: str, tokens: np.ndarray, trained: np.ndarray, advantage: float | None = None) -> Rollout:
     cuts = np.flatnonzero(np.diff(trained)) + 1
     lengths = np.diff(np.concatenate([[0], cuts, [len(tokens)]]))
     authors = [(Author.POLICY, 0) if own else (Author.ENVIRONMENT, NO_VERSION) for own in trained[[0, *cuts]]]
     parts = [(int(length), author, version) for length, (author, version) in zip(lengths, authors, strict=True)]
     logprobs = np.zeros(len(tokens), np.float32)
-    return Rollout(role="model", group=group, tokens=tokens, logprobs=logprobs, spans=spans_of(*parts))
+    spans = spans_of(*parts)
+    return Rollout(role="model", group=group, tokens=tokens, logprobs=logprobs, spans=spans, advantages=advantage)

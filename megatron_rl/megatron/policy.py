@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.micro_batches import Cost, Prefixes, Shares, micro_batches
 from megatron_rl.batches.packed_batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
-from megatron_rl.batches.replica_batch import COUNTED, Work
+from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import offload, optimizer, work_checks
@@ -76,7 +76,7 @@ class MegatronPolicy(RoleModel):
         """True if a prompt that several rollouts share is computed only once."""
         return self.role.shared_prefixes
 
-    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
         """Distributes sequences of the given lengths [S] over the data-parallel replicas and over micro-batches of each
         replica. Not collective."""
         if not self.role.packed:
@@ -89,6 +89,7 @@ class MegatronPolicy(RoleModel):
             multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule needs a multiple of the stage count
             cost=self._cost,
             prefixes=prefixes,
+            groups=groups,
         )
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
@@ -97,8 +98,7 @@ class MegatronPolicy(RoleModel):
 
         Run the steps of `work` in order. With `optimizer.overlap`, weights stay sharded over ranks until the last step.
 
-        Returns a dict of metrics. `loss` is divided by the step's denominator, FLOP counts are totals, and the other
-        sums that the loss reports are divided by the number of trained tokens. The dict also has `grad_norm`, `lr`, the
+        Returns a dict of metrics: those of the loss (StepTotals.means), `grad_norm`, `lr`, the
         numbers of tokens and micro-batches, and the imbalance of replicas and micro-batches (batches/micro_batches.py).
         With router replay, `replayed` is the share of tokens for which the engine's choice of experts is known. With
         shared prefixes, `shared_tokens` is the number of prompt tokens that were not computed again.
@@ -128,9 +128,7 @@ class MegatronPolicy(RoleModel):
                 f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update"
             )
         sums = self._sum_over_replicas(results, work.flops(step, self._shape, self.role.lora))
-        by = {"loss": totals.denominator, **dict.fromkeys(COUNTED, 1.0)}
-        means = {name: value / by.get(name, totals.trained_tokens) for name, value in sums.items()}
-        return means | {
+        return totals.means(sums) | {
             "grad_norm": float(grad_norm or 0.0),
             "lr": float(lr),
             "trained_tokens": totals.trained_tokens,
@@ -160,12 +158,12 @@ class MegatronPolicy(RoleModel):
             self._run(work, None, core_step.Pass(names=tuple(names), into=into))
         return by_name(names, into.cpu()) if self.groups.is_last_stage else {}
 
-    def loss(self, work: Work, loss: BatchLoss) -> float:
-        """Returns the mean loss of `work` without updating weights, for validation. `work` must have exactly one
-        optimizer step."""
+    def evaluate(self, work: Work, loss: BatchLoss) -> dict[str, float]:
+        """Returns the metrics of the loss on `work` (StepTotals.means) without updating weights, for validation. `work`
+        must have exactly one optimizer step."""
         with self.active(), torch.no_grad():
             results = self._run(work, 0, core_step.Pass(names=statistics_needed(loss.needs), loss=loss))
-        return self._sum_over_replicas(results)["loss"] / work.steps[0].denominator
+        return work.steps[0].means(self._sum_over_replicas(results))
 
     def _run(self, work: Work, step: int | None, what: core_step.Pass) -> list[dict[str, Any]]:
         """Runs the micro-batches of optimizer step `step` of `work`, or all micro-batches if `step` is None, through

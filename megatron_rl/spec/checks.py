@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_rl.algorithms.value_loss import loss_of
+from megatron_rl.batches.packed_batch import values_needed
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, read_object
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
@@ -221,10 +222,18 @@ def _head_problems(role: RoleConfig) -> Iterator[str]:
 
 def _sft_problems(spec: SftSpec) -> Iterator[str]:
     role = spec.roles["model"]
-    if role.micro_batch_tokens * role.layout.cp < spec.data.max_tokens:
+    yield from (refused := _said(loss_of, role))
+    needs = frozenset() if refused else loss_of(role).needs
+    most, what = (2 * spec.data.max_tokens, "twice ") if "pairs" in needs else (spec.data.max_tokens, "")
+    if role.micro_batch_tokens * role.layout.cp < most:
         yield (
-            f"micro_batch_tokens = {role.micro_batch_tokens} is less than data.max_tokens = {spec.data.max_tokens}: "
-            "one pair would not fit; raise micro_batch_tokens or lower data.max_tokens"
+            f"micro_batch_tokens = {role.micro_batch_tokens} is less than {what}data.max_tokens = "
+            f"{spec.data.max_tokens}: one pair would not fit; raise micro_batch_tokens or lower data.max_tokens"
+        )
+    if others := sorted({*values_needed(needs)} - {"kl"}):
+        yield (
+            f"loss.objective = {role.loss.objective!r} reads {', '.join(others)}, which rows of data do not have: it "
+            "is an objective for `megatron-rl train`"
         )
     if spec.run.iterations is not None:
         yield f"run.iterations = {spec.run.iterations}: SFT has its own `steps`; set that, and run.iterations to null"

@@ -77,8 +77,10 @@ class Policy(Partitioner, Protocol):
         """
         ...
 
-    def loss(self, work: Work, loss: BatchLoss) -> float:
-        """Returns the mean loss of `work` without updating the policy. `work` must consist of one optimizer step."""
+    def evaluate(self, work: Work, loss: BatchLoss) -> dict[str, float]:
+        """Returns the metrics of the loss on `work` (StepTotals.means) without updating the policy. `work` must consist
+        of one optimizer step.
+        """
         ...
 
     @property
@@ -127,17 +129,15 @@ def update(
             world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step,
             rescore=rescore and has_logprobs,
         )  # fmt: skip
-    passes = 0  # number of forward passes over all rollouts before the first optimizer step
-    if "reference" in loss.needs:
-        with timer("reference_logprobs"):
-            found = policy.statistics(work, reference=True)
-        work, passes = replace(work, reference_logprobs=found.get("logprobs")), passes + 1
+    passes = int("reference" in loss.needs)  # forward passes over all rollouts before the first optimizer step
+    work = _with_reference(work, policy, loss)
     if has_logprobs and (len(work.steps) > 1 or "old" in loss.needs or work.rescored):
         with timer("old_logprobs"):
             work = _with_old(work, policy, loss)
         passes += 1
     steps = [policy.update(work, step, loss) for step in range(len(work.steps))]
-    means = {name: fmean(s[name] for s in steps) for name in steps[0] if name not in COUNTED}
+    names = dict.fromkeys(name for s in steps for name in s if name not in COUNTED)
+    means = {name: fmean(s[name] for s in steps if name in s) for name in names}
     sums = {name: sum(s[name] for s in steps) for name in (*SUMMED, *COUNTED) if name in steps[0]}
     counted = {name: sums.pop(name) for name in COUNTED if name in sums}
     flops = counted["training_flops"] + passes * counted["forward_flops"] if counted else None
@@ -145,6 +145,14 @@ def update(
     speed = _speed(seconds, timer.take(), ranks=world.size, flops=flops, peak=trainee.peak_flops)
     speed[f"{SPEED}tokens_per_second"] = sums["packed_tokens"] / seconds / world.size
     return means | sums | {"optimizer_steps": float(len(steps))} | speed
+
+
+def _with_reference(work: Work, policy: Policy, loss: BatchLoss) -> Work:
+    """Returns `work` with the log-probs of the frozen reference added if the loss needs them. Called by every rank."""
+    if "reference" not in loss.needs:
+        return work
+    with policy.timer("reference_logprobs"):
+        return replace(work, reference_logprobs=policy.statistics(work, reference=True).get("logprobs"))
 
 
 def _with_old(work: Work, policy: Policy, loss: BatchLoss) -> Work:
@@ -180,9 +188,12 @@ def _speed(
     return found
 
 
-def mean_loss(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None) -> float:
-    """Returns the mean loss of the driver's rollouts without updating the policy. Called by every rank."""
-    return trainee.policy.loss(scatter(world, trainee.policy, rollouts, loss=trainee.loss), trainee.loss)
+def evaluate(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None) -> dict[str, float]:
+    """Returns the metrics of the loss, among them `loss`, on the driver's rollouts without updating the policy. Called
+    by every rank.
+    """
+    policy, loss = trainee.policy, trainee.loss
+    return policy.evaluate(_with_reference(scatter(world, policy, rollouts, loss=loss), policy, loss), loss)
 
 
 def policy_logprobs(

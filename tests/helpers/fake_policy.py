@@ -49,9 +49,9 @@ class TablePolicy:
         ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         return Replicas(ranks=[[rank] for rank in ranks], reporters=[*ranks])
 
-    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
-        replicas = len(self.replicas.ranks)
-        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=replicas, prefixes=prefixes)
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
+        replicas, most = len(self.replicas.ranks), self.micro_batch_tokens
+        return micro_batches(lengths, max_tokens=most, replicas=replicas, prefixes=prefixes, groups=groups)
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
         """One optimizer step. Raises RuntimeError while asleep."""
@@ -63,8 +63,7 @@ class TablePolicy:
         self._optimizer.zero_grad()
         self.table.grad = _over_ranks(table.grad / totals.denominator).float()
         self._optimizer.step()
-        by = {"loss": totals.denominator}
-        means = {name: _rounded(value / by.get(name, totals.trained_tokens)) for name, value in sums.items()}
+        means = {name: _rounded(value) for name, value in totals.means(sums).items()}
         return means | {"trained_tokens": totals.trained_tokens, "packed_tokens": totals.packed_tokens}
 
     def statistics(
@@ -80,10 +79,10 @@ class TablePolicy:
             out[:, micro.start : micro.end] = torch.stack([getattr(counted, name) for name in names])
         return dict(zip(names, out, strict=True))
 
-    def loss(self, work: Work, loss: BatchLoss) -> float:
+    def evaluate(self, work: Work, loss: BatchLoss) -> dict[str, float]:
         with torch.no_grad():
             sums = self._sums(work, 0, loss, self.table.detach().double())
-        return sums["loss"] / work.steps[0].denominator
+        return work.steps[0].means(sums)
 
     def _check_present(self) -> None:
         if self.away:

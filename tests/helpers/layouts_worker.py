@@ -360,7 +360,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     ours = logprobs_of(policy, rollouts) if head is None else values_of(policy, work, index)
     errors = {"logprobs": (ours - ref_logprobs).abs().max().item()}
     errors["logits"] = logits_error(policy, work, index, ref_logits)
-    errors["loss_forward"] = abs(policy.loss(work, loss) - ref_loss)
+    errors["loss_forward"] = abs(policy.evaluate(work, loss)["loss"] - ref_loss)
     errors["gradients"] = gradient_error(policy, work, loss, grads)
 
     before = {n: t.clone() for n, t in policy.export.weights()}

@@ -91,7 +91,7 @@ def parity(path: str, told: Path, case: dict[str, Any]) -> dict[str, float]:
         "merged": max((now[name] - merged[name]).abs().max().item() for name in now),
         "logprobs": (logprobs_of(policy, rollouts) - wanted["logprobs"]).abs().max().item(),
         "logits": logits_error(policy, work, index, wanted["logits"]),
-        "loss_forward": abs(policy.loss(work, loss) - wanted["loss"].item()),
+        "loss_forward": abs(policy.evaluate(work, loss)["loss"] - wanted["loss"].item()),
         "gradients": gradient_error(policy, work, wanted),
     }
     metrics = policy.update(work, 0, loss)

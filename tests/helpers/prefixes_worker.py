@@ -100,7 +100,7 @@ def measured(path: str, case: dict[str, Any], *, shared: bool) -> dict[str, Any]
     computed = [micro.tokens.shape[1] for micro in policy._micro_batches(work, 0)]
     return {
         "logprobs": logprobs_of(policy, rollouts),
-        "loss": policy.loss(work, loss),
+        "loss": policy.evaluate(work, loss)["loss"],
         "gradients": gradients(policy, work, loss),
         "metrics": policy.update(work, 0, loss),
         "computed": computed,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from engines_worker import ROLE, Directory, Scenario
 
-from megatron_rl.algorithms.policy_loss import CompletionLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import TrainConfig
+from megatron_rl.config.schema import LossConfig, TrainConfig
 from megatron_rl.data.sft import TextPair, sft_rollouts
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.megatron import parallel
@@ -44,7 +44,8 @@ def main() -> None:
         scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         for version in (0, 1):
             if version:
-                update(world, Trainee(policy=policy, loss=CompletionLoss()), samples if world.rank == 0 else None)
+                loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
+                update(world, Trainee(policy=policy, loss=loss), samples if world.rank == 0 else None)
             scenario.refit(version)
             scenario.keep_weights(f"v{version}")
             for name, sampling in (("greedy", GREEDY), ("drawn", DRAWN)):

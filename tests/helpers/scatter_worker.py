@@ -70,7 +70,7 @@ class Pairs(TablePolicy):
     def replicas(self) -> Replicas:
         return self.pairs
 
-    def shares(self, lengths, prefixes=None):
+    def shares(self, lengths, prefixes=None, groups=None):
         return micro_batches(lengths, max_tokens=1200, replicas=2)
 
 

@@ -12,14 +12,14 @@ from fake_policy import TablePolicy, without_speed
 from one_process import OneProcess
 
 from megatron_rl.algorithms.objectives import objective
-from megatron_rl.algorithms.policy_loss import CompletionLoss, PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches import data_parallel_split
 from megatron_rl.batches.micro_batches import micro_batches
 from megatron_rl.batches.packed_batch import pack
 from megatron_rl.batches.replica_batch import Work
 from megatron_rl.batches.rollout_buffer import _join
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.training.update import Trainee, mean_loss, policy_logprobs, scatter, update
+from megatron_rl.training.update import Trainee, evaluate, policy_logprobs, scatter, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
 
 VOCAB, LAYERS, CHOSEN = 12, 3, 2
@@ -124,8 +124,9 @@ def test_what_cannot_be_trained_on_is_refused_with_the_cure(lacking):
 class Cut(TablePolicy):
     """Says that it lies over two replicas; for dealing alone."""
 
-    def shares(self, lengths, prefixes=None):
-        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=2, prefixes=prefixes)
+    def shares(self, lengths, prefixes=None, groups=None):
+        most = self.micro_batch_tokens
+        return micro_batches(lengths, max_tokens=most, replicas=2, prefixes=prefixes, groups=groups)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
@@ -180,7 +181,7 @@ def test_a_buffer_is_little_more_than_the_arrays_it_carries():
     def bytes_a_token(loss, policy):
         return sum(data_parallel_split.split_over_replicas(made, policy, loss=loss).outline.sizes) / (32 * size)
 
-    plain, sft = PolicyLoss(LossConfig(kl_coef=0.0)), CompletionLoss()
+    plain, sft = PolicyLoss(LossConfig(kl_coef=0.0)), PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
     policy = Cut(VOCAB, micro_batch_tokens=4000)
     assert 8 < bytes_a_token(plain, policy) < 8 * 1.01 and bytes_a_token(sft, policy) < bytes_a_token(plain, policy)
     distilled = PolicyLoss(LossConfig(kl_coef=0.0, objective="distilled"))
@@ -281,10 +282,10 @@ def test_an_update_does_not_depend_on_the_cut_into_micro_batches():
 
 def test_completions_without_advantages_are_learned():
     made = [replace(r, advantages=None, partner_weight=0.0) for r in rollouts(9)]
-    trainee = Trainee(policy=TablePolicy(VOCAB), loss=CompletionLoss())
-    before = mean_loss(OneProcess(), trainee, made)
+    trainee = Trainee(policy=TablePolicy(VOCAB), loss=PolicyLoss(LossConfig(objective="nll", kl_coef=0.0)))
+    before = evaluate(OneProcess(), trainee, made)["loss"]
     assert update(OneProcess(), trainee, made)["loss"] == pytest.approx(before, rel=1e-6)
-    assert mean_loss(OneProcess(), trainee, made) < before
+    assert evaluate(OneProcess(), trainee, made)["loss"] < before
 
 
 def test_split_is_even_and_complete():

@@ -32,6 +32,7 @@ def extreme_batch():
     batch = replace(pack(rollouts), old_logprobs=old, engine_logprobs=engine, reference_logprobs=reference)
     candidates = torch.stack([old - 1e-3, engine - 2.0, reference - 3.0], dim=-1)
     values = {"teacher_logprobs": reference, "old_vocab_mean": old, "teacher_candidate_logprobs": candidates}
+    values["kl"] = torch.zeros_like(old)
     live = new.requires_grad_()
     named = torch.stack([live - 1e-3, live - 2.0, live - 3.0], dim=-1)
     entropy = torch.ones_like(new)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.objectives import objective
-from megatron_rl.algorithms.policy_loss import CompletionLoss, PolicyLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.packed_batch import Batch, Statistics
 from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig
 
@@ -366,7 +366,7 @@ def test_completion_loss_is_the_cross_entropy_of_the_trained_labels():
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     picked = torch.where(batch.mask, logprobs.gather(1, batch.labels[:, None])[:, 0], -math.inf)
-    loss = CompletionLoss()
+    loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
     total, sums = loss(Statistics(picked, entropy), batch)
     _, denominator = loss.aggregate(np.array([float(batch.mask.sum())]), np.zeros(1))
     labels = batch.labels.masked_fill(~batch.mask, -100)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from fake_policy import TablePolicy
 
-from megatron_rl.algorithms.policy_loss import CompletionLoss
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches import data_parallel_split
 from megatron_rl.batches.micro_batches import Cost, Prefixes, micro_batches
 from megatron_rl.batches.replica_batch import Work
-from megatron_rl.config.schema import Layout, Model, RoleConfig
+from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
 from megatron_rl.megatron.router_replay import pooled
 from megatron_rl.models.setting_limits import prefix_problems
 from megatron_rl.models.sizes import Sizes
@@ -150,7 +150,8 @@ def test_a_replica_is_told_which_tokens_stand_in_the_rollout_before():
         rollout("w", [4, 4, 4], 3),
         rollout("w", [4, 4, 4], 3),
     ]
-    shares = data_parallel_split.split_over_replicas(made, Sharing(10), loss=CompletionLoss())
+    loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
+    shares = data_parallel_split.split_over_replicas(made, Sharing(10), loss=loss)
     work = Work.over(shares.buffer(0), shares.outline, 0)
     (micro,) = work.micros()
     batch = work.batch(micro)

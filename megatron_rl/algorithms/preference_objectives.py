@@ -1,0 +1,177 @@
+"""Objectives that compute one loss per response, or per pair of responses, from sums of log-probs: DPO and its
+relatives for preference pairs, KTO for responses that are labelled good or bad.
+
+In a pair, the first rollout of the group is the chosen (preferred) response, the second one the rejected response. The
+loss of an optimizer step is the mean over its pairs, or over its responses. The metrics have TRL's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.batches.packed_batch import COUNT, Batch, Statistics
+from megatron_rl.config.base import NotNegative, Positive, Share
+from megatron_rl.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+else:
+    torch, F, Tensor = LazyModule("torch"), LazyModule("torch.nn.functional"), Any
+
+Answer = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Sums over the labels in the loss of each response, in tensors [R]."""
+
+    logps: Tensor  # log-prob of the response under the trained policy, with gradient
+    reference_logps: Tensor  # log-prob under the frozen reference; 0 if the objective does not need the reference
+    lengths: Tensor  # number of labels; 0 for a response of a dummy batch
+    advantages: Tensor  # sum of the labels' advantages
+
+    @property
+    def logratios(self) -> Tensor:
+        """[R] log-prob under the policy minus log-prob under the reference."""
+        return self.logps - self.reference_logps
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Divides values [R] by the number of labels of each response."""
+        return values / self.lengths.clamp(min=1)
+
+
+def responses(live: Statistics, batch: Batch) -> Responses:
+    """Returns the sums of all S rollouts of a batch."""
+    kind, reference = live.logprobs.dtype, batch.reference_logprobs
+    sums = [
+        batch.sequence_sums(values.to(kind))
+        for values in (
+            live.logprobs,
+            torch.zeros_like(live.logprobs) if reference is None else reference,
+            batch.counted,
+            batch.advantages,
+        )
+    ]
+    return Responses(*sums)
+
+
+def pairs(live: Statistics, batch: Batch) -> tuple[Responses, Responses]:
+    """Returns the sums of the P = S / 2 chosen and of the P rejected responses of a batch. The single rollout of a
+    dummy batch becomes a pair of length 0.
+    """
+    own = responses(live, batch)
+    padded = [F.pad(values, (0, len(values) % 2)).view(-1, 2) for values in vars(own).values()]
+    return Responses(*(values[:, 0] for values in padded)), Responses(*(values[:, 1] for values in padded))
+
+
+def over_pairs(batch: Batch, losses: Tensor) -> Tensor:
+    """Repeats the loss of each pair at every position of both of its rollouts. [P] -> [N]"""
+    return batch.spread(losses.repeat_interleave(2)[: batch.num_sequences])
+
+
+def means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
+    """Returns metrics that are logged as the mean of `values` [R] where `mask` [R] is True: the sum of each metric, and
+    its count with the prefix COUNT. In the names, "__" is replaced by "/".
+    """
+    sums = {name.replace("__", "/"): torch.where(mask, one.detach(), 0).sum() for name, one in values.items()}
+    return sums | {f"{COUNT}{name}": mask.sum() for name in sums}
+
+
+def dpo(live: Statistics, batch: Batch, *, beta: Positive = 0.1, label_smoothing: Share = 0.0) -> Answer:
+    """Computes the loss of Direct Preference Optimization (arXiv 2305.18290; TRL's loss_type sigmoid).
+
+    `label_smoothing`: assumed probability that the labels of a pair are swapped (conservative DPO; CPOTrainer's
+        label_smoothing. TRL's loss_type robust is another formula).
+    """
+    chosen, rejected = pairs(live, batch)
+    losses = _sigmoid_loss(beta * (chosen.logratios - rejected.logratios), label_smoothing)
+    return _answer(batch, losses, chosen, rejected, beta)
+
+
+def dpo_norm(live: Statistics, batch: Batch, *, beta: Positive = 5.0, label_smoothing: Share = 0.0) -> Answer:
+    """Computes length-normalised DPO: log-ratios are means over the tokens of a response (Tulu 3, arXiv 2411.15124,
+    whose beta is 5; TRL's loss_type sigmoid_norm).
+    """
+    chosen, rejected = pairs(live, batch)
+    gap = chosen.per_token(chosen.logratios) - rejected.per_token(rejected.logratios)
+    return _answer(batch, _sigmoid_loss(beta * gap, label_smoothing), chosen, rejected, beta)
+
+
+def ipo(live: Statistics, batch: Batch, *, beta: Positive = 0.1) -> Answer:
+    """Computes the squared loss of Identity Preference Optimization, with `beta` for the paper's tau (arXiv 2310.12036,
+    eq. 17). As in TRL, log-ratios are means over the tokens of a response.
+    """
+    chosen, rejected = pairs(live, batch)
+    gap = chosen.per_token(chosen.logratios) - rejected.per_token(rejected.logratios)
+    return _answer(batch, (gap - 1 / (2 * beta)) ** 2, chosen, rejected, beta)
+
+
+def simpo(
+    live: Statistics,
+    batch: Batch,
+    *,
+    beta: Positive = 2.0,
+    simpo_gamma: NotNegative = 0.5,
+    label_smoothing: Share = 0.0,
+) -> Answer:
+    """Computes the loss of SimPO, which has no reference: the mean log-probs of the tokens of both responses must
+    differ by a margin (arXiv 2405.14734; CPOTrainer's loss_type simpo).
+
+    `simpo_gamma`: the margin; sigmoid(beta x difference of the means - simpo_gamma). TRL's default of beta is 0.1; 2.0
+        is the default of the paper's code.
+    """
+    chosen, rejected = (
+        Responses(own.per_token(own.logps), own.reference_logps, own.lengths, own.advantages)
+        for own in pairs(live, batch)
+    )
+    gap = beta * (chosen.logps - rejected.logps) - simpo_gamma
+    return _answer(batch, _sigmoid_loss(gap, label_smoothing), chosen, rejected, beta)
+
+
+def kto(
+    live: Statistics,
+    batch: Batch,
+    *,
+    beta: Positive = 0.1,
+    desirable_weight: NotNegative = 1.0,
+    undesirable_weight: NotNegative = 1.0,
+) -> Answer:
+    """Computes the loss of Kahneman-Tversky Optimization for responses that are labelled desirable (advantage above 0)
+    or undesirable (arXiv 2402.01306, eq. 7; TRL's KTOTrainer).
+
+    The value "kl" of each token is the estimate of KL(policy || reference), the same for the whole optimizer step.
+    """
+    own = responses(live, batch)
+    good, here = own.advantages > 0, own.lengths > 0
+    kl = own.per_token(batch.sequence_sums(batch.values["kl"].to(own.logps.dtype)))
+    gain = torch.where(good, own.logratios - kl, kl - own.logratios)
+    weights = torch.where(good, own.logps.new_full((), desirable_weight), undesirable_weight)
+    rewards, metrics = beta * own.logratios, {}
+    for name, mask in (("chosen", good & here), ("rejected", ~good & here)):
+        metrics |= means(mask, **{f"rewards__{name}": rewards, f"logps__{name}": own.logps})
+    return batch.spread(weights * torch.sigmoid(-beta * gain)), metrics | means(here, kl=kl)
+
+
+def _sigmoid_loss(gap: Tensor, label_smoothing: float) -> Tensor:
+    """Returns the negative log-likelihood of pairs whose probability of the given labels is sigmoid(gap). [P] -> [P]"""
+    return -F.logsigmoid(gap) * (1 - label_smoothing) - F.logsigmoid(-gap) * label_smoothing
+
+
+def _answer(batch: Batch, losses: Tensor, chosen: Responses, rejected: Responses, beta: float) -> Answer:
+    """Returns the losses of pairs, [P], at every position, and the metrics of DPO. The implicit reward of a response is
+    beta x its log-ratio.
+    """
+    first, second = beta * chosen.logratios, beta * rejected.logratios
+    metrics = means(
+        chosen.lengths > 0,
+        rewards__chosen=first,
+        rewards__rejected=second,
+        rewards__accuracies=(first > second).to(first.dtype),
+        rewards__margins=first - second,
+        logps__chosen=chosen.logps,
+        logps__rejected=rejected.logps,
+    )
+    return over_pairs(batch, losses), metrics
