@@ -1,6 +1,7 @@
 """Compares this project's losses and estimators with the numbers of other people's code in tests/oracles.
 
-`LOSSES` and `ESTIMATED` say for each row of tests/oracles/trl_losses.json which settings here give the same numbers.
+`LOSSES` and `ESTIMATED` say for each row of tests/oracles/trl_losses.json which settings here give the same numbers,
+`PREFERENCES` for each row of trl_preferences.json.
 `make oracles` prints the comparison as one context; the same context, without differences, is in docs/methods.md.
 """
 
@@ -134,6 +135,35 @@ ESTIMATED: Mapping[str, tuple[str, str]] = {
     "scale_rewards_none": ("dr_grpo", ""),
     "rloo": ("rloo", "RLOOTrainer with beta=0; its KL term is part of the reward"),
 }
+PREFERENCES: Mapping[str, Ours] = {
+    "dpo": Ours({"objective": "dpo"}),
+    "dpo_beta": Ours({"objective": "dpo", "objective_args": {"beta": 0.5}}),
+    "dpo_norm": Ours({"objective": "dpo_norm"}, "the metrics are those of dpo, as in TRL"),
+    "ipo": Ours({"objective": "ipo"}, "log-ratios are means over tokens; the metrics are those of dpo, as in TRL"),
+    "dpo_robust": not_offered("ours smooths the labels as CPOTrainer does (conservative DPO)"),
+    "cpo_smoothed": Ours(
+        {"objective": "dpo", "objective_args": {"label_smoothing": 0.1}}, "with a reference whose log-probs are 0"
+    ),
+    "simpo": Ours({"objective": "simpo"}, "TRL's default of beta is 0.1"),
+    "simpo_smoothed": Ours(
+        {"objective": "simpo", "objective_args": {"beta": 2.5, "simpo_gamma": 1.375, "label_smoothing": 0.125}}
+    ),
+    "kto": Ours(
+        {"objective": "kto"},
+        "the KL term is a mean over the optimizer step, in TRL over a micro-batch of all processes; TRL mismatches the "
+        "responses once, in the order of the rows",
+    ),
+    "kto_weights": Ours(
+        {
+            "objective": "kto",
+            "objective_args": {"beta": 0.25, "desirable_weight": 1.5, "undesirable_weight": 0.75},
+        }
+    ),
+    "kto_kl_below_0": Ours({"objective": "kto", "objective_args": {"beta": 0.25}}, "the KL term is at least 0"),
+}
+PREFERENCE_PAPERS: Mapping[str, str] = {
+    "dpo": "2305.18290", "dpo_norm": "2411.15124", "ipo": "2310.12036", "simpo": "2405.14734", "kto": "2402.01306",
+}  # fmt: skip
 KINDS: Mapping[str, str] = {
     "grpo": "2402.03300", "bnpo": "TRL", "dr_grpo": "2503.20783", "dapo": "2503.14476", "cispo": "2506.13585",
     "gspo": "2507.18071", "luspo": "2602.05261", "sapo": "2511.20347", "vespo": "2602.10693",
@@ -255,6 +285,56 @@ def compare_estimator(name: str) -> tuple[float, float]:
     return tuple(float(np.abs(values - theirs[graded]).max() / largest) for values in (as_theirs, found))
 
 
+def compare_preference(name: str) -> tuple[Difference, dict[str, float]]:
+    """Compares a row of preferences. -> (differences, difference of each metric relative to TRL's)"""
+    found, ours = trl(FOLDER / "trl_preferences.json"), PREFERENCES[name]
+    row, inputs = found["rows"][name], found["inputs"]
+    assert ours.settings is not None, f"{name} is not offered: {ours.differs}"
+    loss = PolicyLoss(LossConfig(**{"kl_coef": 0.0} | dict(ours.settings)))
+    unpaired = row["trainer"] == "KTOTrainer"
+    prompts = [[0] * inputs["prompts"][i // 2] for i in range(len(inputs["live"]))]
+
+    def placed(values: list[list[float]]) -> Tensor:
+        rows = [[0.0] * (len(prompt) - 1) + own + [0.0] for prompt, own in zip(prompts, values, strict=True)]
+        return torch.tensor(sum(rows, []), dtype=torch.float64)
+
+    rollouts = [
+        Rollout(
+            role="model",
+            group=str(i if unpaired else i // 2),
+            tokens=np.zeros(len(prompt) + len(own)),
+            logprobs=np.zeros(len(prompt) + len(own)),
+            spans=spans_of((len(prompt), Author.ENVIRONMENT, -1), (len(own), Author.POLICY, 0)),
+            advantages=(1.0 if inputs["labels"][i] else -1.0) if unpaired else (1.0, -1.0)[i % 2],
+        )
+        for i, (prompt, own) in enumerate(zip(prompts, inputs["live"], strict=True))
+    ]
+    batch, counts = pack(rollouts), tally(rollouts)
+    weights, denominator = loss.aggregate(counts.weighted, counts.groups)
+    sides = [sum(sum(own) for own in inputs[f"kl_{side}"]) / len(rollouts) for side in ("live", "reference")]
+    kl = max(0.0, (sides[0] - sides[1]) * (-1 if name == "kto_kl_below_0" else 1))
+    reference = placed(inputs["reference"]) * (row["trainer"] != "CPOTrainer")
+    batch = replace(
+        batch,
+        weights=batch.weights * batch.spread(torch.from_numpy(weights)),
+        reference_logprobs=reference,
+        values={"kl": torch.full_like(reference, kl)},
+    )
+    live = placed(inputs["live"]).requires_grad_()
+    total, sums = loss(Statistics(live, torch.zeros_like(live)), batch)
+    by_logprob = torch.autograd.grad(total / denominator, live)[0]
+    theirs = placed(row["by_logprob"])
+    means = {key: (value / sums.get(f"count/{key}", torch.tensor(1))).item() for key, value in sums.items()}
+    apart = {
+        key: abs(means[key] - value) / max(1.0, abs(value)) for key, value in row["metrics"].items() if key in means
+    }
+    difference = Difference(
+        loss=abs((total / denominator).item() - row["loss"]) / abs(row["loss"]),
+        gradient=((by_logprob - theirs).abs().max() / theirs.abs().max()).item(),
+    )
+    return difference, apart
+
+
 def source(settings: Mapping[str, Any]) -> str:
     """The paper that a row's settings come from, by its number at arXiv; TRL where the method is TRL's own."""
     own = next((paper for name, paper in PAPERS.items() if settings.get(name) not in (None, False)), None)
@@ -282,6 +362,15 @@ def table(*, measured: bool) -> str:
         found = compare_loss(name) if measured else Difference(0.0, 0.0)
         own = words(ours.settings) or "the defaults"
         rows.append([*row, own, ours.differs, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
+    for name, ours in PREFERENCES.items():
+        theirs = trl(FOLDER / "trl_preferences.json")["rows"][name]
+        row = [name, f"{theirs['trainer']} {words(theirs['settings'])}".strip()]
+        if ours.settings is None:
+            rows.append([*row, "2403.00409", "not offered", ours.differs, "", ""])
+            continue
+        found = compare_preference(name)[0] if measured else Difference(0.0, 0.0)
+        row += [PREFERENCE_PAPERS[ours.settings["objective"]], words(ours.settings), ours.differs]
+        rows.append([*row, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
     for name, (own, differs) in ESTIMATED.items():
         apart = compare_estimator(name)[0] if measured else 0.0
         settings = words(trl()["advantages"][name]["settings"])

@@ -39,6 +39,11 @@ OBJECTIVES = {
         "rest": "bucket",
     },  # TRL's loss_add_tail; NeMo-RL's weight
     "rl_plus": {"focus": 0.5},  # 2508.00222, rlplus_core_alg.py
+    "dpo": {"beta": 0.1, "label_smoothing": 0.0},  # 2305.18290 and TRL
+    "dpo_norm": {"beta": 5.0, "label_smoothing": 0.0},  # 2411.15124
+    "ipo": {"beta": 0.1},  # TRL's beta, the paper's tau
+    "simpo": {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},  # 2405.14734, simpo_config.py; TRL's gamma
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},  # 2402.01306 and TRL
 }
 ESTIMATORS = {
     "opmd": {"baseline": "mean", "tau": 1.0},  # Trinity-RFT, opmd_advantage.py

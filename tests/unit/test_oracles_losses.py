@@ -16,6 +16,14 @@ def test_oracles_loss_and_gradient_are_trls(name):
     assert found.loss < oracles.BAR and found.gradient < oracles.BAR
 
 
+@pytest.mark.parametrize("name", [name for name, ours in oracles.PREFERENCES.items() if ours.settings is not None])
+def test_oracles_loss_gradient_and_metrics_on_preferences_are_trls(name):
+    found, metrics = oracles.compare_preference(name)
+    assert found.loss < oracles.BAR and found.gradient < oracles.BAR
+    assert {"rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= metrics.keys()
+    assert max(metrics.values()) < oracles.BAR, metrics
+
+
 @pytest.mark.parametrize("name", oracles.ESTIMATED)
 def test_oracles_advantages_are_trls_but_for_the_number_beside_the_deviation(name):
     same, as_it_is = oracles.compare_estimator(name)
@@ -26,6 +34,9 @@ def test_oracles_every_row_is_compared_or_named_as_not_offered():
     found = oracles.trl()
     assert oracles.LOSSES.keys() == found["rows"].keys() and oracles.ESTIMATED.keys() == found["advantages"].keys()
     assert all(ours.differs for ours in oracles.LOSSES.values() if ours.settings is None)
+    preferences = oracles.trl(oracles.FOLDER / "trl_preferences.json")["rows"]
+    assert oracles.PREFERENCES.keys() == preferences.keys()
+    assert len({row["loss"] for row in preferences.values()}) == len(preferences), "two rows give the same number"
     kinds = {row["settings"]["loss_type"] for row in found["rows"].values()}
     assert kinds == {"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"}
 
