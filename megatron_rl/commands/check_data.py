@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import generated_name
@@ -92,7 +92,7 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
 
 def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
     data, model, out = spec.data, spec.roles["model"].model, []
-    loss = PolicyLoss(spec.roles["model"].loss)
+    loss = loss_of(spec.roles["model"])
     kind = rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
     for name, path in (("train", data.train), ("validation", data.validation)):
         if path is None or not Path(path).exists():

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.policy_loss import PolicyLoss
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config.schema import ConfigError, SftData
 from megatron_rl.conversion.trained import export_model
@@ -94,7 +94,7 @@ def _train(
     """
     own, validates, todo = plan
     steps, role = todo.stop, spec.roles["model"]
-    loss, speed = PolicyLoss(role.loss), peak_flops(spec.run, role.model.dtype)
+    loss, speed = loss_of(role), peak_flops(spec.run, role.model.dtype)
     trainee = Trainee(policy=policy, loss=loss, peak_flops=speed)
 
     def with_kl(rollouts: list[Rollout] | None) -> list[Rollout] | None:
@@ -151,7 +151,7 @@ def _read(spec: SftSpec, samples: list[Row], validation: list[Row]) -> tuple[int
 
     Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the settings result in
     zero steps."""
-    data, model, loss = spec.data, spec.roles["model"].model, PolicyLoss(spec.roles["model"].loss)
+    data, model, loss = spec.data, spec.roles["model"].model, loss_of(spec.roles["model"])
     tokenizer, kind = tokenizer_of(model), rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
     make = functools.partial(
         sft_rollouts, tokenizer=tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens,
