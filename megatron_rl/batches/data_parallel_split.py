@@ -115,16 +115,14 @@ def split_over_replicas(
     """Splits [S] rollouts into ceil(S / samples_per_step) consecutive optimizer steps of nearly equal size, and each
     step into micro-batches.
 
-    The two rollouts of a group are in the same micro-batch, one after the other, if the loss needs "pairs". Without a
-    loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if there are no
-    rollouts, if an optimizer step has no trained token, if a rollout or a pair has more tokens than fit into a
-    micro-batch, and if a rollout lacks an input of the loss.
+    Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
+    there are no rollouts, if an optimizer step has no trained token, if a rollout or a pair has more tokens than fit
+    into a micro-batch, and if a rollout lacks an input of the loss.
     """
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")
     needs = loss.needs if loss is not None else frozenset()
-    paired = "pairs" in needs
-    rollouts = in_pairs(rollouts) if paired else rollouts
+    rollouts = in_pairs(rollouts) if (paired := "pairs" in needs) else rollouts
     wanted = loss is not None and loss.uses_advantages
     form = form_of(rollouts, values=values_needed(needs), advantages=wanted, experts=partitioner.replays)
     form = replace(form, shared=partitioner.shares_prefixes)
@@ -133,14 +131,12 @@ def split_over_replicas(
     for part in split(len(rollouts), samples_per_step, unit=2 if paired else 1):
         own = slice(part.start, part.stop)
         prefixes = prefixes_of(rollouts[own]) if form.shared else None
-        shares = partitioner.shares(found.lengths[own], prefixes, found.groups[own] if paired else None)
-        denominator = 1.0
+        groups, denominator = found.groups[own] if paired else None, 1.0
+        shares = partitioner.shares(found.lengths[own], prefixes, groups)
         shared[own] = 0 if prefixes is None else _repeated(shares, prefixes)
         if loss is not None:
             if not found.trained[own].any():
-                raise ValueError(
-                    f"rollouts {part.start} to {part.stop - 1} have no trained token: nothing to update on"
-                )
+                raise ValueError(f"rollouts {part.start} to {part.stop - 1} have no trained token: nothing to learn")
             weights[own], denominator = loss.aggregate(found.weighted[own], found.groups[own])
         cuts.append([[[i + part.start for i in micro] for micro in share] for share in shares.sequences])
         totals = _totals(shares, denominator, rollouts[own], found, own, partitioner.replays)

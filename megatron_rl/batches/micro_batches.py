@@ -87,10 +87,8 @@ def micro_batches(
     With `prefixes`, a micro-batch counts a prefix once for all its sequences that begin with it, and these sequences
     are adjacent. Sequences with one prefix are assigned together, unless they exceed the budget, or unless splitting
     them makes the most expensive replica cheaper although the prefix is then computed several times.
-
     `groups`: [S] int64, index of each sequence's group. All sequences of a group are put into one micro-batch, adjacent
         and in the given order.
-
     Raises ValueError if a single sequence or a whole group exceeds the budget.
     """
     sizes, cost = np.asarray(lengths, np.int64), cost or Cost()
@@ -103,11 +101,9 @@ def micro_batches(
         return _cut(sizes, cost.of(sizes), max_tokens=max_tokens, replicas=replicas, multiple=multiple)
     prefixes = prefixes or Prefixes(numbers=np.arange(len(sizes)), lengths=np.zeros_like(sizes))
     best: tuple[float, list[_Family], Shares] | None = None
-    for pieces in PIECES[: 1 if replicas == 1 or groups is not None else None]:
-        if groups is None:
-            families = _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
-        else:
-            families = _whole_groups(sizes, prefixes, cost, groups=groups, max_tokens=max_tokens)
+    whole = None if groups is None else _whole_groups(sizes, prefixes, cost, groups=groups, max_tokens=max_tokens)
+    for pieces in PIECES[: 1 if replicas == 1 or whole is not None else None]:
+        families = whole or _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
         tokens, costs = np.array([f.tokens for f in families]), np.array([f.cost for f in families])
         shares = _cut(tokens, costs, max_tokens=max_tokens, replicas=replicas, multiple=multiple)
         dearest = (1 + shares.replica_imbalance) * float(costs.sum())

@@ -138,8 +138,8 @@ def sft_rollouts(
     DataError if more than `max_bad_share` are bad or none is left, and ConfigError for conversations without a chat
     template.
     """
-    texts = any(isinstance(part, TextPair) for sample in samples for part, _ in _parts(sample))
-    if append_eos and tokenizer.eos_token_id is None and texts:
+    kinds = {type(part) for sample in samples for part, _ in _parts(sample)}
+    if append_eos and tokenizer.eos_token_id is None and TextPair in kinds:
         raise DataError(
             "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to "
             "false"
@@ -162,11 +162,8 @@ def sft_rollouts(
             raise DataError(f"it has {why}")
         return _rollout(str(number), tokens, trained, advantage)
 
-    def read(where: str, item: tuple[int, SftSample]) -> list[Rollout]:
-        return [read_one(item[0], *part) for part in _parts(item[1])]
-
     rows = ((item[1].where or f"sample {item[0]}", item) for item in enumerate(samples))
-    found, bad, _ = read_all(rows, read)
+    found, bad, _ = read_all(rows, lambda where, item: [read_one(item[0], *part) for part in _parts(item[1])])
     refuse(bad, len(samples), max_bad_share, "the data")
     if not found:
         raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
