@@ -370,4 +370,6 @@ WORDS: Mapping[str, Any] = {
     "ipo": _on_pairs("reference")(preferences.ipo),
     "simpo": _on_pairs()(preferences.simpo),
     "kto": objective(needs=["reference", "kl"], per_rollout=True)(preferences.kto),
+    "a_lol": objective(needs=["reference"], per_rollout=True)(preferences.a_lol),
+    "rwr": objective(per_rollout=True)(preferences.rwr),
 }

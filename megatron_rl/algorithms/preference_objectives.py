@@ -1,5 +1,6 @@
 """Objectives that compute one loss per response, or per pair of responses, from sums of log-probs: DPO and its
-relatives for preference pairs, KTO for responses that are labelled good or bad.
+relatives for preference pairs, KTO for responses that are labelled good or bad, A-LoL and reward-weighted regression
+for fixed responses with rewards.
 
 In a pair, the first rollout of the group is the chosen (preferred) response, the second one the rejected response. The
 loss of an optimizer step is the mean over its pairs, or over its responses. The metrics have TRL's names.
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.algorithms.corrections import bounded_exp
 from megatron_rl.batches.packed_batch import COUNT, Batch, Statistics
 from megatron_rl.config.base import NotNegative, Positive, Share
 from megatron_rl.lazy_import import LazyModule
@@ -153,6 +155,29 @@ def kto(
     for name, mask in (("chosen", good & here), ("rejected", ~good & here)):
         metrics |= means(mask, **{f"rewards__{name}": rewards, f"logps__{name}": own.logps})
     return batch.spread(weights * torch.sigmoid(-beta * gain)), metrics | means(here, kl=kl)
+
+
+def a_lol(live: Statistics, batch: Batch, *, clip: NotNegative = 0.9) -> Answer:
+    """Computes the loss of Advantage Leftover Lunch RL on fixed responses: minus the log-prob of a response, multiplied
+    by its advantage, at least 0, and by the ratio of its probabilities under policy and reference, without gradient
+    (arXiv 2305.14718; abaheti95/LoL-RL, lolrl_qlora_llama_hh.py, `a_lol`).
+
+    `clip`: the ratio is clamped to [1 - clip, 1 + clip]. The advantage is the row's `reward`: subtract the reference's
+        mean reward for the prompt from it beforehand, as the paper does.
+    """
+    own = responses(live, batch)
+    ratio = bounded_exp(own.logratios.detach()).clamp(1 - clip, 1 + clip)
+    advantages, here = own.per_token(own.advantages).clamp(min=0), own.lengths > 0
+    return batch.spread(-advantages * ratio * own.logps), means(here, rollout_weight=advantages * ratio)
+
+
+def rwr(live: Statistics, batch: Batch, *, beta: Positive = 1.0) -> Answer:
+    """Computes reward-weighted regression on fixed responses: minus the log-prob of a response, multiplied by
+    exp(reward / beta) (Peters and Schaal, 2007).
+    """
+    own = responses(live, batch)
+    weights = bounded_exp(own.per_token(own.advantages) / beta)
+    return batch.spread(-weights * own.logps), means(own.lengths > 0, rollout_weight=weights)
 
 
 def _sigmoid_loss(gap: Tensor, label_smoothing: float) -> Tensor:

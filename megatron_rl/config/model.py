@@ -194,7 +194,7 @@ class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
     # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k,
-    # rl_plus, nll; loss of each pair or response: dpo, dpo_norm, ipo, simpo, kto; or module:name (see
+    # rl_plus, nll; loss of each pair or response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr; or module:name (see
     # algorithms/objectives.py).
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective

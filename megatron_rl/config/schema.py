@@ -96,7 +96,7 @@ class SftLoss:
     """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/preferences.md)."""
 
     # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
-    # label. Or any other objective of algorithms/objectives.py, or module:name.
+    # label. a_lol, rwr: responses with a reward. Or any other objective of algorithms/objectives.py, or module:name.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
 
@@ -121,6 +121,8 @@ class SftConfig:
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
     # Maximum size of a micro-batch, in tokens; at least data.max_tokens, and twice as much for preference pairs.
     micro_batch_tokens: PositiveInt = 8192
+    # Compute the prompt of a preference pair once for both responses (docs/layouts.md). Needs cp = 1.
+    shared_prefixes: bool = False
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))  # directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
     sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
@@ -142,6 +144,7 @@ class SftConfig:
             optimizer=self.optimizer,
             loss=LossConfig(objective=self.loss.objective, objective_args=self.loss.objective_args, kl_coef=0.0),
             micro_batch_tokens=self.micro_batch_tokens,
+            shared_prefixes=self.shared_prefixes,
         )
 
 

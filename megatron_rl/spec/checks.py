@@ -222,6 +222,7 @@ def _head_problems(role: RoleConfig) -> Iterator[str]:
 
 def _sft_problems(spec: SftSpec) -> Iterator[str]:
     role = spec.roles["model"]
+    yield from prefix_problems(role)
     yield from (refused := _said(loss_of, role))
     needs = frozenset() if refused else loss_of(role).needs
     most, what = (2 * spec.data.max_tokens, "twice ") if "pairs" in needs else (spec.data.max_tokens, "")

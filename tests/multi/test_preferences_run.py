@@ -25,7 +25,7 @@ def test_preferences_weights_and_metrics_of_three_steps_are_those_of_trls_dpo_tr
             "lr": theirs["learning_rate"], "betas": [theirs["adam_beta1"], theirs["adam_beta2"]],
             "eps": theirs["adam_epsilon"], "weight_decay": theirs["weight_decay"], "clip_grad": theirs["max_grad_norm"],
         },
-        "samples_per_step": 5, "steps": 3, "micro_batch_tokens": 20,
+        "samples_per_step": 5, "steps": 3, "micro_batch_tokens": 20, "shared_prefixes": True,
         "run": {"dir": str(tmp_path), "name": "run"}, "launch": {"nproc": 2},
     }  # fmt: skip
     (tmp_path / "dpo.json").write_text(json.dumps(config))
@@ -36,7 +36,9 @@ def test_preferences_weights_and_metrics_of_three_steps_are_those_of_trls_dpo_tr
     assert len(ours) == len(record["steps"]) == 3
     for found, wanted in zip(ours, record["steps"], strict=True):
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-        assert "engine_gap" not in found
+        assert "engine_gap" not in found and found["shared_tokens"] >= sum(
+            len(row["prompt"].split()) for row in record["rows"]
+        ), "the prompt of each pair is computed once"
     assert ours[-1]["validation_rewards/accuracies"] == 1.0 and ours[-1]["validation_loss"] < ours[-1]["loss"]
     before, after = load_file(start / "model.safetensors"), load_file(RUN / "after.safetensors")
     now = load_file(tmp_path / "run/model/model.safetensors")

@@ -43,6 +43,8 @@ OBJECTIVES = {
     "dpo_norm": {"beta": 5.0, "label_smoothing": 0.0},  # 2411.15124
     "ipo": {"beta": 0.1},  # TRL's beta, the paper's tau
     "simpo": {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},  # 2405.14734, simpo_config.py; TRL's gamma
+    "a_lol": {"clip": 0.9},  # 2305.14718, the released ppo_clip
+    "rwr": {"beta": 1.0},
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},  # 2402.01306 and TRL
 }
 ESTIMATORS = {

@@ -131,6 +131,36 @@ def test_preferences_a_batch_without_rollouts_has_no_loss_and_counts_nothing():
         assert all(value.item() == 0 for name, value in sums.items() if "/" in name)
 
 
+def test_preferences_losses_on_rewards_are_those_of_the_formulas_in_float64():
+    """A-LoL as its release computes it, and reward-weighted regression, one response after the other."""
+    rewards = [0.5, -1.0, 2.0, 0.0]
+    rollouts = [replace(r, advantages=reward) for r, reward in zip(pair_rollouts(2), rewards, strict=True)]
+    batch, draw = pack(rollouts), torch.Generator().manual_seed(3)
+    live, reference = (
+        torch.where(batch.mask, -2 * torch.rand(len(batch.tokens), generator=draw, dtype=torch.float64), 0)
+        for _ in range(2)
+    )
+    live.requires_grad_()
+    ends = batch.cu_seqlens.tolist()
+    wanted = {"a_lol": 0.0, "rwr": 0.0}
+    for reward, start, end in zip(rewards, ends, ends[1:], strict=False):
+        own = live[start:end].sum()
+        ratio = min(max((own - reference[start:end].sum()).exp().item(), 0.75), 1.25)
+        wanted["a_lol"] = wanted["a_lol"] - max(reward, 0.0) * ratio * own / len(rewards)
+        wanted["rwr"] = wanted["rwr"] - float(np.exp(reward / 0.5)) * own / len(rewards)
+    for name, args in (("a_lol", {"clip": 0.25}), ("rwr", {"beta": 0.5})):
+        loss = PolicyLoss(LossConfig(objective=name, objective_args=args, kl_coef=0.0))
+        counts = batch.sequence_sums(batch.mask.double()).numpy()
+        weights, denominator = loss.aggregate(counts, np.arange(len(rewards)))
+        weighted = replace(
+            batch, weights=batch.weights * batch.spread(torch.from_numpy(weights)), reference_logprobs=reference
+        )
+        total = loss(Statistics(live, torch.zeros_like(live)), weighted)[0] / denominator
+        assert total.item() == pytest.approx(wanted[name].item(), rel=1e-6)
+        found, right = (torch.autograd.grad(value, live, retain_graph=True)[0] for value in (total, wanted[name]))
+        assert torch.allclose(found, right * batch.mask, rtol=1e-6, atol=1e-9)
+
+
 def kto_rollouts(labels):
     made = pair_rollouts(len(labels))[::2]
     return [replace(r, advantages=1.0 if label else -1.0) for r, label in zip(made, labels, strict=True)]
