@@ -6,6 +6,7 @@ Constraints within a single section of the config are checked by the section its
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -369,6 +370,11 @@ def recipe_problems(spec: RunSpec) -> list[str]:
         f"roles.{name}.policy = 'none', and recipe {target} trains that role: set policy to own"
         for name, part in parts.items()
         if part.trained and spec.roles[name].policy == "none"
+    ]
+    found += [
+        f"roles.{name}.head = {json.dumps(spec.roles[name].head)}: recipe {target} needs {json.dumps(part.head)} there"
+        for name, part in parts.items()
+        if spec.roles[name].head != part.head
     ]
     if spec.run.iterations is not None and spec.run.iterations > (planned := sum(map(len, recipe.schedule()))):
         found.append(

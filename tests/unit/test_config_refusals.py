@@ -21,6 +21,10 @@ ENDPOINT = "endpoint={url: http://x, model: m}"
     [
         (["verifier.policy=none"], "roles.verifier.policy = 'none', and recipe r trains that role: set policy to own"),
         (
+            ["verifier.head=value", "verifier.loss.kl_clamp=null", "verifier.loss.entropy_coef=0"],
+            'roles.verifier.head = "value": recipe r needs null there',
+        ),
+        (
             [f"verifier.{ENDPOINT}"],
             "roles.verifier.endpoint with policy = 'own': an endpoint keeps its weights",
         ),
