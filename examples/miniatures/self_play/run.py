@@ -72,7 +72,7 @@ def prepare(seed: int) -> None:
 
 def proposals(metrics: Metrics) -> Metrics:
     """Makes the length of the proposals, and the share that the rule accepts, of the proposer's metrics."""
-    return {"letters": (metrics["length"] - FRAME) / 4, "accepted": metrics["right"] / metrics["samples"]}
+    return {"letters": (metrics["length"] - FRAME) / 4, "accepted": metrics["correct"] / metrics["samples"]}
 
 
 def show(names: list[str]) -> None:
