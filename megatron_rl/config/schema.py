@@ -70,6 +70,11 @@ class TrainConfig:
                     f"roles.{name}.same_as = {role.same_as!r}: name another role that shares nobody's policy itself; "
                     f"the roles are {', '.join(self.roles)}"
                 )
+            elif role.head is not None and role.same_as is not None:
+                yield (
+                    f"roles.{name}.head = {role.head!r} with same_as = {role.same_as!r}: a head needs a model of its "
+                    "own; leave same_as out and set model.path, or leave head out"
+                )
             elif role.tandem is not None and owner.tandem is None:
                 yield (
                     f"roles.{name}.tandem with same_as = {role.same_as!r}: that role's engines hold no junior; set "

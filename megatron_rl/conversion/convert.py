@@ -14,8 +14,9 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.config.base import ConfigError, read_object, refusing
-from megatron_rl.conversion.output_directory import copy_side_files, fresh
+from megatron_rl.conversion.output_directory import copy_side_files, describe_head, fresh
 from megatron_rl.conversion.weight_source import WeightSource
+from megatron_rl.models.blocks import EMBEDDING
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.file_checksums import write_sums
 from megatron_rl.weights import hf_model, tensor_copies
@@ -69,6 +70,7 @@ def to_hf(
             )
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
+        describe_head(folder, sizes.head)
         write_sums(folder)
         if verify:
             _verify(source, hf_model.DirectoryTensors(folder), dtype)
@@ -128,7 +130,8 @@ def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> l
         names = {rect.tensor: kind for name, kind in of.items() for rect in megatron(sizes, name, WHOLE)[1]}
     else:
         stored = read_directory(source.path)
-        own = {name: hf_model.DTYPES[stored[name].dtype] for name in hf_shapes(sizes)}
+        # the head of an adapter has the dtype of the base model
+        own = {name: hf_model.DTYPES[stored.get(name, stored[EMBEDDING]).dtype] for name in hf_shapes(sizes)}
         names = {name: kind if dtype is None or name in kept else dtype for name, kind in own.items()}
     return plan_tensors(sizes, names)
 
@@ -207,7 +210,7 @@ def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
 
     if why := parity.obstacle(sizes):
         return f"logits not compared: {why}"
-    gap, largest = parity.logits_gap(source.path, folder)
+    gap, largest = parity.logits_gap(source.path, folder, sizes.head)
     if exact and not gap <= LOGITS * largest:
         raise ConfigError(
             f"{source.path}: its Megatron model's logits differ from those of transformers by {gap:.2e}; "

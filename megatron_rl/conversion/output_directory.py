@@ -4,18 +4,31 @@ files."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.config.base import ConfigError, refusing
+from transformers import AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from megatron_rl.config.base import ConfigError, read_object, refusing
+from megatron_rl.config.model import Head
 from megatron_rl.run import directory_lock
 from megatron_rl.run.atomic_files import push, push_tree
 
+# head -> {model_type: name of the class of transformers that has such a head}
+_CLASSES: dict[str, Mapping[str, str]] = {
+    "value": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+}
 SPARE = 1.02  # required free disk space, as a multiple of the tensors' size
 
 
@@ -104,3 +117,24 @@ def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json") and file.name not in keep:
                 shutil.copy2(file, target / file.name)
+
+
+def describe_head(folder: Path, head: Head | None) -> None:
+    """Makes the config.json of a written model name the class of transformers that loads the model with its head: a
+    token classifier for values, or a sequence classifier for scores. No-op without a head.
+
+    Both classes load the files of either head. transformers has no token classifiers of some families, whose values are
+    then loaded as a sequence classifier. A sequence classifier finds the last token of padded rows by `pad_token_id`.
+    """
+    if head is None:
+        return
+    file = folder / "config.json"
+    config = read_object(file)
+    names = [_CLASSES[kind].get(config["model_type"]) for kind in (head, "score")]
+    config |= {"architectures": [name for name in names if name][:1], "num_labels": 1}
+    config |= {"id2label": {"0": head}, "label2id": {head: 0}, "token_classification_bias": False}
+    if config.get("pad_token_id") is None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        config["pad_token_id"] = next((number for number in ids if number is not None), None)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

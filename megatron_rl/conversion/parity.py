@@ -10,9 +10,10 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.batches.packed_batch import pack
+from megatron_rl.config.model import Head
 from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.megatron import parallel, pipeline_pass
 from megatron_rl.megatron.attention import RotaryTable
@@ -37,21 +38,25 @@ def obstacle(sizes: Sizes) -> str | None:
     return None
 
 
-def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
+def logits_gap(checkpoint: Path, model: Path, head: Head | None) -> tuple[float, float]:
     """Compares the logits of a checkpoint in Megatron with the logits of a Hugging Face directory in transformers, for
-    one sequence of POSITIONS tokens. Returns (largest absolute difference of two logits, largest absolute logit).
+    one sequence of POSITIONS tokens. Returns (largest absolute difference of two logits, largest absolute logit). With
+    `head`, the outputs of the model's head are compared instead.
 
     Megatron-core loads the checkpoint and transformers loads the directory, both in float32, one after the other in
     this process.
     """
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference: Any = _transformers_class(head).from_pretrained(model, dtype=torch.float32)
     tokens = torch.arange(POSITIONS) * 7919 % reference.config.vocab_size
     with torch.no_grad():
-        theirs = reference(tokens[None]).logits[0]
+        if head is None:
+            theirs = reference(tokens[None]).logits[0]
+        else:  # the classifier itself would give the last token's output alone
+            theirs = reference.score(reference.model(tokens[None]).last_hidden_state)[0]
     del reference
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        ours = _logits(checkpoint, model, tokens)
+        ours = _logits(checkpoint, RoleConfig(model=Model(path=str(model)), head=head), tokens)
     finally:
         dist.destroy_process_group()
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
@@ -62,16 +67,21 @@ def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.T
     files."""
     from peft import PeftModel  # imported late: only this function needs peft
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = _transformers_class(sizes.head).from_pretrained(base, dtype=torch.float32, num_labels=sizes.outputs)
     merged: Any = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
     return by_expert(merged.merge_and_unload().state_dict(), sizes)
 
 
-def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the logits [POSITIONS, vocabulary] of the Megatron model that is loaded from `checkpoint`, on the CPU in
-    float32."""
+def _transformers_class(head: Head | None) -> Any:
+    """Returns the class of transformers for language models, or for models with a head."""
+    return AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
+
+
+def _logits(checkpoint: Path, role: RoleConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the logits [POSITIONS, vocabulary] of the Megatron model that is loaded from `checkpoint`, or the outputs
+    [POSITIONS, 1] of its head, on the CPU in float32."""
     groups = parallel.create(Layout())
-    policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
+    policy = MegatronPolicy(role, groups, trainable=False)
     policy.state.load(checkpoint)
     own = Rollout(
         role="model",
@@ -87,4 +97,4 @@ def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor
     )
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
-    return logits[0, :, : policy.arch.vocab].float().cpu()
+    return logits[0, :, : policy.arch.outputs].float().cpu()

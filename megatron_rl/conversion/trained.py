@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Model
-from megatron_rl.conversion.output_directory import copy_side_files, fresh
+from megatron_rl.conversion.output_directory import copy_side_files, describe_head, fresh
 from megatron_rl.megatron.export import WeightExport
 from megatron_rl.run import file_checksums, json_lines
 from megatron_rl.weights import hf_model
-from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
+from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter
 from megatron_rl.world import World
 
 
@@ -31,7 +31,7 @@ def export_model(
     failure: OSError | ConfigError | None = None
     if world.rank == 0:
         try:
-            _write(stream, export.planned(), model, target, shard_bytes)
+            _write(stream, export, model, target, shard_bytes)
         except (OSError, ConfigError) as error:
             failure = error
     for _ in stream:  # `weights` is collective: every rank must iterate to the end, also rank 0 after a failure
@@ -49,8 +49,9 @@ def export_model(
 
 
 def _write(
-    tensors: Iterable[tuple[str, Tensor]], planned: list[Planned], model: Model, target: Path, shard_bytes: int
+    tensors: Iterable[tuple[str, Tensor]], export: WeightExport, model: Model, target: Path, shard_bytes: int
 ) -> None:
+    planned = export.planned()
     with fresh(target, wanted_bytes=sum(tensor.nbytes for tensor in planned), replace=True) as folder:
         HfWriter(folder, planned, shard_bytes=shard_bytes).write_all(tensors)
         file_checksums.write_sums(folder)
@@ -59,3 +60,4 @@ def _write(
             copy_side_files(hf_model.local_directory(model.tokenizer), folder, keep=("config.json",))
         if model.chat_template:
             shutil.copyfile(model.chat_template, folder / "chat_template.jinja")
+        describe_head(folder, export.head)

@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 from torch import Tensor
 
 from megatron_rl.config.base import ConfigError, read_object, refusing
 from megatron_rl.config.files import read_yaml
+from megatron_rl.config.model import Head
 from megatron_rl.models import registry
-from megatron_rl.models.lora_targets import CONFIG
+from megatron_rl.models.blocks import OUTPUT, SCORE
+from megatron_rl.models.lora_targets import CONFIG, WEIGHTS
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import Checkpoints, damage, known_digests
 from megatron_rl.run.file_checksums import refuse, wrong, wrong_of
@@ -39,7 +42,28 @@ class WeightSource:
     def sizes(self) -> Sizes:
         """Returns the sizes of the model, such as the number of layers. Raises ConfigError if config.json is missing,
         is damaged, or describes an unknown architecture."""
-        return read_sizes(self.model)
+        return read_sizes(self.model).with_head(self.head)
+
+    @property
+    def head(self) -> Head | None:
+        """Returns what the model's head computes, or None if the weights are those of a language model.
+
+        The tensors tell whether there is a head. What it computes is told by the model's config.json, or by the run's
+        config.yaml; "value" if neither tells.
+        """
+        if self.checkpoint is not None:
+            has_head = self.checkpoint.shapes.get(OUTPUT, ((0, 0), None))[0][0] == 1
+        elif self.adapter is not None:
+            has_head = lora_adapters.HEAD in safetensors_headers.read_file(self.adapter / WEIGHTS)
+        else:
+            has_head = SCORE in self.shapes()
+        if not has_head:
+            return None
+        scores = [
+            name for name in read_object(self.model / "config.json").get("architectures") or () if "Sequence" in name
+        ]
+        told = _settings_of(self.adapter.parent if self.adapter else self.path).get("head")
+        return told if told in get_args(Head) else "score" if scores else "value"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor), loading one tensor at a time. If there is an adapter, it is merged
@@ -151,6 +175,19 @@ def roles(step: Path) -> list[str]:
     return sorted(file.parent.name for file in step.glob("*/.metadata"))
 
 
+def _settings_of(path: Path) -> Any:
+    """Returns the settings of a checkpoint's role (for SFT, of the run) in the run's config.yaml; an empty dict if no
+    config.yaml stands above `path`."""
+    config = _config_of(path)
+    tree = {} if config is None else read_yaml(config)
+    return tree.get("roles", {}).get(path.name) or tree
+
+
+def _config_of(path: Path) -> Path | None:
+    """Returns the config.yaml of the run to which `path` belongs, or None if no parent directory has one."""
+    return next((file for parent in path.resolve().parents if (file := parent / "config.yaml").is_file()), None)
+
+
 def _model_of(path: Path) -> Path:
     """Returns the directory with config.json and tokenizer for a role's checkpoint: the checkpoint itself if it has a
     config.json, otherwise the model from which the run started or the model that the run exported.
@@ -159,14 +196,14 @@ def _model_of(path: Path) -> Path:
     """
     if (path / "config.json").is_file():
         return path
-    config = next((file for parent in path.resolve().parents if (file := parent / "config.yaml").is_file()), None)
+    config = _config_of(path)
     if config is None:
         raise ConfigError(
             f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
         )
-    tree, lacks = read_yaml(config), f"{config} names no model of {path.name}"
+    lacks = f"{config} names no model of {path.name}"
     with refusing(lambda error: f"{lacks} ({error!r}): name it by --model", AttributeError, KeyError, TypeError):
-        started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
+        started = str(_settings_of(path)["model"]["path"])
     for place in (Path(started), config.parent / "models" / path.name, config.parent / "model"):
         if (place / "config.json").is_file():
             return place

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config.model import Head
 from megatron_rl.megatron.role_model import RoleModel
+from megatron_rl.models.blocks import OUTPUT
 from megatron_rl.models.lora_targets import adapted
 from megatron_rl.refit.transport import ParameterPart
 from megatron_rl.weights import lora_adapters, parameter_mapping, rank_layouts, tensor_copies
@@ -26,6 +28,11 @@ class WeightExport:
 
     def __init__(self, model: RoleModel) -> None:
         self._model = model
+
+    @property
+    def head(self) -> Head | None:
+        """The head that the model has in place of an output layer, or None. Not collective."""
+        return self._model.role.head
 
     @property
     def trainer_layout(self) -> TrainerLayout:
@@ -81,13 +88,13 @@ class WeightExport:
         return _gathered(self.planned(), holdings, read, model.groups.control, everywhere=everywhere)
 
     def adapter(self, *, everywhere: bool = True) -> dict[str, Tensor]:
-        """Returns the role's whole LoRA adapter as {peft name: CPU tensor}, on every rank, or only on rank 0 if not
-        `everywhere`. Returns an empty dict on the other ranks, and on all ranks if the role has no adapter (`role.lora`
-        is unset)."""
+        """Returns the role's whole LoRA adapter, and its head if it has one, as {peft name: CPU tensor}, on every rank,
+        or only on rank 0 if not `everywhere`. Returns an empty dict on the other ranks, and on all ranks if the role
+        has no adapter (`role.lora` is unset)."""
         model, lora = self._model, self._model.role.lora
         if model.adapters is None or lora is None:
             return {}
-        dtype, named = getattr(torch, model.role.model.dtype), model.adapters.named
+        dtype, named = getattr(torch, model.role.model.dtype), model.adapters.named | model.head()
         planned = [Planned(name, shape, dtype) for name, shape in lora_adapters.shapes(model.arch, lora).items()]
 
         def read(name: str, rect: Rect) -> Tensor:
@@ -109,6 +116,9 @@ class WeightExport:
             for rank in range(layout.tp):
                 held = ((n, lora_adapters.held(arch, n, Shard(layout.tp, rank), lora.rank)[1]) for n in names)
                 yield Holding((stage * layout.tp * layout.dp + rank,), [(n, r) for n, rects in held for r in rects])
+        if self.head is not None:
+            rect = Rect(lora_adapters.HEAD, 0, 0, arch.outputs, arch.hidden, 0, 0)
+            yield Holding(((layout.pp - 1) * layout.tp * layout.dp,), [(OUTPUT, rect)])
 
     def write_adapter(self, directory: Path) -> None:
         """Writes the role's LoRA adapter to `directory` in peft's format. Only the first rank writes. No-op if the role

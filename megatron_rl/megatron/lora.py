@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,9 +169,10 @@ class RoleAdapters:
         for layer, own in self._layers:
             layer.lora = own
 
-    def fill(self, seed: int) -> None:
-        """Sets the initial values of the adapters. They are loaded from the directory `lora.path` if it is set.
-        Otherwise A is initialized randomly and B stays zero.
+    def fill(self, seed: int, head: Iterable[torch.nn.Parameter]) -> None:
+        """Sets the initial values of the adapters. They are loaded from the directory `lora.path` if it is set, and so
+        is the `head`, this rank's weight of the model's head if it has one. Otherwise A is initialized randomly, B
+        stays zero, and the head is unchanged.
 
         The random values do not depend on the layout. Raises ConfigError if the loaded adapter does not match the
         settings or the model.
@@ -187,6 +188,9 @@ class RoleAdapters:
                 whole = lora_adapters.held(self._sizes, name, parameter_mapping.WHOLE, rank)[0]
                 drawn = {rects[0].tensor: _draw(whole, self._settings, f"{seed}/{name}")}
                 tensor_copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
+        if found is not None:
+            for weight in head:
+                weight.data.copy_(found[lora_adapters.HEAD])
 
     def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
         """Returns the LoRA delta alpha / r * B A for one rectangle of this rank's base parameter `name`, in float32.

@@ -70,12 +70,12 @@ class RoleModel:
             else:
                 self.config, self._model = base.config, base._model
                 vars(self.config).update(dict.fromkeys(_OF_ROLE))
+            self.chunks: list[Any] = list(self._model)
             self.adapters: lora.RoleAdapters | None = None
             if role.lora is not None:
                 cores = [models.unwrap(chunk) for chunk in self._model]
                 self.adapters = lora.RoleAdapters(cores, self.arch, role.lora, groups.shard)
-                self.adapters.fill(seed)
-            self.chunks: list[Any] = list(self._model)
+                self.adapters.fill(seed, self.head().values())
             if trainable:
                 sums = models.uses_fused_sums(role.model)
                 self.chunks = optimizer.wrap(

@@ -95,7 +95,7 @@ class Family:
         wanted = ["experts", "expert_ffn"] if self.has_experts else []
         wanted += ["shared_ffn"] if self.has_shared_expert else []
         wanted += ["num_layers", "hidden", "heads", "ffn", "vocab"]
-        found = {field: int(config[self.key(field, config)]) for field in wanted}
+        found: dict[str, Any] = {field: int(config[self.key(field, config)]) for field in wanted}
         return Sizes(
             family=self.model_type,
             kv_heads=int(config.get(self.keys["kv_heads"]) or found["heads"]),

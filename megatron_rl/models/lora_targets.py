@@ -37,6 +37,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "modules_to_save": (None, [], ["score"]),  # the head of a critic or reward model
 }
 _OFF = (None, False, [], {})
 

@@ -205,9 +205,6 @@ def _head_problems(role: RoleConfig) -> Iterator[str]:
     place = f"head = {role.head!r} with"
     reasons = {
         "policy = 'none': the trainer computes what a head puts out; set policy to own": role.policy == "none",
-        f"same_as = {role.same_as!r}: that role's model has no such head; give this role a model of its own": (
-            role.same_as is not None
-        ),
         "endpoint: a model with a head generates no text; leave endpoint out": role.endpoint is not None,
         "tandem: a model with a head generates no text; leave tandem out": role.tandem is not None,
         "router_replay = true: an engine's choices are those of another model's experts; set it to false": (

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_rl.config.base import read_object, refuse, refusing
 from megatron_rl.config.schema import Lora
+from megatron_rl.models.blocks import EMBEDDING, SCORE
 from megatron_rl.models.lora_targets import (
     CONFIG,
     WEIGHTS,
@@ -46,6 +47,7 @@ _MODULE = "lora"  # name of the submodule of a Megatron linear layer that holds 
 _ODD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of the LoRA matrix A or B in this package -> name in peft
 _PREFIX = "base_model.model."  # prefix of module names in peft
+HEAD = f"{_PREFIX}{SCORE}"  # peft's name of the weight of a trained head
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
 # matches a tensor name of peft; the group is the name of the matrix
 _MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")
@@ -72,14 +74,16 @@ def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
 
 
 def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
-    """Returns {peft's tensor name: (rows, columns)} of all LoRA matrices of the whole model."""
+    """Returns {peft's tensor name: (rows, columns)} of all LoRA matrices of the whole model, and of its head if the
+    model has one, which is trained with the adapters."""
     names = (
         parameter_name(layer, found.name, part)
         for layer in range(sizes.num_layers)
         for found in adapted(sizes, layer, lora)
         for part in PARTS
     )
-    return {source.name: (source.rows, source.columns) for source in (_find(sizes, n, lora.rank)[1] for n in names)}
+    found = {source.name: (source.rows, source.columns) for source in (_find(sizes, n, lora.rank)[1] for n in names)}
+    return found if sizes.head is None else found | {HEAD: (sizes.outputs, sizes.hidden)}
 
 
 def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
@@ -134,7 +138,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str,
     partial.replace(directory / WEIGHTS)
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if HEAD in tensors else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -144,7 +148,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str,
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if HEAD in tensors else None,
         "use_dora": False,
         "use_rslora": False,
     }
@@ -230,14 +234,19 @@ def difference(directory: Path, own: Lora | None, path: str | Path) -> str | Non
 def merged(
     tensors: Iterator[tuple[str, Tensor]], sizes: Sizes, lora: Lora, adapter: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the base model's (Hugging Face name, tensor) with the adapter merged: W + alpha / r B A, in W's dtype."""
+    """Yields the base model's (Hugging Face name, tensor) with the adapter merged: W + alpha / r B A, in W's dtype. A
+    head that was trained with the adapter comes last, in place of the base model's head.
+    """
     pairs = {}
     for layer in range(sizes.num_layers):
         for found in adapted(sizes, layer, lora):
             names = (_peft_name(layer, found, part) for part in PARTS)
             pairs[f"{HF_LAYER.format(layer)}{found.module}.weight"] = tuple(adapter[name].float() for name in names)
-    scale = lora.alpha / lora.rank
+    scale, kind = lora.alpha / lora.rank, None
     for name, tensor in tensors:
+        kind = tensor.dtype if name == EMBEDDING else kind
+        if name == SCORE and HEAD in adapter:
+            continue
         if name not in pairs:
             yield name, tensor
             continue
@@ -247,6 +256,8 @@ def merged(
             part.copy_(part.float() + scale * (b[row : row + len(part)] @ a))
             row += len(part)
         yield name, whole
+    if HEAD in adapter:
+        yield SCORE, adapter[HEAD].to(kind)
 
 
 def _peft_name(layer: int, projection: Projection, part: str) -> str:

@@ -36,7 +36,6 @@ PLAIN = ("roles.verifier.loss.kl_clamp=null", "roles.verifier.loss.entropy_coef=
         (["head=value", "policy=none"], "head = 'value' with policy = 'none': the trainer computes"),
         (["head=score", "tandem={}"], "head = 'score' with tandem: a model with a head generates no text"),
         (["head=value", "router_replay=true"], "head = 'value' with router_replay = true: an engine's choices"),
-        (["head=value", "same_as=generator"], "head = 'value' with same_as = 'generator': that role's model has no"),
         (["head=value", "loss.kl_coef=0.1"], "head = 'value' with loss.kl_coef = 0.1: a value loss reads value_clip"),
         (["head=value", "loss.objective=gspo"], "with loss.objective = 'gspo': a value loss reads value_clip"),
         (["loss.value_clip=0.2"], "loss.value_clip = 0.2 without head: only a value loss reads it; leave it out"),
@@ -46,6 +45,11 @@ def test_settings_that_contradict_a_head_are_refused(changes, says):
     config = load(TrainConfig, [EXAMPLE], [*PLAIN, *(f"roles.verifier.{one}" for one in changes)])
     found = "\n".join(role_problems(config.roles["verifier"]))
     assert says in found and found.count("\n") == 0, found
+
+
+def test_a_head_needs_a_model_of_its_own():
+    with pytest.raises(ConfigError, match=r"roles.verifier.head = 'value' with same_as = 'generator': a head needs"):
+        load(TrainConfig, [EXAMPLE], ["roles.verifier.head=value", "roles.verifier.same_as=generator"])
 
 
 def test_a_role_with_a_head_has_no_engine_and_no_correction():

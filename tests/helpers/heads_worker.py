@@ -1,0 +1,98 @@
+"""Runs on every rank: policies with a head are saved under one layout, loaded under another, and exported.
+
+`heads_worker.py OUT FOLDER`: FOLDER/model is a language model; what is written goes to FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts_worker import DECAY, LR, learn, make_loss, make_rollouts, values_of, work_of, world
+from safetensors.torch import save_file
+
+from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
+from megatron_rl.conversion.trained import export_model
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+
+FIRST, SECOND = {"pp": 2}, {"tp": 2, "sequence_parallel": True}
+
+
+def make_policy(path: Path, layout: dict[str, Any], head: str, lora: Lora | None = None, **model: Any):
+    role = RoleConfig(
+        model=Model(path=str(path), **model),
+        head=head,
+        layout=Layout(**layout),
+        optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4),
+        loss=LossConfig(value_clip=0.3),
+        micro_batch_tokens=60,
+        lora=lora,
+    )
+    return MegatronPolicy(role, parallel.create(role.layout))
+
+
+def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[str, float]:
+    """One update, a checkpoint, another layout, another update on both sides, and an export of the second."""
+    name = f"{head}_lora" if lora else head
+    own = make_policy(folder / "model", FIRST, head, lora, **model)
+    loss, rollouts, _ = make_loss("value", make_rollouts(own.arch.vocab))
+    start = {name: tensor.clone() for name, tensor in own.export.weights()}
+    first = learn(own, rollouts, loss, each=3)
+    checkpoint = folder / f"checkpoint_{name}"
+    if world().rank == 0:
+        checkpoint.mkdir()
+    dist.barrier()
+    own.state.save(checkpoint)
+    other = make_policy(folder / "model", SECOND, head, lora, **model)
+    new = {name: tensor.clone() for name, tensor in other.export.weights()}
+    other.state.load(checkpoint)
+    a, b = learn(own, rollouts, loss), learn(other, rollouts, loss)
+    ours, theirs = dict(own.export.weights()), dict(other.export.weights())
+    export_model(world(), other.export, other.role.model, folder / name)
+    other.export.write_adapter(folder / f"adapter_{name}")
+    work, index = work_of(other, rollouts, loss)
+    values = values_of(other, work, index)
+    if world().rank == 0:
+        save_file({"values": values}, folder / f"values_{name}.safetensors")
+    moved = {name: (ours[name] - start[name]).abs().max().item() for name in ours}
+    return {
+        "start": max((start[name] - new[name]).abs().max().item() for name in new),
+        "weights": max((ours[name] - theirs[name]).abs().max().item() for name in ours),
+        "metrics": max(abs(a[n] - b[n]) for n in ("loss", "grad_norm", "value", "value_error", "value_clip_frac")),
+        "head": moved["score.weight"],
+        "least": min(moved.values()),
+        "norms": max(gap for name, gap in moved.items() if "norm" in name),
+        "largest_head": start["score.weight"].abs().max().item(),
+        "steps": first["optimizer_steps"],
+    }
+
+
+def main() -> None:
+    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    lora = Lora(rank=3, alpha=7.0)
+    answers = {
+        "value": crossing(folder, "value", None),
+        "value_lora": crossing(folder, "value", lora),
+        "score": crossing(folder, "score", None, dtype="bfloat16"),
+    }
+    dist.barrier()
+    # the adapter that was written begins another run, on one layout's ranks, with the same values
+    told = Lora(rank=3, alpha=7.0, path=str(folder / "adapter_value_lora"))
+    again = make_policy(folder / "model", FIRST, "value", told)
+    loss, rollouts, _ = make_loss("value", make_rollouts(again.arch.vocab))
+    work, index = work_of(again, rollouts, loss)
+    save_file({"values": values_of(again, work, index)}, folder / f"again_{world().rank}.safetensors")
+    out.write_text(json.dumps(answers))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
