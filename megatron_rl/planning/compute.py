@@ -138,7 +138,7 @@ def pass_seconds(
         layers += recomputed_seconds(actor, cluster, batch, tokens, recompute)
     # how often the output layer's time is counted: the backward pass computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
-    rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.vocab / parallel.tp  # logits of this rank
+    rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.outputs / parallel.tp  # logits of this rank
     device = cluster.device
     # computing log-probs reads or writes the float32 logits about six times
     head = rows * 2 * shape.sizes.hidden / (device.flops * device.dense_share) + rows * 4 * 6 / (device.hbm * HBM_SHARE)

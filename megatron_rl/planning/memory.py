@@ -276,10 +276,12 @@ def workspace(actor: Actor, load: MicroBatchLoad) -> float:
     """Returns the bytes of the output layer's backward pass, which needs more memory than its forward pass.
 
     The bytes consist of chunks of log-probs, their gradient, and the weight's gradient. A frozen weight has no
-    gradient.
+    gradient. A head computes in float32: the bytes are those of the hidden states and their gradient.
     """
     shape, parallel, numbers, lora = actor
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
+    if shape.sizes.head is not None:
+        return 2 * 4 * tokens * shape.sizes.hidden
     chunk = min(rows * tokens, CHUNK)
     gradient = rows * shape.sizes.hidden * (4 + 2 * numbers.width) if lora is None else 0.0
     return chunk * (4 + 4 + numbers.width) + gradient + numbers.width * tokens * shape.sizes.hidden

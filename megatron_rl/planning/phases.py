@@ -89,8 +89,9 @@ def plan_iteration(
     `engines`: role -> engines that generate the role's answers.
     """
     roles = case.roles
-    # a role whose answers come from an endpoint has no cost, because the endpoint's hardware is unknown
-    own = [draw for draw in work.draws if roles[draw.role].endpoint is None]
+    # a role whose answers come from an endpoint has no cost, because the endpoint's hardware is unknown; a role with a
+    # head generates nothing, and its samples are those of another role
+    own = [draw for draw in work.draws if roles[draw.role].endpoint is None and roles[draw.role].head is None]
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in own}
     phases = _generation(case, work, costs)
     reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
@@ -110,6 +111,7 @@ def plan_iteration(
             actors[name], engines[name], case.cluster, place=place, adapter=served and actors[name].lora is not None
         )
         for name in trained
+        if roles[name].head is None
     ]
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
@@ -119,7 +121,7 @@ def plan_iteration(
     return IterationPlan(
         role=work.role, times=work.times, phases=phases,
         hidden=min(drawn, sum(phases.values()) - drawn) if ahead else 0.0,
-        generated=sum(d.samples * d.written for d in work.draws),
+        generated=sum(d.samples * d.written for d in work.draws if roles[d.role].head is None),
         trained=sum(d.samples * d.length for d in work.trained),
         flops=sum(flops), sent=sum(refit.sent for refit in refits),
         rows={name: cost.rows for name, cost in costs.items()},
@@ -220,9 +222,11 @@ def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: 
     forward = sum(compute.pass_seconds(actor, cluster, batch, backward=False) for batch in batches)
     weights = actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage))
     phases: dict[str, float] = {}
-    if role.loss.kl_coef > 0:
+    if role.head is not None:
+        phases["values"] = forward
+    elif role.loss.kl_coef > 0:
         phases["reference log-probs"] = forward + 4 * weights / HOST
-    if steps > 1:
+    if steps > 1 and role.head is None:
         phases["old log-probs"] = forward
     again, each = memory.recomputed(role.model), [batch_of(role, draw, -(-draw.samples // steps)) for draw in draws]
     passed = [compute.pass_seconds(actor, cluster, batch, backward=True, recompute=again) for batch in each]

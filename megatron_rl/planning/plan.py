@@ -248,7 +248,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     """Estimates the memory of a role on the trainer's ranks. `draws`: role -> the role's samples in an iteration.
     `trained`: False for a role that generates but is never trained, and so holds only its weights."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
-    reference = role.loss.kl_coef > 0
+    reference = role.loss.kl_coef > 0 and role.head is None
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
     held = memory.worst(actor, micro, reference=reference)
@@ -259,7 +259,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     if not trained:
         held, reference = TrainingBytes(weights=held.weights), False
     embedded, cache = 0.0, 0.0
-    if isinstance(engine, Embedded):
+    if isinstance(engine, Embedded) and role.head is None:
         embedded = float(numbers.width * counting.total(shape)) * writers_of(role)
         tokens = max(
             min(engine.max_batch, -(-(draws[other].samples if other in draws else 1) // parallel.world))

@@ -246,7 +246,8 @@ def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str
     """
     sources = {name: role.model.path for name, role in roles.items()}
     sources |= dict(_split("--shape", "ROLE=SOURCE", word, roles) for word in given)
-    return {name: read_shape(source) for name, source in sources.items()}
+    shapes = {name: read_shape(source) for name, source in sources.items()}
+    return {name: replace(own, sizes=own.sizes.with_head(roles[name].head)) for name, own in shapes.items()}
 
 
 def guess_notes(models: Mapping[str, Shape]) -> list[str]:

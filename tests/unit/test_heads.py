@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from plan_cases import case_of
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_scored
 
@@ -20,6 +21,7 @@ from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, Lora, LossConfig, Model, RoleConfig, TrainConfig
 from megatron_rl.models.lora_targets import owners
 from megatron_rl.models.shape import read_shape
+from megatron_rl.planning import plan as plans
 from megatron_rl.spec.checks import role_problems
 from megatron_rl.spec.resolve import engine_of, roles_of
 from megatron_rl.types import Author, Rollout, spans_of
@@ -75,6 +77,18 @@ def test_a_head_takes_the_place_of_the_output_layer_in_counts(tmp_path):
     assert flops.of_token(scored) == replace(flops.of_token(shape), head=2.0 * 64)
     model = shape.sizes.with_head(None)
     assert model is shape.sizes
+
+
+def test_a_plan_counts_no_vocabulary_engine_or_reference_of_a_head():
+    plain = plans.make(case_of(load(TrainConfig, [EXAMPLE], PLAIN), "4x8xA100-80"))
+    made = plans.make(case_of(load(TrainConfig, [EXAMPLE], [*PLAIN, "roles.verifier.head=value"]), "4x8xA100-80"))
+    assert [server.role for server in made.servers] == ["generator"] != [server.role for server in plain.servers]
+    role, other = made.roles[1].training, plain.roles[1].training
+    assert role.swapped == 0 < other.swapped and role.workspace < other.workspace and role.weights < other.weights
+    [own] = [iteration for iteration in made.iterations if iteration.role == "verifier"]
+    [was] = [iteration for iteration in plain.iterations if iteration.role == "verifier"]
+    assert "values" in own.phases and not {"rollout verifier", "reference log-probs"} & own.phases.keys()
+    assert own.sent == 0 < was.sent and own.flops < was.flops and own.generated < was.generated
 
 
 def test_a_bias_of_a_head_is_refused_and_a_bias_of_0_is_not(tmp_path):
