@@ -1,5 +1,5 @@
 """Roles with a head (critics, reward models): their settings, sizes, files and loss. tests/multi/test_layouts.py and
-test_heads.py there compare the model with transformers."""
+test_heads.py of that folder compare the model with transformers."""
 
 from __future__ import annotations
 
