@@ -42,11 +42,12 @@ def unlike(new: Any, kept: Any, place: str = "", *, bar: float = SAME) -> Iterat
 
 def changes(folder: Path) -> Iterator[str]:
     """Names what is different from tests/oracles in what was written anew."""
-    for name, bar in (("trl_losses.json", SAME), ("trl_run/record.json", 1e-5), ("verl_ppo.json", SAME)):
+    files = {"trl_losses.json": SAME, "trl_preferences.json": SAME, "verl_ppo.json": SAME}
+    for name, bar in (files | {f"{run}/record.json": 1e-5 for run in ("trl_run", "trl_dpo_run")}).items():
         new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
         yield from unlike(new, kept, name, bar=bar)
-    for name in ("model/model", "after_1", "after_2"):
-        path = f"trl_run/{name}.safetensors"
+    for name in ("trl_run/model/model", "trl_run/after_1", "trl_run/after_2", "trl_dpo_run/after"):
+        path = f"{name}.safetensors"
         new, kept = (load_file(base / path) for base in (folder, oracles.FOLDER))
         for key in kept:
             apart = (new[key] - kept[key]).abs().max().item()
