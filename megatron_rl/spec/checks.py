@@ -381,7 +381,22 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found += _said(recipe.check, spec)
     for name, role in spec.roles.items():
         found += _said(loss_of, role, place=f"roles.{name}: ")
+    found += [] if found else _pair_problems(spec)
     return found or [*_signal_problems(spec)]
+
+
+def _pair_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields an error message for each trained role whose loss compares pairs that the recipe does not give, and for
+    each role whose recipe gives pairs that the loss does not compare."""
+    for name, part in spec.recipe.roles().items():
+        compares, place = "pairs" in loss_of(spec.roles[name]).needs, f"roles.{name}.loss.objective = "
+        if part.trained and compares and not part.paired:
+            yield (
+                f"{place}{spec.roles[name].loss.objective!r} compares pairs, and this recipe gives none: take "
+                "megatron_rl.recipes.online_dpo:OnlineDpo, or another objective"
+            )
+        if part.paired and not compares:
+            yield f"{place}{spec.roles[name].loss.objective!r}: this recipe gives pairs; take dpo, ipo or simpo"
 
 
 def _signal_problems(spec: RunSpec) -> Iterator[str]:

@@ -156,6 +156,8 @@ class RecipeRole:
     # the setting `head` that the role must have: "value" for a critic, "score" for a reward model, None for a role that
     # generates text
     head: Literal["value", "score"] | None = None
+    # True if `credit` returns preference pairs for this role: two rollouts per group, the preferred one first
+    paired: bool = False
 
 
 class Recipe(ABC):

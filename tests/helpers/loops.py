@@ -95,9 +95,9 @@ def _collector(recipe, context, progress, store, *, data, states, replay, max_st
 
 def make(template, log, directory, **own):
     """The parts of a run; `directory` holds its store of iterations. `own`: grade, policy, state (of a checkpoint),
-    stop_after, world, recipe, replay (a directory), max_staleness, and fields of Trainee.
+    stop_after, world, recipe, replay (a directory), max_staleness, loss (its settings), and fields of Trainee.
     """
-    parts = {"grade": right, "world": OneProcess(), "max_staleness": 0}
+    parts = {"grade": right, "world": OneProcess(), "max_staleness": 0, "loss": LossConfig(kl_coef=0.0)}
     parts |= dict.fromkeys(("policy", "state", "stop_after", "recipe", "replay"))
     settings = {name: value for name, value in own.items() if name not in parts}
     parts |= {name: value for name, value in own.items() if name in parts}
@@ -113,7 +113,7 @@ def make(template, log, directory, **own):
         grade=parts["grade"],
         seed=3,
     )
-    loss = PolicyLoss(LossConfig(kl_coef=0.0))
+    loss = PolicyLoss(parts["loss"])
     trainee = Trainee(policy=policy, loss=loss, refit=streaming(policy, engine), **settings)
     progress = loop.Progress(**state.get("progress", {}))
     collector = None

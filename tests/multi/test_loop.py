@@ -2,6 +2,7 @@
 refusals."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from megatron_rl.config.schema import (
     Use,
 )
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.online_dpo import OnlineDpo
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.session import builders
 from megatron_rl.session import train as session
@@ -60,6 +62,18 @@ def test_grpo_learns_the_table(template, tmp_path):
     assert metrics[0]["generator/accuracy_sampled"] < 0.5 < metrics[1]["generator/accuracy_sampled"]
     assert progress.updates == {"generator": 25 - int(sum(log.series("skipped")))} and progress.number == 25
     assert set(log.series("version_lag")) == {0.0} and max(log.series("engine_gap")) < 1e-5
+
+
+def test_online_dpo_trains_on_the_best_and_the_worst_of_each_group(template, tmp_path):
+    log, recipe = Log(), OnlineDpo(updates=12, group_size=4, template=template)
+    setup, progress = make(
+        template, log, tmp_path / "iterations", recipe=recipe, loss=LossConfig(objective="dpo", kl_coef=0.0)
+    )
+    assert loop.train(setup, loop.Plan(iterations=12, preflight=None), progress)
+    outcomes, alike = log.series("outcome_of_all"), log.series("alike")
+    assert np.mean(outcomes[:3]) + 0.3 < np.mean(outcomes[-3:]) and 0 < alike[0] < 1
+    assert max(log.series("rewards/margins")) > 0 and log.series("reward/outcome")[0] == 0.5  # a 1 and a 0 in each pair
+    assert log.series("loss")[0] == pytest.approx(math.log(2), rel=1e-5)  # the policy is its own reference
 
 
 def test_a_run_says_what_takes_time(template, tmp_path):

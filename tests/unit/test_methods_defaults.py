@@ -93,6 +93,7 @@ RECIPES = {
     "Entailment": {"group_size": 8},
     "Grpo": {"group_size": 5, "estimator": "grpo"},
     "Tandem": {"group_size": 8},  # 2606.28166
+    "OnlineDpo": {"group_size": 2},  # 2402.04792
 }  # fmt: skip
 NUMBERS = {
     (estimators, "EPSILON"): 1e-6,  # beside a standard deviation: Tango's release and verl

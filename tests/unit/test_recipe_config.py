@@ -11,6 +11,7 @@ from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 
 TANDEM = "roles.generator.tandem={}"
 HINTS = "recipe.args.hints={field: proof}"
+DPO = "roles.generator.loss.objective=dpo"
 CASES = [
     (
         "recipes.dapo:Dapo", ["recipe.args.overlong.cache=51"],
@@ -37,9 +38,14 @@ CASES = [
     ("contrib.entailment:Entailment", ["data.fields={response: x}"], "data.fields.principle"),
     ("contrib.rubric:Rubric", ["recipe.args.labels=math:pi"], "'math:pi' is a float: name a function"),
     ("recipes.tango:Tango", ["recipe.args={step_labels: 'math:pi'}"], "'math:pi' is a float: name a function"),
+    ("recipes.grpo:Grpo", ["roles.generator.loss.objective=dpo"], "'dpo' compares pairs, and this recipe gives none"),
+    ("recipes.online_dpo:OnlineDpo", [], "loss.objective = 'clipped': this recipe gives pairs; take dpo"),
+    ("recipes.online_dpo:OnlineDpo", [DPO, "recipe.args.estimator=rloo"], "'rloo': pairs need no estimator"),
+    ("recipes.online_dpo:OnlineDpo", [DPO, "recipe.args.group_size=1"], "recipe.args.group_size = 1"),
     ("recipes.grpo:Grpo", ["recipe.args.estimator=math:pi"], "'math:pi' is a float: name a function"),
 ]  # fmt: skip
 ACCEPTED = [
+    ("recipes.online_dpo:OnlineDpo", [DPO]),
     ("recipes.dapo:Dapo", ["recipe.args.overlong.cache=50", "evaluation.prompts.path=y"]),
     ("recipes.dapo:Dapo", [HINTS, "data.fields={proof: x}", "evaluation.prompts.path=y"]),
     ("recipes.dapo:Dapo", [HINTS, "roles.generator.data={path: y, fields: {proof: x}}"]),
