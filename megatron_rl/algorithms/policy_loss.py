@@ -23,6 +23,9 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 
+GIVEN_REFERENCE = "reference_logprobs"  # key in Rollout.values of log-probs under the reference, [T] float32
+
+
 class PolicyLoss:
     """The loss of a policy: an objective named in the config, corrected for the difference between trainer and engine,
     with an optional KL penalty to a frozen reference and an entropy bonus.
@@ -31,7 +34,10 @@ class PolicyLoss:
     uses_advantages: bool
     needs: frozenset[str]
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, config: LossConfig, *, given_reference: bool = False) -> None:
+        """`given_reference`: the rollouts have the reference's log-probs in their values (GIVEN_REFERENCE), so that the
+        trainer need not compute them.
+        """
         self.config = config
         self._args = dict(config.objective_args)
         if config.objective == "clipped":
@@ -44,6 +50,8 @@ class PolicyLoss:
             )
         self.uses_advantages = self._objective.uses_advantages
         self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
+        if given_reference and "reference" in self.needs:
+            self.needs = self.needs - {"reference"} | {GIVEN_REFERENCE}
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
         """Returns the loss weights of an optimizer step's rollouts, [S] float32, and the denominator of the summed
@@ -133,6 +141,8 @@ class PolicyLoss:
         which is correct only for a batch without trained tokens. Raises ValueError if a batch with a trained token has
         no reference.
         """
+        if GIVEN_REFERENCE in self.needs:
+            batch = replace(batch, reference_logprobs=batch.values[GIVEN_REFERENCE])
         if "reference" in self.needs and batch.reference_logprobs is None:
             if batch.mask.any():
                 raise ValueError(

@@ -10,10 +10,12 @@ import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.policy_loss import GIVEN_REFERENCE, PolicyLoss
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config.schema import ConfigError, SftData
@@ -33,6 +35,7 @@ from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import World
 
 Row = list[Rollout]  # the rollouts of one row of the data: one, or the two of a pair
+REFERENCE_CHUNK = 4096  # number of rollouts whose reference log-probs are computed in one pass
 OF_ENGINES = ("ratio", "engine_gap", "engine_kl")  # metrics of a loss that compare the trainer with an engine
 
 
@@ -94,8 +97,12 @@ def _train(
     """
     own, validates, todo = plan
     steps, role = todo.stop, spec.roles["model"]
-    loss, speed = loss_of(role), peak_flops(spec.run, role.model.dtype)
+    given, speed = spec.loss.precompute_ref_log_probs, peak_flops(spec.run, role.model.dtype)
+    loss = PolicyLoss(role.loss, given_reference=given)
     trainee = Trainee(policy=policy, loss=loss, peak_flops=speed)
+    if given:
+        with driver.watch("reference_logprobs"):
+            with_reference(world, policy, own, driver.directory.path / "reference_logprobs.npz")
 
     def with_kl(rollouts: list[Rollout] | None) -> list[Rollout] | None:
         return _with_kl(world, policy, rollouts, spec.data.max_tokens) if "kl" in loss.needs else rollouts
@@ -118,6 +125,37 @@ def _train(
         if leave and not last:
             return False
     return True
+
+
+def with_reference(world: World, policy: MegatronPolicy, own: tuple[list[Row], list[Row]] | None, place: Path) -> None:
+    """Adds the reference's log-probs to the driver's training and validation rows, as the value GIVEN_REFERENCE of each
+    token. They are computed once, and read from the file `place` in the run directory by later starts of the run.
+    Called by every rank.
+    """
+    rows = [] if own is None else [*own[0], *own[1]]
+    rollouts, known = [one for row in rows for one in row], list[np.ndarray]()
+    digest = _digest(rows)
+
+    def missing() -> int:
+        if place.exists():
+            with np.load(place) as kept:
+                known.extend([kept["logprobs"]] if str(kept["digest"]) == digest else [])
+        return 0 if known else len(rollouts)
+
+    count, found = world.from_driver(missing), list[np.ndarray]()
+    for start in range(0, count, REFERENCE_CHUNK):
+        part = None if own is None else rollouts[start : start + REFERENCE_CHUNK]
+        found += policy_logprobs(world, policy, part, reference=True) or []
+    if own is None:
+        return
+    if not known:
+        known.append(np.concatenate(found))
+        partial = place.with_name(f".{place.name}")
+        np.savez(partial, digest=digest, logprobs=known[0])
+        partial.replace(place)
+    values = iter(np.split(known[0], np.cumsum([len(one.tokens) for one in rollouts])[:-1]))
+    for row in rows:
+        row[:] = [dataclasses.replace(one, values={**one.values, GIVEN_REFERENCE: next(values)}) for one in row]
 
 
 def _with_kl(
@@ -180,12 +218,17 @@ def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> d
     sha256, under the key "rows of SETTING"."""
     told = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
-        digest = hashlib.sha256()
-        for one in (rollout for row in rows for rollout in row):
-            digest.update(one.tokens.tobytes() + one.trainable.tobytes())
-            digest.update(b"" if one.advantages is None else np.float64(one.advantages).tobytes())
-        told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": digest.hexdigest()}
+        told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": _digest(rows)}
     return told
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """Returns the sha256 of the rows' tokens, trained positions and advantages."""
+    digest = hashlib.sha256()
+    for one in (rollout for row in rows for rollout in row):
+        digest.update(one.tokens.tobytes() + one.trainable.tobytes())
+        digest.update(b"" if one.advantages is None else np.float64(one.advantages).tobytes())
+    return digest.hexdigest()
 
 
 def samples_of(samples: Sequence[Row], step: int, spec: SftSpec) -> list[Rollout]:

@@ -104,6 +104,9 @@ class SftLoss:
     # label. a_lol, rwr: responses with a reward. Or any other objective of algorithms/objectives.py, or module:name.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
+    # Compute the reference's log-probs of all rows once, before the first step, and keep them in the run directory.
+    # false: compute them before each step. Saves time if rows are trained on more than once.
+    precompute_ref_log_probs: bool = False
 
 
 @config

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import Embedded, Servers
@@ -248,7 +249,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     """Estimates the memory of a role on the trainer's ranks. `draws`: role -> the role's samples in an iteration.
     `trained`: False for a role that generates but is never trained, and so holds only its weights."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
-    reference = role.loss.kl_coef > 0 and role.head is None
+    reference = "reference" in loss_of(role).needs
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
     held = memory.worst(actor, micro, reference=reference)

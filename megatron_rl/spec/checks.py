@@ -229,6 +229,11 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
             f"micro_batch_tokens = {role.micro_batch_tokens} is less than {what}data.max_tokens = "
             f"{spec.data.max_tokens}: one pair would not fit; raise micro_batch_tokens or lower data.max_tokens"
         )
+    if spec.loss.precompute_ref_log_probs and needs and "reference" not in needs:
+        yield (
+            f"loss.precompute_ref_log_probs = true with loss.objective = {role.loss.objective!r}, which reads no "
+            "reference: set it to false"
+        )
     if others := sorted({*values_needed(needs)} - {"kl"}):
         yield (
             f"loss.objective = {role.loss.objective!r} reads {', '.join(others)}, which rows of data do not have: it "

@@ -78,7 +78,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         "cluster": ClusterSpec(ranks=ranks, launch=config.launch, job=config.job),
     }
     if isinstance(config, SftConfig):
-        own = ("data", "samples_per_step", "steps", "epochs", "validate_every")
+        own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
     recipe, rollout_recipe, problems = None, None, list[str]()
     try:

@@ -16,7 +16,7 @@ from megatron_rl.config.engines import Embedded, RefitConfig, Rollouts, Servers
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, Reward
 from megatron_rl.config.model import Model, RoleConfig
 from megatron_rl.config.run import JobConfig, Launch, Preflight, Run, Sinks
-from megatron_rl.config.schema import GenerateConfig
+from megatron_rl.config.schema import GenerateConfig, SftLoss
 
 
 @config
@@ -173,6 +173,7 @@ class SftSpec(TrainingSpec):
     """The specification of `megatron-rl sft`. The role `model` is the model that is trained."""
 
     data: SftData
+    loss: SftLoss
     samples_per_step: int
     steps: int | None  # number of optimizer steps; if None, training runs for `epochs` passes over the data
     epochs: float

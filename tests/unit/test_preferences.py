@@ -18,6 +18,7 @@ from megatron_rl.batches.data_parallel_split import split, split_over_replicas
 from megatron_rl.batches.micro_batches import Cost, Prefixes, micro_batches
 from megatron_rl.batches.packed_batch import Statistics, pack
 from megatron_rl.batches.replica_batch import Work
+from megatron_rl.commands import sft
 from megatron_rl.commands.sft import _with_kl
 from megatron_rl.config.schema import LossConfig, SftData
 from megatron_rl.data.rows import DataError
@@ -196,6 +197,36 @@ def test_preferences_kto_reads_the_kl_of_mismatched_responses_and_learns():
     assert last["rewards/chosen"] - last["rewards/rejected"] > first["rewards/chosen"] - first["rewards/rejected"]
     alone = update(OneProcess(), trainee, _with_kl(OneProcess(), policy, kto_rollouts([True, True]), 8))
     assert "rewards/chosen" in alone and "rewards/rejected" not in alone
+
+
+def test_preferences_log_probs_of_the_reference_are_computed_once_and_read_by_a_later_start(tmp_path, monkeypatch):
+    def rows(seed=0):
+        made = pair_rollouts(7, seed)
+        return [made[i : i + 2] for i in range(0, 8, 2)], [made[i : i + 2] for i in range(8, 14, 2)]
+
+    monkeypatch.setattr(sft, "REFERENCE_CHUNK", 5)
+    policy, first, second = TablePolicy(VOCAB), rows(), rows()
+    file, loss = tmp_path / "reference_logprobs.npz", PolicyLoss(DPO, given_reference=True)
+    sft.with_reference(OneProcess(), policy, first, file)
+    trained = [one for row in first[0] for one in row]
+    plain, given = TablePolicy(VOCAB), TablePolicy(VOCAB)
+    for step in range(2):
+        wanted = update(
+            OneProcess(), Trainee(policy=plain, loss=PolicyLoss(DPO)), [r for row in rows()[0] for r in row]
+        )
+        found = update(OneProcess(), Trainee(policy=given, loss=loss), trained)
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6), step
+    assert torch.allclose(plain.table, given.table, atol=1e-7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TablePolicy, "statistics", None)  # would fail if it were called
+        sft.with_reference(OneProcess(), policy, second, file)
+    for one, two in zip(sum(first[0] + first[1], []), sum(second[0] + second[1], []), strict=True):
+        assert one.values["reference_logprobs"].tolist() == two.values["reference_logprobs"].tolist()
+        assert not one.values["reference_logprobs"][: one.start].any() and one.values["reference_logprobs"][-1] < 0
+    before, others = file.read_bytes(), rows(seed=1)
+    sft.with_reference(OneProcess(), policy, others, file)  # other rows: the file is written anew
+    assert file.read_bytes() != before
 
 
 def test_preferences_mismatched_responses_of_pairs_are_those_of_other_prompts():
