@@ -32,6 +32,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/trained", "reward", "reward/total", "reward/outcome", "reward/*"),
     "loss": ("loss", "train_loss"),
     "val": ("validation_loss",),
+    "acc": ("rewards/accuracies",),
     "length": ("length", "tokens_per_sample"),
     "answers": ("answers",),
     "entropy": ("entropy",),
