@@ -109,11 +109,11 @@ class PolicyState:
 
     def _sharded(self, *, loading: bool) -> dict[str, Any]:
         """Returns the role's state on this rank as Megatron-core's sharded state dict."""
-        model, metadata = self._model, optimizer.checkpoint_metadata()
+        model, metadata, head = self._model, optimizer.checkpoint_metadata(), self._model.head()
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):
             whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
-            trained = {n: value for n, value in whole.items() if lora_adapters.is_adapter(n) or n in model.head()}
+            trained = {name: own for name, own in whole.items() if lora_adapters.is_adapter(name) or name in head}
             state[f"model{i}"] = whole if model.adapters is None else trained
         if model.trainable:
             state["optimizer"] = model.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
