@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
-from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -23,6 +22,7 @@ from megatron_rl.config.base import ConfigError, read_object, refusing
 from megatron_rl.config.model import Head
 from megatron_rl.run import directory_lock
 from megatron_rl.run.atomic_files import push, push_tree
+from megatron_rl.text import load_tokenizer
 
 # head -> {model_type: name of the class of transformers that has such a head}
 _CLASSES: dict[str, Mapping[str, str]] = {
@@ -134,7 +134,7 @@ def describe_head(folder: Path, head: Head | None) -> None:
     config |= {"architectures": [name for name in names if name][:1], "num_labels": 1}
     config |= {"id2label": {"0": head}, "label2id": {head: 0}, "token_classification_bias": False}
     if config.get("pad_token_id") is None and (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         config["pad_token_id"] = next((number for number in ids if number is not None), None)
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -101,24 +101,18 @@ class PolicyModel(Chosen, GPTModel):
         vocab_parallel_statistics).
 
         `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
-        label. The attribute `wanted` has the index of each label's hidden state. The only statistic of a model with
-        a head is the head's output. Without labels, returns Megatron-core's logits [S, L, V/tp], or the head's outputs
-        [S, L, 1].
+        label. The attribute `wanted` has the index of each label's hidden state. Without labels, returns
+        Megatron-core's logits [S, L, V/tp]. A model with a head returns the head's outputs instead.
         """
-        head = self.output_layer if self.post_process and isinstance(self.output_layer, Head) else None
-        if not self.post_process or (labels is None and head is None):
+        if self.post_process and isinstance(self.output_layer, Head):
+            return self._head_outputs(hidden_states, self.output_layer, labels)
+        if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
+        assert self.wanted is not None and VALUE not in self.asked
         hidden = hidden_states
         if self.config.sequence_parallel:
-            # All tensor ranks compute the same outputs of a head. Each rank then has the whole gradient with respect to
-            # `hidden`, of which it keeps its own part. For the output layer, the ranks' gradients are summed.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=head is None)
-        if labels is None and head is not None:
-            return head(hidden.transpose(0, 1))
-        assert self.wanted is not None and labels is not None and (self.asked == (VALUE,)) == (head is not None)
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
-        if head is not None:
-            return head(chosen).T
         if not self.config.sequence_parallel:
             # The tensor-parallel copy is applied to `chosen` and not to `hidden`, whose gradient is not contiguous:
             # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1,
@@ -143,6 +137,21 @@ class PolicyModel(Chosen, GPTModel):
             candidates=labels[:, 1:],
             triton=self.triton,
         )
+
+    def _head_outputs(self, hidden: Tensor, head: Head, labels: Tensor | None) -> Tensor:
+        """Returns the head's outputs [1, n] before the n labels, or without labels its outputs [S, L, 1] at all hidden
+        states [L, S, h].
+
+        Every tensor-parallel rank computes the same outputs. Each rank therefore has the whole gradient with respect to
+        the gathered hidden states, and keeps its own part of the gradient. Nothing is summed over the ranks.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        rows = hidden.transpose(0, 1)
+        if labels is None:
+            return head(rows)
+        assert self.wanted is not None and self.asked == (VALUE,)
+        return head(rows.reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)).T
 
 
 def has_transformer_engine() -> bool:
