@@ -14,13 +14,13 @@ from megatron_rl.config.base import ConfigError, read_object, refusing
 from megatron_rl.config.files import read_yaml
 from megatron_rl.config.model import Head
 from megatron_rl.models import registry
-from megatron_rl.models.blocks import OUTPUT, SCORE
+from megatron_rl.models.blocks import SCORE
 from megatron_rl.models.lora_targets import CONFIG, WEIGHTS
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import Checkpoints, damage, known_digests
 from megatron_rl.run.file_checksums import refuse, wrong, wrong_of
 from megatron_rl.weights import hf_model, lora_adapters, safetensors_headers
-from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint, has_head
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class WeightSource:
         config.yaml; "value" if neither tells.
         """
         if self.checkpoint is not None:
-            has_head = self.checkpoint.shapes.get(OUTPUT, ((0, 0), None))[0][0] == 1
+            headed = bool(has_head(self.checkpoint))
         elif self.adapter is not None:
-            has_head = lora_adapters.HEAD in safetensors_headers.read_file(self.adapter / WEIGHTS)
+            headed = lora_adapters.HEAD in safetensors_headers.read_file(self.adapter / WEIGHTS)
         else:
-            has_head = SCORE in self.shapes()
-        if not has_head:
+            headed = SCORE in self.shapes()
+        if not headed:
             return None
         scores = [
             name for name in read_object(self.model / "config.json").get("architectures") or () if "Sequence" in name

@@ -13,7 +13,7 @@ from megatron_rl.megatron import checkpoint_writers, optimizer, optimizer_checkp
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.role_model import RoleModel
-from megatron_rl.weights import lora_adapters
+from megatron_rl.weights import dist_checkpoint, lora_adapters
 from megatron_rl.world import broadcast
 
 platform.install()
@@ -63,10 +63,11 @@ class PolicyState:
         """Loads model, optimizer state and the schedule's position from a checkpoint written by `save`.
 
         Learning rates, betas and weight decay keep the values of this role's settings. Raises ConfigError if the
-        checkpoint's adapter has different LoRA settings or another base model.
+        checkpoint has a head and the role has none or the other way round, or if the checkpoint's adapter has different
+        LoRA settings or another base model.
         """
         model = self._model
-        self._check_base(directory / lora_adapters.DIRECTORY)
+        self._check_kind(directory)
         with model.memory.awake(), model.active():
             loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
             state = cast(dict[str, Any], loaded)  # dist_checkpointing returns a pair only for some values of `strict`
@@ -80,14 +81,18 @@ class PolicyState:
                 model.scheduler.num_steps = 0
                 model.scheduler.load_state_dict(state["scheduler"])
 
-    def _check_base(self, directory: Path) -> None:
-        """Raises ConfigError on every rank if a checkpoint's adapter does not match the role's LoRA settings and base
-        model. `directory` is the checkpoint's adapter directory."""
+    def _check_kind(self, directory: Path) -> None:
+        """Raises ConfigError on every rank if the checkpoint in `directory` has a head and the role does not or the
+        other way round, or if the checkpoint's adapter does not match the role's LoRA settings and base model.
+
+        Megatron-core would load an output layer as a head: it allows the two to have different numbers of rows.
+        """
         role, control, problem = self._model.role, self._model.groups.control, None
-        if role.lora is None and not directory.is_dir():
-            return
+        adapter = directory / lora_adapters.DIRECTORY
         if dist.get_rank(control) == 0:
-            problem = lora_adapters.difference(directory, role.lora, role.model.path)
+            problem = dist_checkpoint.head_difference(directory, role.head)
+            if problem is None and (role.lora is not None or adapter.is_dir()):
+                problem = lora_adapters.difference(adapter, role.lora, role.model.path)
         if problem := broadcast(problem, control):
             raise ConfigError(problem)
 

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.config.base import ConfigError, refuse, refusing
+from megatron_rl.config.model import Head
+from megatron_rl.models.blocks import OUTPUT
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.dist_names import OPTIMIZER, StackedKey, is_padded, places
 from megatron_rl.weights.parameter_mapping import WHOLE, Rect, megatron, megatron_names
@@ -164,6 +166,26 @@ class DistCheckpoint:
                 yield f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not complete"
             elif (size := file.stat().st_size) < end:
                 yield f"{file} has {size} bytes of at least {end}: it was cut short"
+
+
+def has_head(checkpoint: DistCheckpoint) -> bool | None:
+    """Checks whether a checkpoint holds a model with a head in place of an output layer. Returns None if it holds
+    neither: a model with tied embeddings, or adapters without a head."""
+    shape = checkpoint.shapes.get(OUTPUT)
+    return None if shape is None else shape[0][0] == 1
+
+
+def head_difference(directory: Path, head: Head | None) -> str | None:
+    """Returns an error sentence if the checkpoint in `directory` holds a model with a head and the role has none, or
+    the other way round; otherwise returns None. `head`: the role's setting.
+
+    The checkpoint is trusted, because Megatron-core is about to load it.
+    """
+    found = has_head(DistCheckpoint(directory, trust=True))
+    if found is None or found == (head is not None):
+        return None
+    held = "a model with a head" if found else "a language model"
+    return f"{directory} holds {held}, and the role's head is {head or 'null'}: set head as it was, or start anew"
 
 
 def refuse_code(directory: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from layouts_worker import DECAY, LR, learn, make_loss, make_rollouts, values_of, work_of, world
 from safetensors.torch import save_file
 
-from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
+from megatron_rl.config.schema import ConfigError, Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -72,6 +72,24 @@ def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[s
     }
 
 
+def refusals(folder: Path) -> list[str]:
+    """What is said of a checkpoint with a head in a role without one, and the other way round."""
+    role = RoleConfig(model=Model(path=str(folder / "model")), layout=Layout(**FIRST))
+    language, critic = MegatronPolicy(role, parallel.create(role.layout)), make_policy(folder / "model", FIRST, "value")
+    if world().rank == 0:
+        (folder / "untied").mkdir()
+    dist.barrier()
+    untied = RoleConfig(model=Model(path=str(folder / "untied_model")), layout=Layout(**FIRST))
+    MegatronPolicy(untied, parallel.create(role.layout)).state.save(folder / "untied")
+    said = []
+    for policy, checkpoint in ((language, "checkpoint_value"), (critic, "untied"), (critic, "checkpoint_value_lora")):
+        try:
+            policy.state.load(folder / checkpoint)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
 def main() -> None:
     out, folder = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -81,6 +99,7 @@ def main() -> None:
         "value": crossing(folder, "value", None),
         "value_lora": crossing(folder, "value", lora),
         "score": crossing(folder, "score", None, dtype="bfloat16"),
+        "refused": refusals(folder),
     }
     dist.barrier()
     # the adapter that was written begins another run, on one layout's ranks, with the same values

@@ -30,6 +30,7 @@ NAMES = ("value", "value_lora", "score")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("heads")
     make_model(folder / "model", "qwen2", vocab_size=97, tie_word_embeddings=True, pad_token_id=5)
+    make_model(folder / "untied_model", "qwen2", vocab_size=97)
     return folder
 
 
@@ -56,6 +57,15 @@ def test_a_checkpoint_of_a_head_crosses_layouts(answers, name):
         assert found["weights"] <= (2e-2 if half else 2e-6) and found["metrics"] <= (2e-2 if half else 2e-6), found
         assert found["steps"] == 3 and found["head"] > 1e-2 and found["largest_head"] < 4 / 65
         assert (found["norms"] == 0.0) == ("lora" in name), "adapters leave the transformer as it is"
+
+
+@pytest.mark.multi
+def test_a_checkpoint_with_a_head_is_not_loaded_without_one_nor_the_other_way_round(answers):
+    for answer in answers:
+        without, language, adapters = answer["refused"]
+        assert "checkpoint_value holds a model with a head, and the role's head is null: set head as it was" in without
+        assert "untied holds a language model, and the role's head is value: set head as it was" in language
+        assert "holds adapters alone, and the role trains a whole model" in adapters
 
 
 @pytest.mark.multi
