@@ -176,7 +176,7 @@ TELLING = {  # metrics that are above 0 before and after the cut
     "shared": ("accepted", "pool"),
     "rubric": ("reward/agrees",),
     "pairwise": ("first_wins",),
-    "self_play": ("collected",),
+    "self_play": ("played",),
     "tango_agents": ("verdicts_match",),
 }
 
