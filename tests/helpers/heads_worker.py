@@ -23,12 +23,14 @@ from megatron_rl.megatron.policy import MegatronPolicy
 FIRST, SECOND = {"pp": 2}, {"tp": 2, "sequence_parallel": True}
 
 
-def make_policy(path: Path, layout: dict[str, Any], head: str, lora: Lora | None = None, **model: Any):
+def make_policy(
+    path: Path, layout: dict[str, Any], head: str, lora: Lora | None = None, *, overlap: bool = False, **model: Any
+) -> MegatronPolicy:
     role = RoleConfig(
         model=Model(path=str(path), **model),
         head=head,
         layout=Layout(**layout),
-        optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4),
+        optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, overlap=overlap),
         loss=LossConfig(value_clip=0.3),
         micro_batch_tokens=60,
         lora=lora,
@@ -72,6 +74,18 @@ def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[s
     }
 
 
+def overlapped(folder: Path) -> float:
+    """The largest difference that overlapped sums and gathers make to weights after three optimizer steps on two
+    replicas: the head waits for its weight."""
+    after = []
+    for overlap in (False, True):
+        policy = make_policy(folder / "model", {}, "value", overlap=overlap)
+        loss, rollouts, _ = make_loss("value", make_rollouts(policy.arch.vocab))
+        assert learn(policy, rollouts, loss, each=3)["optimizer_steps"] == 3
+        after.append(dict(policy.export.weights()))
+    return max((after[0][name] - after[1][name]).abs().max().item() for name in after[0])
+
+
 def refusals(folder: Path) -> list[str]:
     """What is said of a checkpoint with a head in a role without one, and the other way round."""
     role = RoleConfig(model=Model(path=str(folder / "model")), layout=Layout(**FIRST))
@@ -100,6 +114,7 @@ def main() -> None:
         "value_lora": crossing(folder, "value", lora),
         "score": crossing(folder, "score", None, dtype="bfloat16"),
         "refused": refusals(folder),
+        "overlapped": overlapped(folder),
     }
     dist.barrier()
     # the adapter that was written begins another run, on one layout's ranks, with the same values

@@ -60,6 +60,11 @@ def test_a_checkpoint_of_a_head_crosses_layouts(answers, name):
 
 
 @pytest.mark.multi
+def test_a_head_waits_for_weights_that_are_gathered_late(answers):
+    assert [answer["overlapped"] < 1e-6 for answer in answers] == [True, True], answers
+
+
+@pytest.mark.multi
 def test_a_checkpoint_with_a_head_is_not_loaded_without_one_nor_the_other_way_round(answers):
     for answer in answers:
         without, language, adapters = answer["refused"]
