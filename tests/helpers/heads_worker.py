@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.config.schema import ConfigError, Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.conversion.trained import export_model
-from megatron_rl.megatron import parallel
+from megatron_rl.megatron import optimizer, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
 FIRST, SECOND = {"pp": 2}, {"tp": 2, "sequence_parallel": True}
@@ -76,10 +78,12 @@ def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[s
 
 def overlapped(folder: Path) -> float:
     """The largest difference that overlapped sums and gathers make to weights after three optimizer steps on two
-    replicas: the head waits for its weight."""
+    replicas. Every parameter is gathered on its own, so that the head must wait for its weight itself."""
     after = []
+    pieces = functools.partial(optimizer.DistributedDataParallelConfig, bucket_size=1)
     for overlap in (False, True):
-        policy = make_policy(folder / "model", {}, "value", overlap=overlap)
+        with patch.object(optimizer, "DistributedDataParallelConfig", pieces):
+            policy = make_policy(folder / "model", {}, "value", overlap=overlap)
         loss, rollouts, _ = make_loss("value", make_rollouts(policy.arch.vocab))
         assert learn(policy, rollouts, loss, each=3)["optimizer_steps"] == 3
         after.append(dict(policy.export.weights()))
