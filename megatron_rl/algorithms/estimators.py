@@ -138,6 +138,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "w_reinforce": w_reinforce, "reinforce": reinforce,
     }
 )  # fmt: skip
+GAE = "gae"  # estimator of recipes with critics: it needs more than rewards, see algorithms.gae and recipes.critics
 # Estimators that can give a nonzero advantage to a rollout that is alone in its group.
 # These estimators compare rewards over the whole batch, or do not compare rewards.
 # Other estimators and user-defined functions never get such a rollout (see advantages.assign_advantages).
@@ -152,6 +153,10 @@ def find_estimator(named: EstimatorName) -> Estimator:
     use = Use(target=named) if isinstance(named, str) else named
     if ":" in use.target:
         return build(use) if use.args else find_function(use.target)
+    if use.target == GAE:
+        raise ConfigError(
+            f"estimator {GAE!r} needs a critic, which this recipe does not have: use Ppo, Tango or Agents"
+        )
     if use.target not in ESTIMATORS:
         raise ConfigError(
             f"estimator {use.target!r}: use {', '.join(ESTIMATORS)}, or module:name of a function of your own"

@@ -20,7 +20,7 @@ Kl = Literal["k1", "k2", "k3"]
 
 @config
 class Gae:
-    """Settings of advantages from a critic, and of the KL penalty in the reward."""
+    """The arguments of the estimator `gae`: settings of advantages from a critic, and of a KL penalty in the reward."""
 
     gamma: Share = 1.0  # discount factor per action; an action is a token or a turn, see `level`
     lam: Share = 1.0  # lambda of GAE; with gamma = lam = 1, an advantage is the sum of later rewards minus the value
@@ -41,7 +41,7 @@ class Gae:
     def problems(self) -> Iterator[str]:
         """Yields an error message if `kl_target` cannot change the coefficient."""
         if self.kl_target is not None and not self.kl_coef:
-            yield f"gae.kl_target = {self.kl_target} with gae.kl_coef = 0, which stays 0: give a kl_coef above 0"
+            yield f"kl_target = {self.kl_target} with kl_coef = 0, which stays 0: give a kl_coef above 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def assign_gae(
         returns = values + advantages
     else:
         advantages, returns = _over_turns(rewards, values, masks, settings)
-    metrics = {"value": _mean(values), "return": _mean(returns), "explained_variance": _explained(values, returns)}
+    metrics = {"explained_variance": _explained(values, returns)}
     if settings.whiten:
         advantages = whiten(advantages)
     if weights is not None:
@@ -132,7 +132,7 @@ def whiten(values: np.ndarray) -> np.ndarray:
     """Returns (v - mean) / sqrt(variance + 1e-8) of [N] values, with the sample variance (n - 1), as verl's
     masked_whiten. (OpenRLHF divides by sqrt(max(population variance, 1e-8)).)
     """
-    centred = values - _mean(values)
+    centred = values - values.sum() / max(len(values), 1)
     return centred / np.sqrt(np.square(centred).sum() / max(len(values) - 1, 1) + 1e-8)
 
 
@@ -162,15 +162,17 @@ def adapted(kl_coef: float, kl: float, num_rollouts: int, settings: Gae) -> floa
 
 
 def mix_steps(
-    rollouts: Sequence[Rollout], alphas: Sequence[float], *, steps: StepCredit = PAPER_CREDIT
+    rollouts: Sequence[Rollout], *, alpha: float | Sequence[float], steps: StepCredit = PAPER_CREDIT
 ) -> list[Rollout]:
     """Mixes the advantages A of [B] rollouts with step advantages S: (1 - alpha) A + alpha S (Tango, arXiv 2505.15034,
     eq. 7). S is that of the estimator "reinforce_pp": for each token the sum of the step rewards at or after the token,
     whitened over the trained tokens. If no rollout has scores on its reasoning steps, returns the rollouts unchanged.
+    `alpha`: one number or [B].
     """
     if all(rollout.annotations_of(STEP).scores is None for rollout in rollouts):
         return list(rollouts)
     found = step_advantages(rollouts, estimator="reinforce_pp", credit=steps)
+    alphas = np.broadcast_to(alpha, len(rollouts))
     mixed = ((1 - a) * np.asarray(r.advantages) + a * s for r, s, a in zip(rollouts, found, alphas, strict=True))
     return [
         replace(rollout, advantages=np.where(rollout.weights != 0, own, 0.0).astype(np.float32))
@@ -213,10 +215,6 @@ def _scattered(flat: np.ndarray, masks: Sequence[np.ndarray], lengths: np.ndarra
 def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns the sum of each rollout's values, [B], from the values of all trained tokens [N]."""
     return np.array([own.sum() for own in np.split(flat, np.cumsum(lengths)[:-1])])
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else 0.0
 
 
 def _explained(values: np.ndarray, returns: np.ndarray) -> float:

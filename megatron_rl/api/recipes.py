@@ -18,6 +18,7 @@ from megatron_rl.config.base import ConfigError, Use, hint
 WORDS: Mapping[str, str] = {
     "grpo": "megatron_rl.recipes.grpo:Grpo",
     "dapo": "megatron_rl.recipes.dapo:Dapo",
+    "ppo": "megatron_rl.recipes.ppo:Ppo",
     "remax": "megatron_rl.contrib.remax:Remax",
     "lean_tango": "megatron_rl.recipes.tango:LeanTango",
     "tango": "megatron_rl.recipes.tango:Tango",

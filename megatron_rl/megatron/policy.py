@@ -59,7 +59,11 @@ class MegatronPolicy(RoleModel):
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in loss_of(role).needs:
-            self._reference = offload.host_copies([p.detach() for p in self.trained()])
+            self.keep_reference()
+
+    def keep_reference(self) -> None:
+        """Copies the current weights to host memory, as the weights of the reference."""
+        self._reference = offload.host_copies([p.detach() for p in self.trained()])
 
     @property
     def replicas(self) -> Replicas:
@@ -215,7 +219,7 @@ class MegatronPolicy(RoleModel):
             return
         if self._reference is None:
             raise RuntimeError(
-                "no reference is kept: the role's loss needs none (loss.kl_coef is 0), or the policy is not trainable"
+                "no reference is kept: nothing needs one (loss.kl_coef is 0), or the policy is not trainable"
             )
         with offload.swapped(self.trained(), self._reference):
             yield

@@ -13,6 +13,7 @@ from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import HOST, Cluster
 from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.planning.workload import Draw, IterationWork, longest_context
+from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
 GRADING_S = 0.02  # seconds that one of reward.workers needs to grade one response
@@ -213,7 +214,7 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
     )  # fmt: skip
 
 
-def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:
+def _training(role: RoleSpec, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:
     """Returns {phase: seconds} of training a role on all of `draws`, without the time of rollouts and weight sync."""
     stage = counting.heaviest(actor.shape, actor.parallel)
     samples = sum(draw.samples for draw in draws)
@@ -224,7 +225,7 @@ def _training(role: RoleConfig, cluster: Cluster, draws: Sequence[Draw], actor: 
     phases: dict[str, float] = {}
     if role.head is not None:
         phases["values"] = forward
-    elif role.loss.kl_coef > 0:
+    elif role.loss.kl_coef > 0 or role.reference:
         phases["reference log-probs"] = forward + 4 * weights / HOST
     if steps > 1 and role.head is None:
         phases["old log-probs"] = forward

@@ -249,7 +249,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     """Estimates the memory of a role on the trainer's ranks. `draws`: role -> the role's samples in an iteration.
     `trained`: False for a role that generates but is never trained, and so holds only its weights."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
-    reference = "reference" in loss_of(role).needs
+    reference = role.reference or "reference" in loss_of(role).needs
     own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
     held = memory.worst(actor, micro, reference=reference)

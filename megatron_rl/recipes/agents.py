@@ -7,8 +7,10 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import TRAINED, EstimatorName, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
 from megatron_rl.config.base import Count, Decay, refuse
+from megatron_rl.recipes.critics import Critics
 from megatron_rl.recipes.episode_rollouts import EPISODE, OverEpisodes
 from megatron_rl.recipes.solutions import check_arguments, sampling_for
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -18,6 +20,7 @@ from megatron_rl.training.iteration import (
     RolloutContext,
     RolloutsByRole,
     Schedule,
+    Score,
 )
 from megatron_rl.types import Prompt, Rollout
 
@@ -38,12 +41,14 @@ class Agents(OverEpisodes, Recipe):
     # "episode": the samples of the same episode, for a role with several agents.
     # "ema": a moving average of the role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
-    # used if `compared` is "task": a name in algorithms.estimators, or module:name of a function
+    # used if `compared` is "task": a name in algorithms.estimators, or module:name of a function; gae: samples are not
+    # compared, and each trained role has a critic
     estimator: EstimatorName = "grpo"
     ema_decay: Decay = DECAY
 
     def __post_init__(self) -> None:
-        check_arguments(self, groups=["group_size"] if self.compared == "task" else [])
+        check_arguments(self, groups=["group_size"] if self.compared == "task" else [], critics=True)
+        self._critics = Critics.of(self.estimator, {role: f"{role}_critic" for role in self._trained})
         refuse(*self.problems())
         self.build_maker(self.agents, self._trained, key="agents")
         self._baselines = RoleBaselines()
@@ -54,6 +59,8 @@ class Agents(OverEpisodes, Recipe):
             yield "recipe.args.agents is empty: name at least one"
         if unknown := set(self.trained) - set(self.agents):
             yield f"recipe.args.trained names {', '.join(sorted(unknown))}, and recipe.args.agents does not"
+        if self.compared != "task" and self._critics.critic_of:
+            yield f"recipe.args.compared = {self.compared!r} with estimator gae, which compares nothing: leave it out"
         if self.compared == "episode" and all(self.agents[role] == 1 for role in self._trained):
             yield (
                 "recipe.args.compared = 'episode' compares the agents of one role, and no role that learns has two in "
@@ -63,15 +70,22 @@ class Agents(OverEpisodes, Recipe):
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = {role: self.group_size * count for role, count in self.agents.items()}
         alike = dict.fromkeys(drawn, self.group_size)  # all episodes of a problem begin with the same prompt
-        return {
+        parts = {
             r: RecipeRole(
                 trained=r in self._trained, samples=count, drawn=drawn, per_prompt=alike, episode=self.estimates[r]
             )
             for r, count in drawn.items()
         }
+        return self._critics.roles(parts)
 
     def schedule(self) -> Schedule:
-        return [[tuple(self._trained)]] * self.updates
+        return self._critics.schedule([[tuple(self._trained)]] * self.updates)
+
+    def check(self, spec: RunSpec) -> None:
+        self._critics.check(spec)
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        return self._critics.scores(iteration)
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return self.episode_prompt(payload)
@@ -82,9 +96,11 @@ class Agents(OverEpisodes, Recipe):
         samplings = {role: sampling_for(context, iteration, role, 1) for role in self.agents}
         played = self.play_episodes(context, problems, seeds, samplings, each=self.group_size)
         context.add_metrics(iteration.role, played.metrics)
-        return {role: [r for r in played.rollouts if r.role == role] for role in iteration.roles}
+        return {role: [r for r in played.rollouts if r.role == role] for role in self._trained}
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        if self._critics.critic_of:
+            return self._critics.credit(iteration, rollouts, context, reward=self.rewards)
         return {role: self._credited(own) for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
@@ -94,10 +110,11 @@ class Agents(OverEpisodes, Recipe):
         return self.measure_episodes(context, prompts)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"baselines": dict(self._baselines.values)}
+        return {"baselines": dict(self._baselines.values), **self._critics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._baselines = RoleBaselines(state["baselines"])
+        self._critics.load_state_dict(state)
 
     @property
     def _trained(self) -> list[str]:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, TypeVar
 
-from megatron_rl.algorithms.estimators import UNGROUPED, find_estimator, word_of
+from megatron_rl.algorithms.estimators import GAE, UNGROUPED, find_estimator, word_of
 from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
@@ -178,17 +178,19 @@ def question_text(template: str, payload: Mapping[str, object]) -> str:
 
 
 def check_arguments(
-    recipe: Any, *, groups: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None
-) -> None:
+    recipe: Any, *, groups: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None,
+    critics: bool = False,
+) -> None:  # fmt: skip
     """Raises ConfigError for the first invalid argument of a recipe. The bounds of single numbers are in the types of
     the recipe's fields, such as Count and Share. The parameters are names of arguments:
 
     `groups`: group sizes, which must be large enough for recipe.estimator.
     `templates`: {argument: names}. The template that the argument names must exist and contain each name in braces. The
         text is required even if the problems are conversations, which do not use it.
+    `critics`: whether the recipe supports the estimator `gae`, which compares no samples of a group.
     """
     # recipes without the argument `estimator`, such as distillation, do not compare rewards
-    if "estimator" in {each.name for each in fields(recipe)}:
+    if "estimator" in {f.name for f in fields(recipe)} and not (critics and word_of(recipe.estimator) == GAE):
         find_estimator(recipe.estimator)
         if word_of(recipe.estimator) not in UNGROUPED and (alone := [n for n in groups if getattr(recipe, n) < 2]):
             raise ConfigError(

@@ -6,18 +6,22 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
+from megatron_rl.algorithms.gae import mix_steps
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.base import Count, CountOrZero, Decay, Share, refuse
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
+from megatron_rl.recipes.critics import Critics
 from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import read_template
 from megatron_rl.training.iteration import (
     CreditContext,
@@ -28,6 +32,7 @@ from megatron_rl.training.iteration import (
     RolloutContext,
     RolloutsByRole,
     Schedule,
+    Score,
 )
 from megatron_rl.training.rollouts import mean_reward, without_signal
 from megatron_rl.types import Prompt, Rollout
@@ -61,7 +66,8 @@ class BaseTango(Recipe):
     # if True, verifier iterations are skipped while solutions of generator iterations are not verified
     verifier_rests: bool = False
     greedy_verdicts: bool = False  # if True, the verifier decodes greedily in generator iterations
-    estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}
+    # a name in algorithms.estimators or module:name, or {target, args}; gae: each trained role has a critic
+    estimator: EstimatorName = "grpo"
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
     class_weight_decay: Decay = 0.8  # decay factor of the moving counts of correct and wrong solutions
     train_generator: bool = True
@@ -74,10 +80,12 @@ class BaseTango(Recipe):
 
     def __post_init__(self) -> None:
         templates = {"verifier_template": ["question", "solution"]}
-        base.check_arguments(self, groups=["group_size", "verifications"], templates=templates)
+        base.check_arguments(self, groups=["group_size", "verifications"], templates=templates, critics=True)
         refuse(*self.problems())
-        # a test call, which raises ConfigError for an invalid estimator or alpha
-        assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
+        trained = {self.solver: self.train_generator, VERIFIER: self.train_verifier}
+        self._critics = Critics.of(self.estimator, {role: f"{role}_critic" for role in trained if trained[role]})
+        if not self._critics.critic_of:  # a test call, which raises ConfigError for an invalid estimator or alpha
+            assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
         self._counts = ClassCounts()
         self._signal = 0.0  # moving average of the share of groups whose outcomes differ, in generator iterations
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
@@ -122,7 +130,7 @@ class BaseTango(Recipe):
         verifier = RecipeRole(
             trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own}, per_prompt={VERIFIER: own}
         )
-        return {self.solver: generator, VERIFIER: verifier}
+        return self._critics.roles({self.solver: generator, VERIFIER: verifier})
 
     def schedule(self) -> Schedule:
         """Returns the warm-up cycles and the training cycles. 300 generator updates with 3 per cycle are 100 cycles. A
@@ -133,7 +141,13 @@ class BaseTango(Recipe):
             own = min(self.generator_iterations, self.generator_updates - done)
             others = self.verifier_iterations if own == self.generator_iterations else 0
             cycles.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
-        return [cycle for cycle in cycles if cycle]
+        return self._critics.schedule([cycle for cycle in cycles if cycle])
+
+    def check(self, spec: RunSpec) -> None:
+        self._critics.check(spec)
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        return self._critics.scores(iteration)
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         """Samples, for each problem, a group of solutions with one verification each (generator iteration), or one
@@ -173,8 +187,8 @@ class BaseTango(Recipe):
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         if iteration.role == self.solver:
-            return {self.solver: self._credit_solutions(iteration, rollouts[self.solver], context)}
-        return {VERIFIER: self._credit_reviews(rollouts[VERIFIER], context.handed_over.get("labels", ()))}
+            return self._credit_solutions(iteration, rollouts, context)
+        return self._credit_reviews(iteration, rollouts, context)
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates both roles. The verifier is evaluated on a fixed set with equal numbers of correct and wrong
@@ -184,10 +198,11 @@ class BaseTango(Recipe):
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": asdict(self._counts), "signal": self._signal}
+        return {"counts": asdict(self._counts), "signal": self._signal, **self._critics.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._counts, self._signal = ClassCounts(**state["counts"]), float(state["signal"])
+        self._critics.load_state_dict(state)
 
     def _reviewed(self, iteration: Iteration) -> Reviewed | None:
         """Returns which groups of solutions are verified in an iteration; None if no group is."""
@@ -199,20 +214,24 @@ class BaseTango(Recipe):
         return self.review_below is not None and self._signal >= self.review_below
 
     def _credit_solutions(
-        self, iteration: Iteration, rollouts: Sequence[Rollout], context: CreditContext
-    ) -> list[Rollout]:
+        self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext
+    ) -> RolloutsByRole:
         """Assigns advantages to the solutions of a generator iteration. Outcome and step advantages are mixed with the
         weight alpha if a solution has one verdict per step. Groups that are not verified get outcome advantages only.
+        With a critic, the outcome advantages are the critic's.
         """
-        alpha, solutions = self._alpha(iteration.update(self.solver)), self.whole_solutions(rollouts)
+        alpha, solutions = self._alpha(iteration.update(self.solver)), self.whole_solutions(rollouts[self.solver])
         context.add_metrics(self.solver, {"alpha": alpha, "signal": self._signal})
         reviewed = context.handed_over["reviewed"]
         alphas = alpha if reviewed is None else [alpha * counts for counts in reviewed]
         self._follow(solutions)
+        if self._critics.critic_of:
+            mix = partial(mix_steps, alpha=alphas, steps=self.step_credit)
+            return self._critics.credit(iteration, rollouts, context, reward="outcome", finish=mix)
         credited = assign_advantages(
             solutions, reward="outcome", estimator=self.estimator, alpha=alphas, steps=self.step_credit
         )
-        return self.share_credit(credited, rollouts)
+        return {self.solver: self.share_credit(credited, rollouts[self.solver])}
 
     def whole_solutions(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """Returns one rollout per solution, for which advantages are computed. Differs from `rollouts` in a recipe that
@@ -241,14 +260,17 @@ class BaseTango(Recipe):
         total = self.generator_updates
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
-    def _credit_reviews(self, rollouts: Sequence[Rollout], labels: Sequence[bool]) -> list[Rollout]:
-        """Assigns advantages to verifications by comparing the verifications of the same solution. Class weights
-        increase the influence of solutions with the rarer outcome (arXiv 2505.15034, eq. 9). `labels`: for each
-        verification, whether its solution is correct.
+    def _credit_reviews(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        """Assigns advantages to verifications: compares the verifications of the same solution, or uses the critic's
+        values. Class weights increase the influence of solutions with the rarer outcome (arXiv 2505.15034, eq. 9).
         """
+        labels = context.handed_over.get("labels", ())  # for each verification, whether its solution is correct
         self._counts = self._counts.updated(labels, self.class_weight_decay)
         weights = self._counts.weights(labels)
-        return assign_advantages(rollouts, reward="verifier", estimator=self.estimator, weights=weights)
+        if self._critics.critic_of:
+            return self._critics.credit(iteration, rollouts, context, reward="verifier", weights=weights)
+        own = assign_advantages(rollouts[VERIFIER], reward="verifier", estimator=self.estimator, weights=weights)
+        return {VERIFIER: own}
 
 
 @dataclass(kw_only=True)
@@ -258,7 +280,7 @@ class Tango(BaseTango):
     generator_template: str = "tango_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
-        base.check_arguments(self, templates={"generator_template": ["question"]})
+        base.check_arguments(self, templates={"generator_template": ["question"]}, critics=True)
         super().__post_init__()
 
     def prompt(self, payload: Mapping[str, Any]) -> str:

@@ -68,6 +68,8 @@ def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
             role, groups, trainable=name in trained, seed=spec.run.seed, deterministic=spec.run.deterministic,
             base=out.get(owner.get(name, "")),
         )  # fmt: skip
+        if role.reference:
+            out[name].keep_reference()
         if role.sleep:  # offloaded before the next model is built, because two models may not fit in GPU memory
             out[name].memory.sleep()
     return out

@@ -86,6 +86,10 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         rollout_recipe = plugins.build(config.recipe) if config.rollouts.max_staleness else recipe
     except ConfigError as error:
         problems.append(str(error))
+    roles: dict[str, RoleSpec] = shared["roles"]
+    parts = {} if recipe is None else recipe.roles()
+    read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
+    shared["roles"] = {name: dataclasses.replace(role, reference=name in read) for name, role in roles.items()}
     replay = Path(config.debug.replay) if config.debug.replay else None
     training = {name: source for name, source in shared["sets"].items() if name != HELD_OUT}
     spec = RunSpec(

@@ -32,6 +32,7 @@ class RoleSpec(RoleConfig):
     owner: str  # name of the role whose policy and engine this role uses: `same_as` if set, otherwise this role
     # name of the role whose servers are used: the owner, or a role with another adapter of the same base model
     servers: str
+    reference: bool = False  # whether the recipe's scores need the frozen reference, regardless of the loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,7 @@ class RecipeRole:
     head: Literal["value", "score"] | None = None
     # True if `credit` returns preference pairs for this role: two rollouts per group, the preferred one first
     paired: bool = False
+    reference: bool = False  # whether scores need the role's frozen reference, regardless of its loss
 
 
 class Recipe(ABC):

@@ -48,7 +48,8 @@ TOKEN = "5ecret" * 8
 
 def role(base: Path, *, model: str | None = "a", lr: float = 0.02, **settings: Any) -> dict[str, Any]:
     path = {"model": {"path": f"{base}/{model}"}} if model else {}
-    own = {"optimizer": {"lr": lr}, "loss": {"kl_coef": 0.0} | settings.pop("loss", {})} if model else {}
+    loss = {} if "head" in settings else {"kl_coef": 0.0}
+    own = {"optimizer": {"lr": lr}, "loss": loss | settings.pop("loss", {})} if model else {}
     return {
         **path, **own, "sampling": {"max_tokens": 6}, "max_prompt_tokens": 64, "micro_batch_tokens": 128, **settings,
     }  # fmt: skip
@@ -155,9 +156,18 @@ def judged_iterations(base: Path, name: str, agent: Mapping[str, Any], own: Mapp
     return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_iteration=8)
 
 
+def ppo(base: Path, name: str) -> dict[str, Any]:
+    """A critic that warms up for an iteration, and a coefficient of the KL divergence that changes."""
+    penalty = {"kl_coef": 0.1, "kl_target": 1e-3, "kl_horizon": 16}
+    estimator = {"target": "gae", "args": {"gamma": 0.97, "lam": 0.9, "critic_warmup": 1, **penalty}}
+    args = {"updates": 4, "group_size": 2, "estimator": estimator, "template": f"{base}/plain.txt"}
+    roles = {"generator": _player(base, 0), "critic": role(base, model=PLAYERS[1], head="value", lr=0.01)}
+    return config(base, name, "megatron_rl.recipes.ppo:Ppo", roles, args=args, reward="begins_well")
+
+
 METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
     "dapo": dapo, "brevity": brevity, "three": three, "shared": shared, "rubric": rubric, "pairwise": pairwise,
-    "self_play": self_play, "tango_agents": tango_agents,
+    "self_play": self_play, "tango_agents": tango_agents, "ppo": ppo,
 }  # fmt: skip
 
 # METHOD_STALENESS: (how many iterations may be collected ahead, after how many iterations the run is cut)
@@ -165,7 +175,7 @@ EVERY = {
     "dapo_0": (0, 2), "dapo_1": (1, 2), "dapo_2": (2, 2), "brevity_0": (0, 2), "brevity_2": (2, 2), "three_0": (0, 2),
     "three_1": (1, 1), "shared_0": (0, 1), "shared_1": (1, 1), "rubric_0": (0, 2), "rubric_1": (1, 1),
     "pairwise_0": (0, 3), "pairwise_1": (1, 3), "pairwise_2": (2, 1), "self_play_0": (0, 2), "self_play_1": (1, 1),
-    "tango_agents_0": (0, 2), "tango_agents_2": (2, 3),
+    "tango_agents_0": (0, 2), "tango_agents_2": (2, 3), "ppo_0": (0, 2), "ppo_2": (2, 2),
 }  # fmt: skip
 QUICK = ("dapo_2", "pairwise_0", "tango_agents_2")  # the others: make test-more ONLY=resume
 FEW = {case: EVERY[case] for case in QUICK}
@@ -178,6 +188,7 @@ TELLING = {  # metrics that are above 0 before and after the cut
     "pairwise": ("first_wins",),
     "self_play": ("played",),
     "tango_agents": ("verdicts_match",),
+    "ppo": ("kl_in_reward", "value"),
 }
 
 

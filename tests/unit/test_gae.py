@@ -87,13 +87,13 @@ def test_gae_mixes_with_steps_as_tango_does():
         rollout((1, Author.ENVIRONMENT), (2, Author.POLICY), value=[0, 0.5, 0.25], outcome=0.0),
     ]
     credited = assign_gae(own, Gae(), reward="outcome").policy
-    mixed = mix_steps(credited, [0.25, 0.25])
+    mixed = mix_steps(credited, alpha=0.25)
     later = np.array([0.0, -0.5, 0.0, 0.0, 0.0])  # sums of the step rewards at or after a token: 0.5 - 0.5, -0.5, 0
     outcome = np.concatenate([r.advantages[1:] for r in credited])
     found = np.concatenate([r.advantages[1:] for r in mixed])
     steps_part = (later - later.mean()) / (later.std(ddof=1) + 1e-6)
     np.testing.assert_allclose(found, 0.75 * outcome + 0.25 * steps_part, atol=1e-6)
-    assert mix_steps(credited[1:], [0.25]) == credited[1:]
+    assert mix_steps(credited[1:], alpha=[0.25]) == credited[1:]
 
 
 def test_gae_whitened_over_tokens_and_equal_values_give_0():
@@ -104,7 +104,7 @@ def test_gae_whitened_over_tokens_and_equal_values_give_0():
 
 def test_gae_coefficient_is_fixed_without_a_target_and_a_target_needs_one():
     assert adapted(0.1, 5.0, 100, Gae(kl_coef=0.1)) == 0.1
-    with pytest.raises(ConfigError, match="kl_target = 0.1 with gae.kl_coef = 0"):
+    with pytest.raises(ConfigError, match="kl_target = 0.1 with kl_coef = 0"):
         Gae(kl_target=0.1)
 
 

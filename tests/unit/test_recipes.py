@@ -473,7 +473,9 @@ def test_settings_are_checked_by_name_value_and_cure(texts):
         Tango(group_size=0)
     with pytest.raises(ConfigError, match="updates = 0"):
         build(Use(target="megatron_rl.recipes.grpo:Grpo", args={"updates": 0}))
-    with pytest.raises(ConfigError, match="gae.*grpo, dr_grpo"):
+    with pytest.raises(ConfigError, match="fae.*grpo, dr_grpo"):
+        Grpo(updates=1, estimator="fae")
+    with pytest.raises(ConfigError, match="'gae' needs a critic.*use Ppo, Tango or Agents"):
         Grpo(updates=1, estimator="gae")
     with pytest.raises(ConfigError, match="alpha_start = 1.5"):
         build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_start": 1.5}))

@@ -1,0 +1,123 @@
+"""Critics in recipes: roles with a value head that learn the returns of another role's rollouts, and from whose values
+that role's advantages are computed (the estimator `gae`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_rl.algorithms.advantages import EstimatorName
+from megatron_rl.algorithms.estimators import GAE, word_of
+from megatron_rl.algorithms.gae import Gae, adapted, assign_gae
+from megatron_rl.chat_template import check_models
+from megatron_rl.config import files
+from megatron_rl.config.base import Use, refuse
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.training.iteration import CreditContext, Iteration, RecipeRole, RolloutsByRole, Schedule, Score
+from megatron_rl.types import Rollout
+
+
+@dataclass(kw_only=True)
+class Critics:
+    """The critics of a recipe, and its KL coefficients, which are a part of the recipe's state. Without critics, the
+    methods change nothing.
+    """
+
+    critic_of: Mapping[str, str]  # name of the critic by the name of the role whose rollouts the critic reads
+    settings: Gae = field(default_factory=Gae)
+
+    def __post_init__(self) -> None:
+        self.kl_coefs = dict.fromkeys(self.critic_of, self.settings.kl_coef)  # current coefficient by role
+
+    @staticmethod
+    def of(estimator: EstimatorName, critic_of: Mapping[str, str]) -> "Critics":
+        """Returns the critics `critic_of` if the estimator is `gae`, otherwise no critics. Raises ConfigError for
+        invalid arguments of the estimator.
+        """
+        if word_of(estimator) != GAE:
+            return Critics(critic_of={})
+        args = estimator.args if isinstance(estimator, Use) else {}
+        return Critics(critic_of=critic_of, settings=files.load(Gae, trees=[("estimator gae", args)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the KL coefficients, for the recipe's state."""
+        return {"kl_coefs": dict(self.kl_coefs)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.kl_coefs = dict(state["kl_coefs"])
+
+    def roles(self, parts: Mapping[str, RecipeRole]) -> dict[str, RecipeRole]:
+        """Returns the roles of a recipe with the critics added."""
+        read = {
+            role: replace(parts[role], reference=parts[role].trained and self.settings.kl_coef > 0)
+            for role in self.critic_of
+        }
+        return {**parts, **read, **{self.critic_of[role]: replace(parts[role], head="value") for role in read}}
+
+    def schedule(self, schedule: Schedule) -> Schedule:
+        """Returns a schedule in which the critic of a role is trained in every iteration that trains the role."""
+        return [
+            [(*roles, *(self.critic_of[role] for role in roles if role in self.critic_of)) for roles in cycle]
+            for cycle in schedule
+        ]
+
+    def scores(self, iteration: Iteration) -> list[Score]:
+        """Returns the scores that `credit` needs in an iteration."""
+        read = self._read(iteration)
+        found = [Score(role=role, name="value", by=critic) for role, critic in read.items()]
+        if self.settings.kl_coef:
+            found += [Score(role=r, name=name, by=r) for r in read for name in ("logprobs", "reference_logprobs")]
+        return found
+
+    def check(self, spec: RunSpec) -> None:
+        """Raises ConfigError if a critic cannot read the rollouts of its role."""
+        for role, critic in self.critic_of.items():
+            check_models(spec.roles[role].model, spec.roles[critic].model, "a critic reads the tokens of its role")
+        refuse(*self._too_short(spec))
+
+    def _too_short(self, spec: RunSpec) -> Iterator[str]:
+        """Yields an error message for each critic whose setting of a length is below that of its role."""
+        for role, critic in self.critic_of.items():
+            own, read = spec.roles[critic], spec.roles[role]
+            lengths = {
+                "max_prompt_tokens": (own.max_prompt_tokens, read.max_prompt_tokens),
+                "sampling.max_tokens": (own.sampling.max_tokens, read.sampling.max_tokens),
+            }
+            for setting, (given, needed) in lengths.items():
+                if given < needed:
+                    yield (
+                        f"roles.{critic}.{setting} = {given} is less than roles.{role}.{setting} = {needed}, and "
+                        f"{critic} reads the rollouts of {role}: set it to {needed}"
+                    )
+
+    def credit(
+        self,
+        iteration: Iteration,
+        rollouts: RolloutsByRole,
+        context: CreditContext,
+        *,
+        reward: str | Mapping[str, float],
+        weights: Sequence[float] | None = None,
+        finish: Callable[[list[Rollout]], list[Rollout]] = list,
+    ) -> dict[str, list[Rollout]]:
+        """Returns the rollouts of each trained role with advantages, and the rollouts of its critic. While the critic
+        warms up, the role has no rollouts to train on.
+
+        `reward`, `weights`: see algorithms.gae.assign_gae. `finish`: function that changes the advantages afterwards.
+        """
+        credited: dict[str, list[Rollout]] = {}
+        for role, critic in self._read(iteration).items():
+            kl_coef = self.kl_coefs[role]
+            found = assign_gae(rollouts[role], self.settings, reward=reward, kl_coef=kl_coef, weights=weights)
+            self.kl_coefs[role] = adapted(kl_coef, found.kl, len(rollouts[role]), self.settings)
+            warm = iteration.update(role) >= self.settings.critic_warmup
+            credited[role] = finish(found.policy) if warm else []
+            credited[critic] = [replace(rollout, role=critic) for rollout in found.critic]
+            context.add_metrics(critic, found.metrics)
+            if kl_coef:
+                context.add_metrics(role, {"kl_in_reward": found.kl, "kl_coef": kl_coef})
+        return credited
+
+    def _read(self, iteration: Iteration) -> dict[str, str]:
+        """Returns {role: critic} of the roles that an iteration trains."""
+        return {role: critic for role, critic in self.critic_of.items() if role in iteration.roles}

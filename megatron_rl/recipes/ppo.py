@@ -1,0 +1,54 @@
+"""PPO (arXiv 1707.06347) with a critic: a second model predicts the return from every token on. Advantages compare
+rewards with these values (GAE), and not with other samples of the problem.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.algorithms.advantages import EstimatorName
+from megatron_rl.algorithms.estimators import GAE
+from megatron_rl.config.base import Count, refuse
+from megatron_rl.recipes.critics import Critics
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.solutions import GENERATOR, check_arguments
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.training.iteration import CreditContext, Iteration, RecipeRole, RolloutsByRole, Schedule, Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ppo(Grpo):
+    """A recipe that trains the role `generator` on the outcome of its solutions, and the role `critic`, which has a
+    value head, on the returns.
+    """
+
+    group_size: Count = 1  # samples per problem
+    estimator: EstimatorName = GAE  # gae, or {target: gae, args: {...}} with the arguments of algorithms.gae.Gae
+    _critics: Critics = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_arguments(self, templates={"template": ["question"]}, critics=True)
+        object.__setattr__(self, "_critics", Critics.of(self.estimator, {GENERATOR: "critic"}))
+        if not self._critics.critic_of:
+            refuse(f"recipe.args.estimator = {self.estimator!r} uses no critic: leave it out, or take the recipe Grpo")
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        return self._critics.roles(super().roles())
+
+    def schedule(self) -> Schedule:
+        return self._critics.schedule(super().schedule())
+
+    def check(self, spec: RunSpec) -> None:
+        self._critics.check(spec)
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        return self._critics.scores(iteration)
+
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        return self._critics.credit(iteration, rollouts, context, reward="outcome")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._critics.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._critics.load_state_dict(state)
