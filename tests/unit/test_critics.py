@@ -1,0 +1,183 @@
+"""Recipes with critics: which roles an iteration trains, what it asks of the trainer, and what its credit gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.algorithms.gae import Gae, assign_gae, mix_steps
+from megatron_rl.config.base import Use
+from megatron_rl.config.files import load
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.spec.checks import recipe_problems
+from megatron_rl.spec.resolve import specify
+from megatron_rl.training.iteration import CreditContext, Iteration, Score
+from megatron_rl.types import STEP, Annotations, Author, Rollout, spans_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples/published"
+RECIPES = "megatron_rl.recipes"
+
+
+def made(recipe, estimator="gae", **args):
+    return build(Use(target=f"{RECIPES}.{recipe}", args={"estimator": estimator, **args}))
+
+
+def ppo(**gae):
+    return made("ppo:Ppo", {"target": "gae", "args": gae}, updates=4)
+
+
+def rollouts_of(role, outcomes, **more):
+    """A prompt token and three of the policy's, with scores of the trainer."""
+    draw = np.random.default_rng(len(outcomes))
+    return [
+        Rollout(
+            role=role, group="0", tokens=np.zeros(4), logprobs=np.zeros(4), rewards={"outcome": r, "verifier": r},
+            spans=spans_of((1, Author.ENVIRONMENT, -1), (3, Author.POLICY, 0)),
+            values={n: draw.normal(size=4).astype(np.float32) for n in ("value", "logprobs", "reference_logprobs")},
+            **more,
+        )
+        for r in outcomes
+    ]  # fmt: skip
+
+
+def iteration(*roles, updates=9):
+    return Iteration(cycle=0, index=0, roles=roles, number=updates, updates=dict.fromkeys(roles, updates))
+
+
+def test_a_critic_is_trained_with_its_role():
+    recipe = ppo()
+    assert recipe.schedule() == [[("generator", "critic")]] * 4
+    assert {name: part.head for name, part in recipe.roles().items()} == {"generator": None, "critic": "value"}
+    assert recipe.scores(iteration("generator", "critic")) == [Score(role="generator", name="value", by="critic")]
+    context = CreditContext()
+    credited = recipe.credit(
+        iteration("generator", "critic"), {"generator": rollouts_of("generator", [0.0, 1.0])}, context
+    )
+    assert list(credited) == ["generator", "critic"] and all(len(own) == 2 for own in credited.values())
+    for own, read in zip(credited["generator"], credited["critic"], strict=True):
+        assert (own.role, read.role, read.values.keys()) == ("generator", "critic", {"old_value", "returns"})
+        assert own.advantages[0] == read.values["returns"][0] == read.values["old_value"][0] == 0
+        np.testing.assert_array_equal(own.tokens, read.tokens)
+    assert context.metrics["critic"]["explained_variance"] < 1 and "generator" not in context.metrics
+
+
+def test_a_role_waits_while_its_critic_warms_up():
+    recipe, rollouts = ppo(critic_warmup=2), rollouts_of("generator", [0.0, 1.0])
+    sizes = []
+    for done in range(4):
+        own = recipe.credit(iteration("generator", "critic", updates=done), {"generator": rollouts}, CreditContext())
+        sizes.append((len(own["generator"]), len(own["critic"])))
+    assert sizes == [(0, 2), (0, 2), (2, 2), (2, 2)]
+
+
+def test_the_kl_coefficient_is_a_state_that_the_credit_changes():
+    recipe = ppo(kl_coef=0.5, kl_target=0.01, kl_horizon=4)
+    assert [score.name for score in recipe.scores(iteration("generator", "critic"))] == [
+        *("value", "logprobs", "reference_logprobs")
+    ]
+    assert recipe.roles()["generator"].reference and not recipe.roles()["critic"].reference
+    context = CreditContext()
+    recipe.credit(iteration("generator", "critic"), {"generator": rollouts_of("generator", [0.0, 1.0])}, context)
+    found = context.metrics["generator"]
+    error = np.clip(found["kl_in_reward"] / 0.01 - 1, -0.2, 0.2)
+    assert found["kl_coef"] == 0.5 and recipe.state_dict() == {"kl_coefs": {"generator": 0.5 * (1 + error * 2 / 4)}}
+    other = ppo(kl_coef=0.5)
+    other.load_state_dict(recipe.state_dict())
+    assert other.state_dict() == recipe.state_dict() != ppo(kl_coef=0.5).state_dict()
+
+
+def tango(**args) -> Tango:
+    return made("tango:Tango", generator_updates=4, warmup_updates=1, **args)
+
+
+def test_tango_has_a_critic_for_each_trained_role_and_mixes_as_the_paper():
+    recipe = tango(alpha_start=0.25, alpha_min=0.25)
+    pairs = {name: (name, f"{name}_critic") for name in ("generator", "verifier")}
+    assert recipe.schedule()[0] == [pairs["verifier"]] and recipe.schedule()[1][0] == pairs["generator"]
+    steps = {STEP: Annotations(np.array([[1, 2], [2, 4]]), np.array([0.5, -0.5]))}
+    rollouts = rollouts_of("generator", [0.0, 1.0], annotations=steps)
+    credited = recipe.credit(
+        iteration(*pairs["generator"]), {"generator": rollouts}, CreditContext(handed_over={"reviewed": None})
+    )
+    bare = assign_gae(rollouts, Gae(), reward="outcome").policy
+    for own, wanted, outcome in zip(credited["generator"], mix_steps(bare, alpha=0.25), bare, strict=True):
+        np.testing.assert_array_equal(own.advantages, wanted.advantages)
+        assert not np.allclose(own.advantages, outcome.advantages)
+    alone = tango(train_verifier=False)
+    assert "verifier_critic" not in alone.roles() and "generator_critic" in alone.roles()
+
+
+def test_class_weights_of_the_verifier_leave_its_critic_alone():
+    labels, rollouts = [True, False, False, False], rollouts_of("verifier", [1.0, 0.0, 1.8, 0.8])
+    one = tango()
+    context = CreditContext(handed_over={"labels": labels})
+    credited = one.credit(iteration("verifier", "verifier_critic"), {"verifier": rollouts}, context)
+    bare = assign_gae(rollouts, Gae(), reward="verifier")
+    ratios = [
+        np.abs(r.advantages).max() / np.abs(b.advantages).max()
+        for r, b in zip(credited["verifier"], bare.policy, strict=True)
+    ]
+    assert ratios[0] > 1.2 > 1 > ratios[1] and ratios[1:] == pytest.approx([ratios[1]] * 3)
+    for own, wanted in zip(credited["verifier_critic"], bare.critic, strict=True):
+        np.testing.assert_array_equal(own.values["returns"], wanted.values["returns"])
+    rests = one.credit(iteration("verifier", "verifier_critic"), {"verifier": []}, CreditContext())
+    assert rests == {"verifier": [], "verifier_critic": []}
+
+
+def test_agents_have_a_critic_each():
+    environment = {"target": "megatron_rl.contrib.kuhn_poker:KuhnPoker"}
+    recipe = made(
+        "agents:Agents", {"target": "gae", "args": {"level": "turn"}}, updates=1, environment=environment,
+        agents={"first": 1, "second": 1}, group_size=1,
+    )  # fmt: skip
+    roles = ("first", "second", "first_critic", "second_critic")
+    assert recipe.schedule() == [[roles]] and list(recipe.roles()) == list(roles)
+    credited = recipe.credit(
+        iteration(*roles), {name: rollouts_of(name, [0.0, 1.0]) for name in roles[:2]}, CreditContext()
+    )
+    assert {name: len(own) for name, own in credited.items()} == dict.fromkeys(roles, 2)
+    for own in credited["second"]:
+        assert len(set(own.advantages[1:].tolist())) == 1, "a turn has one advantage"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "args", "says"),
+    [
+        ("grpo:Grpo", {"updates": 1}, "estimator 'gae' needs a critic, which this recipe does not have: use Ppo"),
+        ("dapo:Dapo", {"updates": 1}, "estimator 'gae' needs a critic"),
+        ("ppo:Ppo", {"updates": 1, "estimator": "rloo"}, "recipe.args.estimator = 'rloo' uses no critic"),
+        ("ppo:Ppo", {"updates": 1, "estimator": {"target": "gae", "args": {"lam": 1.5}}}, "estimator gae: lam"),
+        ("ppo:Ppo", {"updates": 1, "estimator": {"target": "gae", "args": {"lamda": 1.0}}}, "did you mean 'lam'"),
+    ],
+)
+def test_an_estimator_that_does_not_fit_is_refused(recipe, args, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build(Use(target=f"{RECIPES}.{recipe}", args={"estimator": "gae"} | args))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["roles.critic.head=null"], 'roles.critic.head = null: recipe megatron_rl.recipes.ppo:Ppo needs "value"'),
+        (["roles.critic.max_prompt_tokens=512"], "roles.critic.max_prompt_tokens = 512 is less than roles.generator."),
+        (["roles.generator.sampling.max_tokens=600"], "roles.critic.sampling.max_tokens = 512 is less than roles.gen"),
+    ],
+)
+def test_a_run_whose_critic_cannot_read_its_role_is_refused(settings, says):
+    spec, problems = specify(load(TrainConfig, [EXAMPLES / "methods/ppo.yaml"], settings), 8)
+    found = recipe_problems(spec)
+    assert not problems and len(found) == 1 and says in found[0], found
+
+
+def test_a_penalty_in_the_reward_keeps_the_reference():
+    """The example has loss.kl_coef = 0, so that the loss keeps none."""
+    for coef, wanted in ((0.001, True), (0.0, False)):
+        spec, _ = specify(
+            load(TrainConfig, [EXAMPLES / "methods/ppo.yaml"], [f"recipe.args.estimator.args.kl_coef={coef}"]), 8
+        )
+        assert {name: role.reference for name, role in spec.roles.items()} == {"generator": wanted, "critic": False}
