@@ -21,7 +21,7 @@ import pydantic
 
 from megatron_rl.algorithms import preference_objectives as preferences
 from megatron_rl.algorithms.corrections import LOG_LIMIT, bounded_exp
-from megatron_rl.batches.packed_batch import Batch, Statistics, at
+from megatron_rl.batches.packed_batch import VALUE, Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.base import NotNegative, Positive, Share
 from megatron_rl.config.schema import ConfigError
@@ -372,4 +372,6 @@ WORDS: Mapping[str, Any] = {
     "kto": objective(needs=["reference", "kl"], per_rollout=True)(preferences.kto),
     "a_lol": objective(needs=["reference"], per_rollout=True)(preferences.a_lol),
     "rwr": objective(per_rollout=True)(preferences.rwr),
+    "bradley_terry": _on_pairs(VALUE, "margin")(preferences.bradley_terry),
+    "prm": objective(needs=[VALUE, "step_label"], uses_advantages=False)(preferences.prm),
 }

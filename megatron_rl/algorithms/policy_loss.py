@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.corrections import EXP_LIMIT, bounded_exp, correction_weights, off_policy_mask
-from megatron_rl.batches.packed_batch import Batch, Statistics, at
+from megatron_rl.batches.packed_batch import VALUE, Batch, Statistics, at
 from megatron_rl.config.schema import ConfigError, LossConfig
 from megatron_rl.lazy_import import LazyModule
 
@@ -43,6 +43,11 @@ class PolicyLoss:
         if config.objective == "clipped":
             self._args = {"clip_low": config.clip_low, "clip_high": config.clip_high} | self._args
         self._objective = objectives.find(config.objective, self._args)
+        if VALUE in self._objective.needs:
+            raise ConfigError(
+                f"loss.objective = {config.objective!r} is the loss of a reward model, and this model has no head: "
+                "train reward models with `megatron-rl sft` (docs/reward_models.md)"
+            )
         if self._objective.reads_correction and config.correction is not None and config.correction.level != "token":
             raise ConfigError(
                 f"loss.correction.level = {config.correction.level!r} with loss.objective = {config.objective!r}: it "

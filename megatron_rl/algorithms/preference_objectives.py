@@ -1,6 +1,6 @@
 """Objectives that compute one loss per response, or per pair of responses, from sums of log-probs: DPO and its
 relatives for preference pairs, KTO for responses that are labelled good or bad, A-LoL and reward-weighted regression
-for fixed responses with rewards.
+for fixed responses with rewards. Also the objectives of reward models, which are computed from the outputs of a head.
 
 In a pair, the first rollout of the group is the chosen (preferred) response, the second one the rejected response. The
 loss of an optimizer step is the mean over its pairs, or over its responses. The metrics have TRL's names.
@@ -64,9 +64,8 @@ def pairs(live: Statistics, batch: Batch) -> tuple[Responses, Responses]:
     """Returns the sums of the P = S / 2 chosen and of the P rejected responses of a batch. The single rollout of a
     dummy batch becomes a pair of length 0.
     """
-    own = responses(live, batch)
-    padded = [F.pad(values, (0, len(values) % 2)).view(-1, 2) for values in vars(own).values()]
-    return Responses(*(values[:, 0] for values in padded)), Responses(*(values[:, 1] for values in padded))
+    sides = [_sides(values) for values in vars(responses(live, batch)).values()]
+    return Responses(*(chosen for chosen, _ in sides)), Responses(*(rejected for _, rejected in sides))
 
 
 def over_pairs(batch: Batch, losses: Tensor) -> Tensor:
@@ -178,6 +177,49 @@ def rwr(live: Statistics, batch: Batch, *, beta: Positive = 1.0) -> Answer:
     own = responses(live, batch)
     weights = bounded_exp(own.per_token(own.advantages) / beta)
     return batch.spread(-weights * own.logps), means(own.lengths > 0, rollout_weight=weights)
+
+
+def bradley_terry(live: Statistics, batch: Batch, *, center_rewards_coefficient: NotNegative = 0.0) -> Answer:
+    """Computes the loss of a reward model on pairs: -log sigmoid(chosen score - rejected score - margin), as TRL's
+    RewardTrainer does. The score of a text is the output of the model's head before the text's only label. The margin
+    is the value "margin" of the chosen text's label.
+
+    `center_rewards_coefficient`: weight of the mean of (chosen score + rejected score)^2, which keeps the mean score
+        near 0 (arXiv 2312.09244).
+    """
+    assert live.value is not None
+    kind = live.value.dtype
+    (chosen, rejected), (margin, _), (here, _) = (
+        _sides(batch.sequence_sums(values.to(kind))) for values in (live.value, batch.values["margin"], batch.counted)
+    )
+    losses = -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+    metrics = means(
+        here > 0,
+        rewards__chosen=chosen,
+        rewards__rejected=rejected,
+        rewards__accuracies=(chosen > rejected).to(kind),
+        rewards__margins=chosen - rejected,
+    )
+    return over_pairs(batch, losses), metrics
+
+
+def prm(live: Statistics, batch: Batch) -> Answer:
+    """Computes the loss of a process reward model: the binary cross-entropy of the head's output at the end of each
+    step, as a logit, and the step's label, the value "step_label" (0 or 1). TRL's PRMTrainer has two outputs, whose
+    difference is this logit.
+    """
+    assert live.value is not None
+    labels = batch.values["step_label"].to(live.value.dtype)
+    losses = F.binary_cross_entropy_with_logits(live.value, labels, reduction="none")
+    return losses, {"rewards/accuracies": (live.value > 0) == (labels > 0.5), "rewards/mean": live.value}
+
+
+def _sides(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits values [S] of a batch's rollouts into those of the chosen and of the rejected responses, [S / 2] each. The
+    single rollout of a dummy batch becomes a pair.
+    """
+    both = F.pad(values, (0, len(values) % 2)).view(-1, 2)
+    return both[:, 0], both[:, 1]
 
 
 def _sigmoid_loss(gap: Tensor, label_smoothing: float) -> Tensor:

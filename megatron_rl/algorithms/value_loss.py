@@ -1,4 +1,6 @@
-"""The loss of a role with a head (a critic): clipped squared errors of values, as in PPO."""
+"""The losses of a role with a head: clipped squared errors of a critic's values, as in PPO, and the losses of reward
+models.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.objectives import find
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.packed_batch import VALUE, Batch, BatchLoss, Statistics, at
-from megatron_rl.config.model import LossConfig, RoleConfig
+from megatron_rl.config.model import REWARD_OBJECTIVES, LossConfig, RoleConfig
 from megatron_rl.lazy_import import LazyModule
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ class ValueLoss:
     """Half the squared difference of the value and the return, in which the value is clipped to the old value plus or
     minus `value_clip` where that makes the loss larger (PPO, as in verl's `compute_value_loss`)."""
 
-    needs = frozenset({VALUE, "old_value", "returns"})
+    needs: frozenset[str] = frozenset({VALUE, "old_value", "returns"})
     uses_advantages = False
 
     def __init__(self, config: LossConfig) -> None:
@@ -65,7 +68,31 @@ class ValueLoss:
         return total, {name: at(batch.mask, values.detach()).sum() for name, values in sums.items()}
 
 
+class RewardLoss(ValueLoss):
+    """The loss of a reward model, which `loss.objective` names (one of REWARD_OBJECTIVES)."""
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__(config)
+        self._objective = find(config.objective, config.objective_args)
+        self.needs = self._objective.needs
+
+    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss of a micro-batch of whole rollouts (a weighted sum to minimise), and the objective's metrics
+        (detached sums). `live`: the head's outputs of the current forward pass.
+        """
+        answer = self._objective(live.at(batch.counted), batch.cleaned(), **self.config.objective_args)
+        loss, metrics = answer if isinstance(answer, tuple) else (answer, {})
+        total = (at(batch.counted, loss) * batch.weights.to(loss.dtype)).sum()
+        return total, {
+            name: values if values.dim() == 0 else at(batch.mask, values.detach().to(loss.dtype)).sum()
+            for name, values in metrics.items()
+        }
+
+
 def loss_of(role: RoleConfig) -> BatchLoss:
-    """Returns the loss that a role is trained with: the value loss of a role with a head, or a policy loss. Raises
-    ConfigError for a policy loss that cannot be built."""
-    return PolicyLoss(role.loss) if role.head is None else ValueLoss(role.loss)
+    """Returns the loss that a role is trained with: the loss of a head, or a policy loss. Raises ConfigError for a loss
+    that cannot be built.
+    """
+    if role.head is None:
+        return PolicyLoss(role.loss)
+    return RewardLoss(role.loss) if role.loss.objective in REWARD_OBJECTIVES else ValueLoss(role.loss)

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import HELD_OUT, Model, PromptSet, SftData
+from megatron_rl.config.schema import HELD_OUT, Model, PromptSet, RoleConfig, SftData
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
@@ -91,8 +91,8 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
 
 
 def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
-    data, model, out = spec.data, spec.roles["model"].model, []
-    loss = loss_of(spec.roles["model"])
+    data, role, out = spec.data, spec.roles["model"], []
+    loss = loss_of(role)
     kind = rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
     for name, path in (("train", data.train), ("validation", data.validation)):
         if path is None or not Path(path).exists():
@@ -100,26 +100,30 @@ def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
         samples = read_samples(dataclasses.replace(data, train=path), split=name, kind=kind)
         firsts = [sample.chosen if isinstance(sample, Preference) else sample for sample in samples]
         chats = sum(isinstance(sample, Conversation) for sample in firsts)
-        kinds = {len(samples): "conversations, with the loss on the assistant's turns", 0: "pairs of texts"}
-        held = {"completion": "", "pair": ", each with a chosen and a rejected response", "scored": ", with labels"}
-        line = f"data.{name}: {len(samples)} samples: {kinds[chats]}{held[kind]}"
-        if deep and _is_here(model):
-            line += f"; {_trained_share(data, model, samples)}"
+        held = {"completion": "", "scored": ", with labels", "steps": ", in labelled steps"}
+        kinds = {len(samples): "conversations", 0: "prompts with a solution" if kind == "steps" else "pairs of texts"}
+        loss_on = ", with the loss on the assistant's turns" if chats and role.head is None else ""
+        line = f"data.{name}: {len(samples)} samples: {kinds.get(chats, 'texts and conversations')}{loss_on}"
+        line += held.get(kind, ", each with a chosen and a rejected response")
+        if deep and _is_here(role.model):
+            line += f"; {_trained_share(data, role, samples)}"
         out.append(line)
     return out
 
 
-def _trained_share(data: SftData, model: Model, samples: Sequence[SftSample]) -> str:
-    """Tokenizes samples and describes the share of trained tokens.
+def _trained_share(data: SftData, role: RoleConfig, samples: Sequence[SftSample]) -> str:
+    """Tokenizes samples and describes the share of trained tokens, or the number of scores of a reward model.
 
     Raises ConfigError or DataError if `megatron-rl sft` would reject the samples."""
-    tokenizer = tokenizer_of(model)
-    vocabulary = vocabulary_of(model, tokenizer)
+    tokenizer = tokenizer_of(role.model)
+    vocabulary = vocabulary_of(role.model, tokenizer)
     rollouts = sft_rollouts(
         samples, tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens, max_bad_share=data.max_bad_share,
         vocabulary=vocabulary,
     )  # fmt: skip
     tokens, trained = sum(len(r.tokens) for r in rollouts), sum(r.num_trainable for r in rollouts)
+    if role.head is not None:
+        return f"{len(rollouts)} texts are usable, with {tokens} tokens and {trained} scores"
     line = f"{len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
     if not data.append_eos or any(
         np.isin(rollout.tokens[rollout.trainable], [*vocabulary.ends]).any() for rollout in rollouts

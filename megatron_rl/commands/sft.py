@@ -1,5 +1,5 @@
-"""`megatron-rl sft`: fine-tunes one model on conversations, texts or preferences, with the same policy class and losses
-as RL training.
+"""`megatron-rl sft`: fine-tunes one model on conversations, texts or preferences, or trains a reward model, with the same
+policy class and losses as RL training.
 """
 
 from __future__ import annotations
@@ -223,11 +223,12 @@ def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> d
 
 
 def _digest(rows: Sequence[Row]) -> str:
-    """Returns the sha256 of the rows' tokens, trained positions and advantages."""
+    """Returns the sha256 of the rows' tokens, trained positions, advantages and values (margins, labels of steps)."""
     digest = hashlib.sha256()
     for one in (rollout for row in rows for rollout in row):
         digest.update(one.tokens.tobytes() + one.trainable.tobytes())
         digest.update(b"" if one.advantages is None else np.float64(one.advantages).tobytes())
+        digest.update(b"".join(values.tobytes() for values in one.values.values()))
     return digest.hexdigest()
 
 

@@ -68,7 +68,7 @@ class PromptSet:
 class SftData:
     """Training data of SFT: conversations, or prompt/response pairs, as JSONL or Parquet. The loss is computed on the
     assistant's messages, or on the response. For preferences, rows have `chosen` and `rejected`, or `label`, or
-    `reward` (docs/preferences.md)."""
+    `reward` (docs/preferences.md); for process reward models `completions` and `labels` (docs/reward_models.md)."""
 
     train: str  # JSONL or Parquet file, directory of such files, or Hugging Face data set
     validation: str | None = None  # data for the validation loss; null: no validation
@@ -80,6 +80,8 @@ class SftData:
     # Append the end-of-sequence token to every response that is a text, and reject conversations whose chat template
     # writes no end-of-turn token. false: for data whose texts end with a stop string (sampling.stop_strings).
     append_eos: bool = True
+    # Text after each step of a row for a process reward model; its last token is the end of the step.
+    step_separator: str = "\n"
     shuffle: bool = True  # shuffle the samples in every epoch
     max_tokens: PositiveInt = 4096  # longer samples are dropped and counted
     max_bad_share: Share = 0.01  # stop with an error if a larger fraction of the rows is unusable

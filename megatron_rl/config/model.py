@@ -19,7 +19,7 @@ Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Outputs of a model that has a head in place of the output layer: one number per token.
 Head = Literal["value", "score"]
-
+REWARD_OBJECTIVES = ("bradley_terry", "prm")  # values of `loss.objective` for a reward model, which has `head: score`
 
 Ranks = Annotated[int, pydantic.Field(ge=1, le=1 << 16)]  # a number of ranks along one axis of a layout
 
@@ -194,8 +194,8 @@ class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
     # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k,
-    # rl_plus, nll; loss of each pair or response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr; or module:name (see
-    # algorithms/objectives.py).
+    # rl_plus, nll; loss of each pair or response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr; loss of a reward model
+    # (sft alone): bradley_terry, prm; or module:name (see algorithms/objectives.py).
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped

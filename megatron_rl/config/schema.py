@@ -20,6 +20,7 @@ from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Ro
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
 from megatron_rl.config.model import (
     CORRECTION_AHEAD,
+    REWARD_OBJECTIVES,
     CorrectionConfig,
     Layout,
     Lora,
@@ -101,7 +102,8 @@ class SftLoss:
     """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/preferences.md)."""
 
     # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
-    # label. a_lol, rwr: responses with a reward. Or any other objective of algorithms/objectives.py, or module:name.
+    # label. a_lol, rwr: responses with a reward. bradley_terry, prm: train a reward model, on pairs or on labelled steps
+    # (docs/reward_models.md). Or any other objective of algorithms/objectives.py, or module:name.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
     # Compute the reference's log-probs of all rows once, before the first step, and keep them in the run directory.
@@ -150,6 +152,7 @@ class SftConfig:
             layout=self.layout,
             lora=self.lora,
             optimizer=self.optimizer,
+            head="score" if self.loss.objective in REWARD_OBJECTIVES else None,
             loss=LossConfig(objective=self.loss.objective, objective_args=self.loss.objective_args, kl_coef=0.0),
             micro_batch_tokens=self.micro_batch_tokens,
             shared_prefixes=self.shared_prefixes,

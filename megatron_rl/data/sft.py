@@ -30,14 +30,16 @@ from megatron_rl.data.conversations import (
     without_nulls,
 )
 from megatron_rl.data.rows import DataError, NotThere, reach, read_all, refuse, reject, rows_of, text_at
+from megatron_rl.data.scored_texts import scored_rollout
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.vocabulary import Vocabulary
 
 _RESPONSES = ("response", "completion")
 _PAIR = ("chosen", "rejected")
 # What a row holds. completion: a prompt and a response, or a conversation. pair: two responses, of which the first is
-# preferred. scored: a completion with a label or a reward.
-Rows = Literal["completion", "pair", "scored"]
+# preferred. scored: a completion with a label or a reward. compared: a pair for a reward model. steps: a solution in
+# steps with a label each, for a process reward model.
+Rows = Literal["completion", "pair", "scored", "compared", "steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +69,41 @@ class Preference:
 
     chosen: TextPair | Conversation
     rejected: TextPair | Conversation
+    # how much larger the score of `chosen` should be, in a pair for a reward model; None in other pairs
+    margin: float | None = None
 
     @property
     def where(self) -> str:
         return self.chosen.where
 
 
-SftSample = TextPair | Conversation | Preference
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledSteps:
+    """A solution in steps, each of which is labelled as right or wrong."""
+
+    prompt: str
+    steps: Sequence[str]
+    labels: Sequence[bool]
+    separator: str  # text after each step; its last token is the end of the step
+    where: str = ""  # file and line of the sample
+
+
+SftSample = TextPair | Conversation | Preference | LabelledSteps
 
 
 def rows_of_loss(needs: frozenset[str], *, uses_advantages: bool) -> Rows:
     """Returns what the rows must hold for a loss with these properties (packed_batch.BatchLoss)."""
-    return "pair" if "pairs" in needs else "scored" if uses_advantages else "completion"
+    if "pairs" in needs:
+        return "compared" if "margin" in needs else "pair"
+    return "steps" if "step_label" in needs else "scored" if uses_advantages else "completion"
 
 
 def read_samples(data: SftData, *, split: str = "train", kind: Rows = "completion") -> list[SftSample]:
     """Returns the samples of data.train. `split`: the split if the path is a directory or a data set.
 
     A sample is a prompt and a response (both texts, or both messages), or one conversation, or a pair of responses
-    (TRL's preference formats). The keys of a single response in the rows are found in the first row that has a sample,
+    (TRL's preference formats), or a solution in labelled steps (TRL's stepwise supervision). The keys of a single
+    response in the rows are found in the first row that has a sample,
     and are used for all rows. If rows of kind "scored" have pairs, the responses get the labels true and false. Bad
     rows are skipped with a warning that names file and line. Raises DataError if more than data.max_bad_share of the
     rows are bad.
@@ -94,8 +112,11 @@ def read_samples(data: SftData, *, split: str = "train", kind: Rows = "completio
 
     def read(where: str, row: Mapping[str, Any]) -> SftSample:
         nonlocal fields
-        if kind == "pair" or (kind == "scored" and {*_PAIR} <= row.keys()):
-            return _preference(data, row, where)
+        if kind == "steps":
+            return _steps(data, row, where)
+        if kind in ("pair", "compared") or (kind == "scored" and {*_PAIR} <= row.keys()):
+            pair = _preference(data, row, where)
+            return replace(pair, margin=_margin(row)) if kind == "compared" else pair
         fields = fields or sample_fields(data, row)
         sample = _sample(row, fields or (data.prompt_field, data.response_field or _RESPONSES[0]), where)
         return replace(sample, advantage=_advantage(row)) if kind == "scored" else sample
@@ -130,7 +151,8 @@ def sft_rollouts(
 ) -> list[Rollout]:
     """Converts samples to rollouts. The trained tokens are the response and its EOS token, or the assistant's messages
     (`chat_template.conversation_tokens`). A pair becomes two rollouts of one group, the preferred one first, with the
-    advantages 1 and -1.
+    advantages 1 and -1. In a pair for a reward model and in labelled steps, the trained tokens are the labels of the
+    scores (`scored_rollout`).
 
     The prompt and response of a pair are tokenized separately, so that the boundary is the same as in generation. A
     sample is bad if it is longer than `max_tokens`, the chat template fails, the model of `vocabulary` has no embedding
@@ -145,25 +167,17 @@ def sft_rollouts(
             "false"
         )
 
-    def read_one(number: int, sample: TextPair | Conversation, advantage: float | None) -> Rollout:
-        if isinstance(sample, TextPair):
-            prompt = tokenize(tokenizer, sample.prompt)
-            response = tokenizer.encode(sample.response, add_special_tokens=False)
-            tokens = np.array([*prompt, *response, *([tokenizer.eos_token_id] if append_eos else [])], np.int32)
-            trained = np.arange(len(tokens)) >= len(prompt)
-        else:
-            tokens, trained = conversation_tokens(tokenizer, sample.messages, first=sample.first, tools=sample.tools)
-            if vocabulary is not None and append_eos:
-                refuse_endless(vocabulary, tokens[trained])
-        why = None if vocabulary is None else vocabulary.missing(tokens)
-        if not why and len(tokens) > max_tokens:
-            why = f"{len(tokens)} tokens: raise data.max_tokens = {max_tokens}"
-        if why:
-            raise DataError(f"it has {why}")
-        return _rollout(str(number), tokens, trained, advantage)
+    def read(where: str, item: tuple[int, SftSample]) -> list[Rollout]:
+        made = _rollouts_of(str(item[0]), item[1], tokenizer, append_eos=append_eos, vocabulary=vocabulary)
+        for tokens in (rollout.tokens for rollout in made):
+            why = None if vocabulary is None else vocabulary.missing(tokens)
+            if not why and len(tokens) > max_tokens:
+                why = f"{len(tokens)} tokens: raise data.max_tokens = {max_tokens}"
+            reject(*[f"it has {why}"] * bool(why))
+        return made
 
     rows = ((item[1].where or f"sample {item[0]}", item) for item in enumerate(samples))
-    found, bad, _ = read_all(rows, lambda where, item: [read_one(item[0], *part) for part in _parts(item[1])])
+    found, bad, _ = read_all(rows, read)
     refuse(bad, len(samples), max_bad_share, "the data")
     if not found:
         raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
@@ -191,11 +205,48 @@ def mismatched(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
     return out
 
 
-def _parts(sample: SftSample) -> list[tuple[TextPair | Conversation, float | None]]:
-    """Returns the responses of a sample with their advantages."""
+def _parts(sample: SftSample) -> list[tuple[TextPair | Conversation | LabelledSteps, float | None]]:
+    """Returns the texts of a sample with their advantages."""
     if isinstance(sample, Preference):
         return [(sample.chosen, 1.0), (sample.rejected, -1.0)]
-    return [(sample, sample.advantage)]
+    return [(sample, None if isinstance(sample, LabelledSteps) else sample.advantage)]
+
+
+def _rollouts_of(
+    group: str, sample: SftSample, tokenizer: Any, *, append_eos: bool, vocabulary: Vocabulary | None
+) -> list[Rollout]:
+    """Returns the rollouts of a sample, without a check of their lengths and tokens."""
+    out, margin = [], sample.margin if isinstance(sample, Preference) else None
+    for part, advantage in _parts(sample):
+        if isinstance(part, LabelledSteps):
+            out.append(_labelled(group, part, tokenizer))
+            continue
+        if isinstance(part, TextPair):
+            prompt = tokenize(tokenizer, part.prompt)
+            response = tokenizer.encode(part.response, add_special_tokens=False)
+            tokens = np.array([*prompt, *response, *([tokenizer.eos_token_id] if append_eos else [])], np.int32)
+            trained = np.arange(len(tokens)) >= len(prompt)
+        else:
+            tokens, trained = conversation_tokens(tokenizer, part.messages, first=part.first, tools=part.tools)
+            if vocabulary is not None and append_eos and margin is None:
+                refuse_endless(vocabulary, tokens[trained])
+        if margin is None:
+            out.append(_rollout(group, tokens, trained, advantage))
+        else:
+            out.append(scored_rollout("model", group, tokens, values={"margin": [margin]}))
+    return out
+
+
+def _labelled(group: str, sample: LabelledSteps, tokenizer: Any) -> Rollout:
+    """Returns the rollout of a solution in steps. Its scores are read at the last token of each step, with the labels
+    (0 or 1) as the values "step_label". As in TRL, steps and separators are tokenized one by one.
+    """
+    tokens, ends = tokenize(tokenizer, sample.prompt), list[int]()
+    for step in sample.steps:
+        for text in (step, sample.separator):
+            tokens += tokenizer.encode(text, add_special_tokens=False)
+        ends.append(len(tokens) - 1)
+    return scored_rollout("model", group, tokens, ends=ends, values={"step_label": [*map(float, sample.labels)]})
 
 
 def _preference(data: SftData, row: Mapping[str, Any], where: str) -> Preference:
@@ -230,6 +281,39 @@ def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     places = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     size = next(places, min(len(chosen), len(rejected)))
     return size - 1 if size and chosen[size - 1] == " " else size
+
+
+def _steps(data: SftData, row: Mapping[str, Any], where: str) -> LabelledSteps:
+    """Returns the labelled steps of a row in TRL's format: texts under `prompt` and `completions`, and `labels`."""
+    steps, labels = (row.get(key) for key in ("completions", "labels"))
+    lists = [value for value in (steps, labels) if isinstance(value, (list, tuple)) and value]
+    reject(
+        *["completions and labels are no lists: give the texts of the steps, and true or false for each of them"]
+        * (len(lists) < 2)
+    )
+    texts, marks = lists
+    wrong = [label for label in marks if label not in (True, False)]
+    reject(*(f"labels has {label!r:.40}: give true or false for each step" for label in wrong))
+    reject(
+        *[f"{len(texts)} completions with {len(marks)} labels: give one label per step"] * (len(texts) != len(marks))
+    )
+    return LabelledSteps(
+        prompt=text_at(row, "prompt", data.prompt_field),
+        steps=[text_at({"step": text}, "step", "step") for text in texts],
+        labels=[bool(label) for label in marks],
+        separator=data.step_separator,
+        where=where,
+    )
+
+
+def _margin(row: Mapping[str, Any]) -> float:
+    """Returns the margin of a pair; 0 if the row has none."""
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, (int, float)) and not isinstance(margin, bool) and math.isfinite(margin):
+        return float(margin)
+    raise DataError(f"margin is {margin!r:.40}: give a number, by which the score of `chosen` should be larger")
 
 
 def _advantage(row: Mapping[str, Any]) -> float:

@@ -234,7 +234,7 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
             f"loss.precompute_ref_log_probs = true with loss.objective = {role.loss.objective!r}, which reads no "
             "reference: set it to false"
         )
-    if others := sorted({*values_needed(needs)} - {"kl"}):
+    if others := sorted({*values_needed(needs)} - {"kl", "margin", "step_label"}):
         yield (
             f"loss.objective = {role.loss.objective!r} reads {', '.join(others)}, which rows of data do not have: it "
             "is an objective for `megatron-rl train`"
