@@ -163,6 +163,24 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return _ids(tokenizer, text)
 
 
+def answered_ids(tokenizer: Any, text: str, answer: str) -> list[int]:
+    """Returns the token ids of a prompt text with an answer to it, ended as `megatron-rl sft` ends its samples.
+
+    A UserText, and every text if the tokenizer is a ChatTokenizer, is rendered with the chat template, and the answer
+    is the assistant's turn. If the conversation ends with an assistant's turn, the answer continues it. Any other
+    answer follows the prompt directly, and ends with the tokenizer's EOS token, if it has one.
+    """
+    if isinstance(tokenizer, ChatTokenizer) and not isinstance(text, UserText):
+        text = UserText(text)
+    if isinstance(text, UserText):
+        messages = text.messages
+        if messages[-1]["role"] == ASSISTANT:
+            answer, messages = str(messages[-1]["content"]) + answer, messages[:-1]
+        return _ids(tokenizer, render(tokenizer, [*messages, {"role": ASSISTANT, "content": answer}]))
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [*tokenize(tokenizer, text), *tokenizer.encode(answer, add_special_tokens=False), *end]
+
+
 def render(
     tokenizer: Any, messages: Sequence[Message], *, header: bool = False, continued: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,

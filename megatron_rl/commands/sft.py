@@ -1,5 +1,5 @@
-"""`megatron-rl sft`: fine-tunes one model on conversations, texts or preferences, or trains a reward model, with the same
-policy class and losses as RL training.
+"""`megatron-rl sft`: fine-tunes one model on conversations, texts or preferences, or trains a reward model, with the
+same policy class and losses as RL training.
 """
 
 from __future__ import annotations

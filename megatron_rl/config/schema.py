@@ -102,8 +102,8 @@ class SftLoss:
     """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/preferences.md)."""
 
     # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
-    # label. a_lol, rwr: responses with a reward. bradley_terry, prm: train a reward model, on pairs or on labelled steps
-    # (docs/reward_models.md). Or any other objective of algorithms/objectives.py, or module:name.
+    # label. a_lol, rwr: responses with a reward. bradley_terry, prm: train a reward model, on preference pairs or on
+    # labelled steps (docs/reward_models.md). Or any other objective of algorithms/objectives.py, or module:name.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
     # Compute the reference's log-probs of all rows once, before the first step, and keep them in the run directory.

@@ -11,6 +11,7 @@ from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.length_rewards import Brevity, Overlong, priced
+from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, check_fields, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
@@ -20,6 +21,7 @@ from megatron_rl.training.iteration import (
     RecipeRole,
     RolloutContext,
     RolloutsByRole,
+    Score,
 )
 from megatron_rl.types import Prompt
 
@@ -40,6 +42,7 @@ class Dapo(Grpo):
     # penalty for solutions close to the maximum length, and an option not to train on truncated solutions
     overlong: Overlong | None = None
     brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
+    reward_model: RewardModel | None = None  # mix the score of a reward model with the outcome
     # state of the curriculum: the problems that are skipped
     _record: Record = field(init=False, repr=False, compare=False)
 
@@ -61,9 +64,12 @@ class Dapo(Grpo):
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
         group = {GENERATOR: self.group_size}
-        return {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
+        own = {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
+        return self.reward_model.roles(own) if self.reward_model else own
 
     def check(self, spec: RunSpec) -> None:
+        if self.reward_model is not None:
+            self.reward_model.check(spec, GENERATOR)
         if self.overlong is not None:
             self.overlong.check(spec, GENERATOR)
         if self.hints is not None:
@@ -73,17 +79,25 @@ class Dapo(Grpo):
         draw = partial(self._draw, iteration, context)
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         context.add_metrics(GENERATOR, metrics)
-        return {GENERATOR: priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)}
+        solutions = priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
+        texts = self.reward_model.texts(context, solutions, self.prompt) if self.reward_model else {}
+        return {GENERATOR: solutions, **texts}
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        return [self.reward_model.score] if self.reward_model else ()
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         self._record.learn(context.handed_over.get(RATES, ()))
         context.add_metrics(GENERATOR, self._record.metrics())
+        if self.reward_model is not None:
+            rollouts = {GENERATOR: self.reward_model.scored(rollouts, GENERATOR)}
         credited = super().credit(iteration, rollouts, context)
         return {GENERATOR: self.overlong.trained(credited[GENERATOR])} if self.overlong else credited
 
     def reward(self, role: str) -> dict[str, float]:
         added = {"overlong": self.overlong is not None and self.overlong.cache, "brevity": self.brevity is not None}
-        return {"outcome": 1.0, **{name: 1.0 for name, given in added.items() if given}}
+        weights = self.reward_model.weights if self.reward_model else {"outcome": 1.0}
+        return {**weights, **{name: 1.0 for name, given in added.items() if given}}
 
     def state_dict(self) -> dict[str, Any]:
         return self._record.state_dict()
