@@ -82,9 +82,9 @@ def table(*, measured: bool) -> str:
     rows = [["row", "TRL", "source", "here", "what differs", "loss", "gradient"], ["---"] * 7]
     for name, row in recorded()["rows"].items():
         found = compare(name)[0] if measured else Difference(0.0, 0.0)
-        theirs = f"{row['trainer']} {words(row['settings'])}{' margin' * row.get('margin', False)}"
+        theirs = f"{row['trainer']} {words(row['settings'])}".strip() + ", with margins" * row.get("margin", False)
         differs = "TRL has two outputs; their difference is ours" if name == "prm" else ""
         paper = {"prm": "2211.14275"}.get(name, "2203.02155")
-        own = [name, theirs.strip(), paper, words(settings_of(name)), differs]
+        own = [name, theirs, paper, words(settings_of(name)), differs]
         rows.append([*own, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
     return "\n".join("| " + " | ".join(row if measured else row[:5]) + " |" for row in rows)

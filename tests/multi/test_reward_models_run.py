@@ -55,7 +55,9 @@ def scores(directory, texts):
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     with torch.no_grad():
-        return [model(torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id]])).logits.item() for text in texts]
+        return [
+            model(torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id]])).logits.item() for text in texts
+        ]
 
 
 def test_reward_models_prefer_as_their_data_do(trained):

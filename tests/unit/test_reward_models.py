@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import oracles
 import oracles_rewards
 import pytest
+from chats import chat_tokenizer
 from toys import characters
 
 from megatron_rl.algorithms.value_loss import RewardLoss, loss_of
+from megatron_rl.chat_template import ChatTokenizer
 from megatron_rl.config.files import load
-from megatron_rl.config.schema import ConfigError, LossConfig, RoleConfig, SftConfig, SftData
+from megatron_rl.config.schema import ConfigError, LossConfig, RoleConfig, SftConfig, SftData, TrainConfig
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.scored_texts import scored_rollout
 from megatron_rl.data.sft import read_samples, rows_of_loss, sft_rollouts
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.recipes.dapo import Dapo
+from megatron_rl.recipes.reward_model import RewardModel
+from megatron_rl.spec.resolve import specify
+from megatron_rl.training.iteration import CreditContext, Iteration, RolloutContext
+from megatron_rl.types import Author, Rollout, spans_of
 
 
 def loss(objective, **args):
@@ -33,6 +43,11 @@ def test_reward_models_loss_gradient_and_metrics_are_trls(name):
     found, metrics = oracles_rewards.compare(name)
     assert found.loss < oracles.BAR and found.gradient < oracles.BAR
     assert "rewards/accuracies" in metrics and max(metrics.values()) < oracles.BAR, metrics
+
+
+def test_reward_models_table_stands_in_the_docs():
+    page = Path(__file__).parents[2] / "docs/methods.md"
+    assert oracles_rewards.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py there"
 
 
 def test_reward_models_the_score_of_a_text_is_read_at_its_last_token(tmp_path):
@@ -93,3 +108,73 @@ def test_reward_models_a_text_may_have_several_scores():
     rollout = scored_rollout("reward", "0", [5, 6, 7], ends=[0, -1], values={"a": [1, 2]})
     assert rollout.tokens.tolist() == [5, 6, 7, 7] and rollout.trainable.tolist() == [False, True, False, True]
     assert rollout.values["a"].tolist() == [0, 1, 0, 2]
+
+
+WRITER = characters()
+
+
+def solution(text, *, outcome=0.0, messages=None, group="0"):
+    """A rollout of the generator: the question `ab`, then the text and the end of the text."""
+    tokens = [*WRITER.encode("ab" + text), WRITER.eos_token_id]
+    return Rollout(
+        role="generator", group=group, tokens=np.array(tokens), logprobs=np.zeros(len(tokens)),
+        spans=spans_of((2, Author.ENVIRONMENT, -1), (len(tokens) - 2, Author.POLICY, 0)), rewards={"outcome": outcome},
+        payload={"question": "ab"} | ({"messages": messages} if messages else {}),
+    )  # fmt: skip
+
+
+def texts(rollouts, reader, *, longest=100, **settings):
+    """-> the texts that the reward model reads, with special tokens, and the metrics"""
+    context = RolloutContext(
+        engines={}, tokenizers={"generator": WRITER, "reward": reader}, grade=lambda *_: [],
+        samplings={"reward": Sampling(max_tokens=1)}, max_prompt_tokens={"reward": longest},
+    )  # fmt: skip
+    recipe = Dapo(updates=1, template="plain", reward_model=RewardModel(**settings))
+    found = recipe.reward_model.texts(context, rollouts, recipe.prompt)["reward"]
+    assert [text.group for text in found] == [rollout.group for rollout in rollouts]
+    assert all(text.trainable.tolist() == [False] * (len(text.tokens) - 1) + [True] for text in found)
+    return [reader.decode(text.tokens[:-1]) for text in found], context.metrics
+
+
+def test_reward_models_read_the_prompt_and_the_solution_in_their_own_form():
+    thought, plain = solution("hm</think>\nyes", group="1"), solution("no")
+    assert texts([thought, plain], characters())[0] == ["abhm</think>\nyes<eos>", "abno<eos>"]
+    assert texts([thought, plain], characters(), reads="answer")[0] == ["abyes<eos>", "abno<eos>"]
+    turns = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    found, metrics = texts([thought], ChatTokenizer(chat_tokenizer()), reads="answer")
+    assert found == [turns.format("yes")] and not metrics
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    found, _ = texts([solution("no", messages=conversation)], chat_tokenizer())
+    assert found == ["<|im_start|>system\ns<|im_end|>\n" + turns.format("no")]
+    begun = [conversation[1], {"role": "assistant", "content": "I say "}]
+    assert texts([solution("no", messages=begun)], chat_tokenizer())[0] == [turns.format("I say no")]
+
+
+def test_reward_models_texts_that_are_too_long_lose_their_beginning():
+    found, metrics = texts([solution("cdef"), solution("c")], characters(), longest=4)
+    assert found == ["def<eos>", "abc<eos>"] and metrics == {"generator": {"reward_model_cut": 1.0}}
+
+
+@pytest.mark.parametrize(("scale", "of"), [("none", lambda x: x), ("sigmoid", lambda x: 1 / (1 + np.exp(-x)))])
+def test_reward_models_scores_are_mixed_with_the_outcome_before_groups_are_compared(scale, of):
+    recipe = Dapo(updates=1, template="plain", reward_model=RewardModel(weight=0.25, scale=scale), estimator="dr_grpo")
+    iteration = Iteration(cycle=0, index=0, roles=("generator",), number=0)
+    scores, outcomes = [0.5, -2.0], [0.0, 1.0]
+    rollouts = [solution("c", outcome=outcome) for outcome in outcomes]
+    read = [scored_rollout("reward", "0", [1, 2], values={"value": [score]}) for score in scores]
+    assert [score.by for score in recipe.scores(iteration)] == ["reward"] and recipe.roles()["reward"].head == "score"
+    credited = recipe.credit(iteration, {"generator": rollouts, "reward": read}, CreditContext())
+    assert credited.keys() == {"generator"}
+    rewards = np.array([0.75 * outcome + 0.25 * of(score) for score, outcome in zip(scores, outcomes, strict=True)])
+    assert [r.rewards["trained"] for r in credited["generator"]] == pytest.approx(rewards)
+    assert [r.rewards["reward_model"] for r in credited["generator"]] == pytest.approx([of(score) for score in scores])
+    assert [np.max(r.advantages) for r in credited["generator"]] == pytest.approx(rewards - rewards.mean())
+
+
+def test_reward_models_that_read_less_than_the_generator_writes_are_refused():
+    example = Path(__file__).parents[2] / "examples/published/grpo_qwen2.5_7b.yaml"
+    settings = ["recipe.target=megatron_rl.recipes.dapo:Dapo", "recipe.args.reward_model={weight: 0.5}"]
+    settings += ["roles.reward={model: {path: m}, head: score, max_prompt_tokens: 10, sampling: {max_tokens: 5}}"]
+    spec = specify(load(TrainConfig, [example], settings), 8)[0]
+    with pytest.raises(ConfigError, match=r"roles.reward.max_prompt_tokens \+ sampling.max_tokens = 15 is less than"):
+        spec.recipe.check(spec)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import oracles
+import oracles_rewards
 import oracles_verl
 from ranks import ROOT, run_ranks
 from safetensors.torch import load_file
@@ -42,7 +43,8 @@ def unlike(new: Any, kept: Any, place: str = "", *, bar: float = SAME) -> Iterat
 
 def changes(folder: Path) -> Iterator[str]:
     """Names what is different from tests/oracles in what was written anew."""
-    files = {"trl_losses.json": SAME, "trl_preferences.json": SAME, "verl_ppo.json": SAME}
+    names = ("trl_losses.json", "trl_preferences.json", "trl_rewards.json", "verl_ppo.json")
+    files = dict.fromkeys(names, SAME)
     for name, bar in (files | {f"{run}/record.json": 1e-5 for run in ("trl_run", "trl_dpo_run")}).items():
         new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
         yield from unlike(new, kept, name, bar=bar)
@@ -74,12 +76,14 @@ def main() -> None:
         print(__doc__)
         sys.exit(2)
     if len(sys.argv) == 1:
-        print(oracles.table(measured=False), oracles_verl.table(measured=False), sep="\n\n")
+        tables = (module.table(measured=False) for module in (oracles, oracles_rewards, oracles_verl))
+        print(*tables, sep="\n\n")
         return
     found = list(changes(Path(sys.argv[1])))
     versions = oracles.trl()["versions"]
     print(f"TRL {versions['trl']}; largest difference relative to TRL's largest number, bar {oracles.BAR:.0e}")
     print(oracles.table(measured=True))
+    print(oracles_rewards.table(measured=True))
     print(replayed())
     print(f"verl {oracles_verl.verl()['versions']['verl']}; largest difference relative to verl's largest number")
     print(oracles_verl.table(measured=True))
