@@ -98,7 +98,7 @@ def _train(
     own, validates, todo = plan
     steps, role = todo.stop, spec.roles["model"]
     given, speed = spec.loss.precompute_ref_log_probs, peak_flops(spec.run, role.model.dtype)
-    loss = PolicyLoss(role.loss, given_reference=given)
+    loss = PolicyLoss(role.loss, given_reference=True) if given else loss_of(role)
     trainee = Trainee(policy=policy, loss=loss, peak_flops=speed)
     if given:
         with driver.watch("reference_logprobs"):

@@ -42,7 +42,7 @@ class Dapo(Grpo):
     # penalty for solutions close to the maximum length, and an option not to train on truncated solutions
     overlong: Overlong | None = None
     brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
-    reward_model: RewardModel | None = None  # mix the score of a reward model with the outcome
+    reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
     # state of the curriculum: the problems that are skipped
     _record: Record = field(init=False, repr=False, compare=False)
 
@@ -65,11 +65,10 @@ class Dapo(Grpo):
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
         group = {GENERATOR: self.group_size}
         own = {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
-        return self.reward_model.roles(own) if self.reward_model else own
+        return self.reward_model.roles(own)
 
     def check(self, spec: RunSpec) -> None:
-        if self.reward_model is not None:
-            self.reward_model.check(spec, GENERATOR)
+        self.reward_model.check(spec, GENERATOR)
         if self.overlong is not None:
             self.overlong.check(spec, GENERATOR)
         if self.hints is not None:
@@ -80,24 +79,20 @@ class Dapo(Grpo):
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         context.add_metrics(GENERATOR, metrics)
         solutions = priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
-        texts = self.reward_model.texts(context, solutions, self.prompt) if self.reward_model else {}
-        return {GENERATOR: solutions, **texts}
+        return {GENERATOR: solutions, **self.reward_model.texts(context, solutions, self.prompt)}
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
-        return [self.reward_model.score] if self.reward_model else ()
+        return self.reward_model.scores
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         self._record.learn(context.handed_over.get(RATES, ()))
         context.add_metrics(GENERATOR, self._record.metrics())
-        if self.reward_model is not None:
-            rollouts = {GENERATOR: self.reward_model.scored(rollouts, GENERATOR)}
-        credited = super().credit(iteration, rollouts, context)
+        credited = super().credit(iteration, self.reward_model.scored(rollouts, GENERATOR), context)
         return {GENERATOR: self.overlong.trained(credited[GENERATOR])} if self.overlong else credited
 
     def reward(self, role: str) -> dict[str, float]:
         added = {"overlong": self.overlong is not None and self.overlong.cache, "brevity": self.brevity is not None}
-        weights = self.reward_model.weights if self.reward_model else {"outcome": 1.0}
-        return {**weights, **{name: 1.0 for name, given in added.items() if given}}
+        return {**self.reward_model.weights, **{name: 1.0 for name, given in added.items() if given}}
 
     def state_dict(self) -> dict[str, Any]:
         return self._record.state_dict()

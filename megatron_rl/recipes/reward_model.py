@@ -1,4 +1,4 @@
-"""Rewards from a reward model: an option of recipes, in which a frozen role with `head: score` scores each rollout."""
+"""Rewards from a reward model: an option of recipes, in which a frozen role with `head: score` scores each solution."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +20,13 @@ _END_OF_THINKING = "</think>"
 
 @config
 class RewardModel:
-    """A reward model whose score is mixed with the graded outcome of a solution."""
+    """A reward model whose score is mixed with the graded outcome of a solution. With weight 0, the default, there is
+    no reward model, and the methods change nothing.
+    """
 
-    role: str = "reward"  # the role of the reward model, with `head: score`; it is never trained
     # Weight of the score. The reward is (1 - weight) * outcome + weight * score, as with orm_reward_weight in RL Tango.
-    weight: Share = 1.0
+    weight: Share = 0.0
+    role: str = "reward"  # the role of the reward model, with `head: score`; it is never trained
     # Part of the solution that the model reads after the prompt. whole: all of it. answer: the text after the last
     # </think>.
     reads: Literal["whole", "answer"] = "whole"
@@ -34,22 +36,24 @@ class RewardModel:
     @property
     def weights(self) -> dict[str, float]:
         """The reward that advantages compare, as {name: weight} of a sum."""
-        return {"outcome": 1.0 - self.weight, REWARD: self.weight}
+        return {"outcome": 1.0 - self.weight, REWARD: self.weight} if self.weight else {"outcome": 1.0}
 
     @property
-    def score(self) -> Score:
-        """The request for the scores of the role's texts."""
-        return Score(role=self.role, name="value", by=self.role)
+    def scores(self) -> list[Score]:
+        """The scores that the recipe requests."""
+        return [Score(role=self.role, name="value", by=self.role)] if self.weight else []
 
     def roles(self, parts: Mapping[str, RecipeRole]) -> dict[str, RecipeRole]:
         """Returns the roles of a recipe with the reward model added."""
-        return {**parts, self.role: RecipeRole(trained=False, head="score")}
+        return {**parts, **({self.role: RecipeRole(trained=False, head="score")} if self.weight else {})}
 
     def check(self, spec: RunSpec, role: str) -> None:
         """Raises ConfigError if the reward model reads shorter texts than `role` writes."""
         refuse(*self._too_short(spec, role))
 
     def _too_short(self, spec: RunSpec, role: str) -> Iterator[str]:
+        if not self.weight:
+            return
         own, read = (
             part.max_prompt_tokens + part.sampling.max_tokens for part in (spec.roles[self.role], spec.roles[role])
         )
@@ -69,6 +73,8 @@ class RewardModel:
         reward model's own tokenizer and chat template. A text that is too long for the role loses its beginning; the
         metric reward_model_cut is the number of these texts.
         """
+        if not self.weight:
+            return {}
         limit = context.max_prompt_tokens[self.role] + context.samplings[self.role].max_tokens - 1
         cut, out = 0, list[Rollout]()
         for rollout in rollouts:
@@ -82,12 +88,14 @@ class RewardModel:
             context.add_metrics(rollouts[0].role, {"reward_model_cut": float(cut)})
         return {self.role: out}
 
-    def scored(self, rollouts: RolloutsByRole, role: str) -> list[Rollout]:
-        """Returns the rollouts of `role` with the scores of their texts as the reward REWARD."""
+    def scored(self, rollouts: RolloutsByRole, role: str) -> RolloutsByRole:
+        """Returns the rollouts without the texts. The rollouts of `role` get their texts' scores as the reward REWARD."""
+        if self.role not in rollouts:
+            return rollouts
         out = []
         for rollout, text in zip(rollouts[role], rollouts[self.role], strict=True):
             score = float(text.values["value"][-1])
             if self.scale == "sigmoid":
                 score = float(1 / (1 + np.exp(-score)))
             out.append(replace(rollout, rewards={**rollout.rewards, REWARD: score}))
-        return out
+        return {name: own for name, own in rollouts.items() if name != self.role} | {role: out}

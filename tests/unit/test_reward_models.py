@@ -129,7 +129,7 @@ def texts(rollouts, reader, *, longest=100, **settings):
         engines={}, tokenizers={"generator": WRITER, "reward": reader}, grade=lambda *_: [],
         samplings={"reward": Sampling(max_tokens=1)}, max_prompt_tokens={"reward": longest},
     )  # fmt: skip
-    recipe = Dapo(updates=1, template="plain", reward_model=RewardModel(**settings))
+    recipe = Dapo(updates=1, template="plain", reward_model=RewardModel(weight=1.0, **settings))
     found = recipe.reward_model.texts(context, rollouts, recipe.prompt)["reward"]
     assert [text.group for text in found] == [rollout.group for rollout in rollouts]
     assert all(text.trainable.tolist() == [False] * (len(text.tokens) - 1) + [True] for text in found)
@@ -163,6 +163,7 @@ def test_reward_models_scores_are_mixed_with_the_outcome_before_groups_are_compa
     rollouts = [solution("c", outcome=outcome) for outcome in outcomes]
     read = [scored_rollout("reward", "0", [1, 2], values={"value": [score]}) for score in scores]
     assert [score.by for score in recipe.scores(iteration)] == ["reward"] and recipe.roles()["reward"].head == "score"
+    assert Dapo(updates=1).roles().keys() == {"generator"} and not Dapo(updates=1).scores(iteration)
     credited = recipe.credit(iteration, {"generator": rollouts, "reward": read}, CreditContext())
     assert credited.keys() == {"generator"}
     rewards = np.array([0.75 * outcome + 0.25 * of(score) for score, outcome in zip(scores, outcomes, strict=True)])
