@@ -177,6 +177,7 @@ class Evaluation:
             tokenizer=ChatTokenizer(tokenizer) if judging.chat else tokenizer,
             template=read_template(judging.template),
             sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
+            answers=judging.yes_no,
         )  # fmt: skip
 
     def on_texts(self, samples: Samples, score: Callable[..., list[list[Sample]]]) -> Measure:

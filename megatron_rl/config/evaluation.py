@@ -76,6 +76,9 @@ class JudgingConfig:
     template: str = "tango_verifier"  # name or file of the verifier's prompt template
     chat: bool = False  # send the prompt as a user message in the verifier's chat template
     votes: PositiveInt = 1  # number of verifications of each sample
+    # Two answers to the template's question whether a solution is correct, such as [Yes, No]. A sample's weight is then
+    # P(yes) / (P(yes) + P(no)), the verifier's probabilities directly after the prompt. null: weigh by votes.
+    yes_no: tuple[str, str] | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the verifications
 
 

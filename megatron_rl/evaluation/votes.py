@@ -1,4 +1,6 @@
-"""Estimates a verifier's confidence in a solution as the share of its votes that call the solution correct."""
+"""Estimates a verifier's confidence in a solution: the share of its votes that call the solution correct, or its
+probability of the answer yes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.chat_template import tokenize
 from megatron_rl.control_tokens import fill_quoting
-from megatron_rl.engines.protocol import Engine, Sampling
-from megatron_rl.evaluation.draw import draw_within
+from megatron_rl.engines.protocol import Engine, Sampling, Tokens
+from megatron_rl.evaluation.draw import draw_within, limit
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.text import decode
@@ -20,26 +24,42 @@ Asked = tuple[str, str]  # (question, solution), of which the verifier judges th
 
 @dataclass(frozen=True, kw_only=True)
 class Weigher:
-    """A verifier that votes `sampling.n` times on whether a solution is correct. Its prompt template has the
-    placeholders {question}, {solution} and {num_steps}."""
+    """A verifier that votes `sampling.n` times on whether a solution is correct, or answers yes or no. Its prompt
+    template has the placeholders {question}, {solution} and {num_steps}."""
 
     engine: Engine
     tokenizer: Any
     template: str
     sampling: Sampling
     context: int | None = None
+    answers: tuple[str, str] | None = None  # texts of the answers (yes, no), whose probabilities replace votes
 
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
-        """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}.
+        """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}; with `answers`,
+        the probabilities of `probabilities`.
 
         A vote that cannot be parsed is not counted as CORRECT. If the context has no space for a vote, the share is 0.
         """
         prompts = {index: self._prompt(*one) for index, one in asked.items()}
+        if self.answers is not None:
+            return self.probabilities(prompts, self.answers)
         found = draw_within(self.engine, prompts, self.sampling, self.context)
         return {
             index: fmean(float(final_verdict(decode(self.tokenizer, vote.tokens).text) is True) for vote in votes)
             for index, votes in found.items()
         }
+
+    def probabilities(self, prompts: Mapping[int, Tokens], answers: tuple[str, str]) -> dict[int, float]:
+        """Returns {index: P(yes) / (P(yes) + P(no))} for {index: prompt}: the probabilities of the two answers directly
+        after the prompt (generative verifiers, arXiv 2408.15240). If the context has no space, the result is 0.
+        """
+        ends = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+        longest = max(map(len, ends))
+        fitting = [index for index, prompt in prompts.items() if limit(len(prompt), longest, self.context) == longest]
+        scores = self.engine.score([[*prompts[index], *end] for index in fitting for end in ends])
+        sums = np.array([own[len(own) - len(ends[i % 2]) :].sum() for i, own in enumerate(scores)]).reshape(-1, 2)
+        shares = 1 / (1 + np.exp(np.clip(sums[:, 1] - sums[:, 0], -500, 500)))
+        return dict.fromkeys(prompts, 0.0) | dict(zip(fitting, shares.tolist(), strict=True))
 
     def _prompt(self, question: str, solution: str) -> list[int]:
         values = {"question": question, "solution": solution, "num_steps": str(len(step_texts(solution)))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fake_engines import ScriptedEngine
 from toys import EOS, characters
@@ -96,3 +97,22 @@ def test_votes_are_the_share_that_calls_a_solution_right():
     asked = {3: ("q", "<step>a</step>"), 1: ("q", "wrong"), 2: ("q", "x" * 150)}
     assert weigher.weigh(asked) == {3: 1.0, 1: 0.25, 2: 0.0}
     assert TOKENIZER.decode(engine.asked[0][0]) == "q|<step>a</step>|1"
+
+
+def test_a_verifier_that_answers_yes_or_no_weighs_by_its_probability_of_yes():
+    """In an engine that scores: each token's log-prob depends on the token and the length of the text before it."""
+
+    class Scoring:
+        def score(self, sequences):
+            return [np.array([0.0, *(-(t % 7) / (i + 1) for i, t in enumerate(s[1:]))], np.float32) for s in sequences]
+
+    weigher = Weigher(
+        engine=Scoring(), tokenizer=TOKENIZER, template="{question}|{solution}?", sampling=Sampling(max_tokens=9),
+        context=40, answers=("yes", "no"),
+    )  # fmt: skip
+    found = weigher.weigh({5: ("q", "a"), 2: ("q", "x" * 30), 1: ("qq", "bb")})
+    assert found[2] == 0.0 and [*found] == [5, 2, 1]
+    for index, text in ((5, "q|a?"), (1, "qq|bb?")):
+        before = len(ids(text))
+        sums = [sum(-(t % 7) / (before + i) for i, t in enumerate(ids(answer))) for answer in ("yes", "no")]
+        assert found[index] == pytest.approx(np.exp(sums[0]) / np.exp(sums).sum(), rel=1e-6)
