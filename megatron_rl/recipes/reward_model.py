@@ -89,7 +89,7 @@ class RewardModel:
         return {self.role: out}
 
     def scored(self, rollouts: RolloutsByRole, role: str) -> RolloutsByRole:
-        """Returns the rollouts without the texts. Rollouts of `role` get the scores of their texts as the reward REWARD."""
+        """Returns the rollouts without the texts, whose scores become the reward REWARD of the rollouts of `role`."""
         if self.role not in rollouts:
             return rollouts
         out = []
