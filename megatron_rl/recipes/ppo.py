@@ -11,9 +11,19 @@ from megatron_rl.algorithms.estimators import GAE
 from megatron_rl.config.base import Count, refuse
 from megatron_rl.recipes.critics import Critics
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.iteration import CreditContext, Iteration, RecipeRole, RolloutsByRole, Schedule, Score
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    RecipeRole,
+    RolloutContext,
+    RolloutsByRole,
+    Schedule,
+    Score,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +34,7 @@ class Ppo(Grpo):
 
     group_size: Count = 1  # samples per problem
     estimator: EstimatorName = GAE  # gae, or {target: gae, args: {...}} with the arguments of algorithms.gae.Gae
+    reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
     _critics: Critics = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -33,19 +44,25 @@ class Ppo(Grpo):
             refuse(f"recipe.args.estimator = {self.estimator!r} uses no critic: leave it out, or take the recipe Grpo")
 
     def roles(self) -> Mapping[str, RecipeRole]:
-        return self._critics.roles(super().roles())
+        return self.reward_model.roles(self._critics.roles(super().roles()))
 
     def schedule(self) -> Schedule:
         return self._critics.schedule(super().schedule())
 
     def check(self, spec: RunSpec) -> None:
         self._critics.check(spec)
+        self.reward_model.check(spec, GENERATOR)
+
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
+        found = super().rollout(iteration, source, context)
+        return {**found, **self.reward_model.texts(context, found[GENERATOR], self.prompt)}
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
-        return self._critics.scores(iteration)
+        return [*self.reward_model.scores, *self._critics.scores(iteration)]
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
-        return self._critics.credit(iteration, rollouts, context, reward="outcome")
+        scored = self.reward_model.scored(rollouts, GENERATOR)
+        return self._critics.credit(iteration, scored, context, reward=self.reward_model.weights)
 
     def state_dict(self) -> dict[str, Any]:
         return self._critics.state_dict()

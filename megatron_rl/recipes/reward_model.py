@@ -73,7 +73,7 @@ class RewardModel:
         reward model's own tokenizer and chat template. A text that is too long for the role loses its beginning; the
         metric reward_model_cut is the number of these texts.
         """
-        if not self.weight:
+        if not self.weight or not rollouts:
             return {}
         limit = context.max_prompt_tokens[self.role] + context.samplings[self.role].max_tokens - 1
         cut, out = 0, list[Rollout]()

@@ -20,6 +20,7 @@ from megatron_rl.recipes import solutions as base
 from megatron_rl.recipes.critics import Critics
 from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
+from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import read_template
@@ -227,9 +228,13 @@ class BaseTango(Recipe):
         self._follow(solutions)
         if self._critics.critic_of:
             mix = partial(mix_steps, alpha=alphas, steps=self.step_credit)
-            return self._critics.credit(iteration, rollouts, context, reward="outcome", finish=mix)
+            return self._critics.credit(iteration, rollouts, context, reward=self.reward(self.solver), finish=mix)
         credited = assign_advantages(
-            solutions, reward="outcome", estimator=self.estimator, alpha=alphas, steps=self.step_credit
+            solutions,
+            reward=self.reward(self.solver),
+            estimator=self.estimator,
+            alpha=alphas,
+            steps=self.step_credit,
         )
         return {self.solver: self.share_credit(credited, rollouts[self.solver])}
 
@@ -278,10 +283,32 @@ class Tango(BaseTango):
     """Tango with the paper's settings. A solution is one text with its steps between tags."""
 
     generator_template: str = "tango_generator"  # text file with {question}, or name of a packaged prompt
+    reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome of solutions
 
     def __post_init__(self) -> None:
         base.check_arguments(self, templates={"generator_template": ["question"]}, critics=True)
         super().__post_init__()
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        return self.reward_model.roles(super().roles())
+
+    def check(self, spec: RunSpec) -> None:
+        super().check(spec)
+        self.reward_model.check(spec, GENERATOR)
+
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
+        found = super().rollout(iteration, source, context)
+        return {**found, **self.reward_model.texts(context, found.get(GENERATOR, ()), self.prompt)}
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        own = self.reward_model.scores if iteration.role == GENERATOR else []
+        return [*own, *super().scores(iteration)]
+
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        return super().credit(iteration, self.reward_model.scored(rollouts, GENERATOR), context)
+
+    def reward(self, role: str) -> str | Mapping[str, float]:
+        return self.reward_model.weights
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return base.question_text(self.generator_template, payload)
