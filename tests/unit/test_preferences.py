@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import specs
 import torch
 from fake_policy import TablePolicy, without_speed
 from one_process import OneProcess
@@ -19,8 +21,10 @@ from megatron_rl.batches.micro_batches import Cost, Prefixes, micro_batches
 from megatron_rl.batches.packed_batch import Statistics, pack
 from megatron_rl.batches.replica_batch import Work
 from megatron_rl.commands import sft
+from megatron_rl.commands.check_data import data_lines
 from megatron_rl.commands.sft import _with_kl
-from megatron_rl.config.schema import LossConfig, SftData
+from megatron_rl.config.files import load
+from megatron_rl.config.schema import ConfigError, LossConfig, SftConfig, SftData
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, Preference, TextPair, mismatched, read_samples, sft_rollouts
 from megatron_rl.training.update import Trainee, evaluate, update
@@ -321,3 +325,48 @@ def test_preferences_a_pair_becomes_two_rollouts_of_one_prompt_or_none(tmp_path)
     assert [tokenizer.decode(r.tokens[:-1]) for r in kept] == ["abcc", "abd"]
     assert all(r.tokens[-1] == tokenizer.eos_token_id and r.start == 2 and r.group == "1" for r in kept)
     assert isinstance(found[0].chosen, TextPair) and not isinstance(found[0].chosen, Conversation)
+
+
+def config_of(tmp_path, row, *overrides):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    settings = [f"data.train={tmp_path}/rows.jsonl", "data.max_tokens=100", "micro_batch_tokens=200"]
+    return load(SftConfig, [], ["model.path=org/model", *settings, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "says"),
+    [
+        ("nll", {"prompt": "a", "response": "b"}, "1 samples: pairs of texts"),
+        ("simpo", {"chosen": "a b", "rejected": "a c"}, "1 samples: pairs of texts, each with a chosen and a rejected"),
+        (
+            "dpo",
+            {"chosen": CHAT + GOOD, "rejected": CHAT + BAD},
+            "1 samples: conversations, .* turns, each with a chosen",
+        ),
+        ("kto", {"prompt": "a", "completion": "b", "label": False}, "1 samples: pairs of texts, with labels"),
+    ],
+)
+def test_preferences_check_says_what_the_rows_hold(tmp_path, objective, row, says):
+    spec = specs.spec_of(config_of(tmp_path, row, f"loss.objective={objective}"))
+    [line] = data_lines(spec, deep=False)
+    assert re.search(says, line), line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["loss.objective=dpo", "micro_batch_tokens=199"],
+            "micro_batch_tokens = 199 is less than twice data.max_tokens",
+        ),
+        (["loss.objective=simpo", "loss.precompute_ref_log_probs=true"], "'simpo', which reads no reference"),
+        (["loss.objective=distilled"], "reads teacher_logprobs, which rows of data do not have"),
+        (["loss.objective=dpo", "loss.objective_args.beta=0"], "loss.objective_args.beta = 0: give greater than 0"),
+        (["loss.objective=dpoo"], "loss.objective = 'dpoo': it is one of"),
+        (["loss.objective=dpo", "shared_prefixes=true", "layout.cp=2"], "shared_prefixes = true with layout.cp = 2"),
+    ],
+)
+def test_preferences_settings_that_cannot_be_trained_with_are_refused(tmp_path, overrides, says):
+    config = config_of(tmp_path, {"chosen": "a b", "rejected": "a c"}, *overrides)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        specs.check(config, 2, to_come=True)
