@@ -391,10 +391,13 @@ def recipe_problems(spec: RunSpec) -> list[str]:
 
 
 def _pair_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message for each trained role whose loss compares pairs that the recipe does not give, and for
-    each role whose recipe gives pairs that the loss does not compare."""
+    """Yields an error message for each trained role whose loss compares pairs that the recipe does not give, or is for
+    `megatron-rl sft` alone, and for each role whose recipe gives pairs that the loss does not compare."""
     for name, part in spec.recipe.roles().items():
-        compares, place = "pairs" in loss_of(spec.roles[name]).needs, f"roles.{name}.loss.objective = "
+        needs, place = loss_of(spec.roles[name]).needs, f"roles.{name}.loss.objective = "
+        compares = "pairs" in needs
+        if part.trained and "kl" in needs:
+            yield f"{place}{spec.roles[name].loss.objective!r} reads a KL term that `megatron-rl sft` alone estimates"
         if part.trained and compares and not part.paired:
             yield (
                 f"{place}{spec.roles[name].loss.objective!r} compares pairs, and this recipe gives none: take "

@@ -39,6 +39,7 @@ CASES = [
     ("contrib.rubric:Rubric", ["recipe.args.labels=math:pi"], "'math:pi' is a float: name a function"),
     ("recipes.tango:Tango", ["recipe.args={step_labels: 'math:pi'}"], "'math:pi' is a float: name a function"),
     ("recipes.grpo:Grpo", ["roles.generator.loss.objective=dpo"], "'dpo' compares pairs, and this recipe gives none"),
+    ("recipes.grpo:Grpo", ["roles.generator.loss.objective=kto"], "'kto' reads a KL term that `megatron-rl sft` alone"),
     ("recipes.online_dpo:OnlineDpo", [], "loss.objective = 'clipped': this recipe gives pairs; take dpo"),
     ("recipes.online_dpo:OnlineDpo", [DPO, "recipe.args.estimator=rloo"], "'rloo': pairs need no estimator"),
     ("recipes.online_dpo:OnlineDpo", [DPO, "recipe.args.group_size=1"], "recipe.args.group_size = 1"),
