@@ -17,11 +17,21 @@ import torch
 import torch.distributed as dist
 from emulated_device import LEDGER, allocated_bytes, watched_peak
 from kit_cases import kit_benchmark, kit_quick, kit_smoke, kit_tests  # noqa: F401 (cases, found by name)
-from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
+from layouts_worker import (
+    WeightedLogprobs,
+    gradient_error,
+    learn,
+    logprobs_of,
+    make_loss,
+    make_policy,
+    make_rollouts,
+    values_of,
+    work_of,
+)
 from layouts_worker import reference as by_transformers
 from prefixes_worker import make_groups
 from prefixes_worker import make_policy as make_sharing
-from tiny_models import make_model
+from tiny_models import make_model, make_scored
 from torch.nn.attention import varlen
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
@@ -141,13 +151,15 @@ def counting(own: Path) -> dict[str, Any]:
     return {}
 
 
-def make(own: Path, family: str, **sizes: Any) -> str:
-    """Writes a tiny model of a family, on the first rank. Returns its directory."""
+def make(own: Path, family: str, *, scored: bool = False, **sizes: Any) -> str:
+    """Writes a tiny model of a family, and with `scored` one with a head, on the first rank. Returns its directory."""
     path = own / "model"
     if dist.get_rank() == 0:
         make_model(path, family, vocab_size=VOCAB, **sizes)
+        if scored:
+            make_scored(path)
     dist.barrier()
-    return str(path)
+    return f"{path}_scored" if scored else str(path)
 
 
 def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | None = None) -> dict[str, float]:
@@ -155,16 +167,18 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
 
     `case` is as tests/helpers/layouts_worker.py has it. Returns the errors.
     """
-    path, rollouts, loss = make(own, family, **(sizes or {})), make_rollouts(VOCAB), WeightedLogprobs()
-    half = case.get("dtype") == "bfloat16"
+    half, head = case.get("dtype") == "bfloat16", case.get("head")
+    path = make(own, family, scored=head is not None, **(sizes or {}))
+    loss, rollouts, _ = make_loss("weighted" if head is None else "value", make_rollouts(VOCAB))
     logprobs, expected_loss, entropy, gradients, after, norm, _ = by_transformers(
-        path, rollouts, loss, stored=torch.bfloat16 if half else torch.float32
+        path, rollouts, loss, stored=torch.bfloat16 if half else torch.float32, head=head
     )
     with LEDGER.part("build"):
         policy = make_policy(path, case)
+    work, index = work_of(policy, rollouts, loss)
     with LEDGER.part("statistics"):
-        errors = {"logprobs": (logprobs_of(policy, rollouts) - logprobs).abs().max().item()}
-    work, _ = work_of(policy, rollouts, loss)
+        ours = logprobs_of(policy, rollouts) if head is None else values_of(policy, work, index)
+    errors = {"logprobs": (ours - logprobs).abs().max().item()}
     with LEDGER.part("gradients"):
         largest = max(gradient.abs().max() for gradient in gradients.values())
         errors["gradients"] = gradient_error(policy, work, loss, gradients) / largest
@@ -178,9 +192,10 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
         now = {name: tensor.float() for name, tensor in policy.export.weights()}
     errors["weights"] = max((now[name] - after[name]).abs().max().item() for name in now)
     with LEDGER.part("reference"):
-        errors["reference"] = (logprobs_of(policy, rollouts, reference=True) - logprobs).abs().max().item()
+        first = logprobs if head is not None else logprobs_of(policy, rollouts, reference=True)
+    errors["reference"] = (first - logprobs).abs().max().item()
     before, largest = allocated_bytes(), max(parameter.nbytes for parameter in policy.trained())
-    with policy.active(), policy._weights_in_use(True):
+    with policy.active(), policy._weights_in_use(head is None):
         errors["swapped"] = max(0, allocated_bytes() - before - largest)
     errors |= {"fused": policy.fused, "fused_sums": fused_sums(policy), "unfused_attention": LEDGER.unfused}
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
@@ -266,7 +281,9 @@ def come(own: Path, family: str, directory: str, weights: str) -> dict[str, floa
 def trained(policy: Any) -> dict[str, float]:
     """Does one update, of several optimizer steps where they overlap."""
     with LEDGER.part("update"):
-        return learn(policy, each=3 if policy.role.optimizer.overlap else None)
+        kind = "weighted" if policy.role.head is None else "value"
+        loss, rollouts, _ = make_loss(kind, make_rollouts(policy.arch.vocab))
+        return learn(policy, rollouts, loss, each=3 if policy.role.optimizer.overlap else None)
 
 
 def exported(policy: Any) -> dict[str, torch.Tensor]:

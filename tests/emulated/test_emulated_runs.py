@@ -51,6 +51,7 @@ ACTORS = {
     "dp": actor("qwen2", ranks=2, **HALF),
     "dp-overlap": actor("qwen2", ranks=2, optimizer={"overlap": True}, **HALF),
     "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}),
+    "head-bf16": actor("qwen2", head="value", **HALF),
 }
 RECOMPUTED = [
     ("dense-mlp-again", "dense"), ("experts-again", "experts"), ("experts-shared-again-padded", "experts-padded")

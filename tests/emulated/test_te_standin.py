@@ -24,6 +24,7 @@ ACTORS = {
     "cp-padded": actor("qwen2", ranks=2, layout={"cp": 2}, packed=False, **HALF),
     "pp": actor("qwen2", ranks=2, layout={"pp": 2}, **HALF),
     "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}, **HALF),
+    "head": actor("qwen3", ranks=2, layout=SP, head="score", **HALF),
 }
 
 
