@@ -63,9 +63,10 @@ class LatentAttention(Chosen, MultiLatentAttention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        **newer: Any,  # arguments that Megatron-core 0.19 adds
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups)
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **newer)
         heads, rank = config.num_attention_heads, config.q_lora_rank
         if rank is None:
             self.linear_q_proj = self._up(submodules.linear_q_proj, config.hidden_size, heads * self.q_head_dim)
