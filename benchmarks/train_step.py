@@ -1,14 +1,14 @@
 """Compares tokens per CPU-second of one update of our actor and of a plain transformers training step.
 
 Both train the same model on the same batch, of two kinds. `equal`: all sequences have one length and every token but
-the first is trained, so that padding costs nobody anything; ours runs padded too. `varied`: lengths as rollouts have
+the first is trained, so that padding costs nobody anything. `varied`: lengths as rollouts have
 them (a prompt of 32, a log-normal response), with the loss on the response; ours runs packed, while transformers pads
 each micro-batch of the same number of sequences, in the order given. On `equal` both sides use the same number of
 sequences per micro-batch. Both use one thread, SDPA attention, clipping and AdamW. In bfloat16 ours steps float32
 copies of the weights, as it always does, and transformers' side the bfloat16 weights. They alternate for several
 rounds in one process, and each side counts with its fastest round. Tokens counted are real ones, not padding.
 
-With --layouts the `varied` batch also runs on two ranks, packed and padded, for each axis of parallelism alone. CPU
+With --layouts the `varied` batch also runs on two ranks, for each axis of parallelism alone. CPU
 seconds are then those of both ranks together, waiting included, and are compared with one process and with
 transformers.
 """
@@ -117,12 +117,12 @@ def transformers_step(directory: Path, batch: Batch, rows: int, dtype: str) -> C
 
 
 def our_step(
-    directory: Path, samples: list[Rollout], *, packed: bool, budget: int, dtype: str, layout: Layout = ALONE
+    directory: Path, samples: list[Rollout], *, budget: int, dtype: str, layout: Layout = ALONE
 ) -> Callable[[], object]:
     """Returns an update as the loop makes it, the way of the rollouts to this rank included."""
     role = RoleConfig(
         model=Model(path=str(directory), dtype=dtype), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0),
-        packed=packed, micro_batch_tokens=budget // layout.cp, layout=layout,
+        micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
     world = World()
     loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))
@@ -130,14 +130,14 @@ def our_step(
     return lambda: update(world, trainee, samples if world.rank == 0 else None)
 
 
-def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse.Namespace) -> list[float]:
+def rank_seconds(rank: int, folder: str, name: str, args: argparse.Namespace) -> list[float]:
     """Returns the CPU seconds of this rank in each round."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/{name}_{packed}", RANKS)
+    store = dist.FileStore(f"{folder}/{name}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     samples = rollouts("varied", args.sequences, args.length, PRESETS[args.preset].vocab_size)
     step = our_step(
-        Path(folder), samples, packed=packed, budget=args.rows * args.length, dtype=args.dtype, layout=LAYOUTS[name]
+        Path(folder), samples, budget=args.rows * args.length, dtype=args.dtype, layout=LAYOUTS[name]
     )  # fmt: skip
     step()
     seconds = []
@@ -152,15 +152,13 @@ def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse
 
 
 def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, float]:
-    """Returns the tokens per CPU-second of each layout, packed and padded."""
-    metrics, cases = {}, [(name, packed) for name in LAYOUTS for packed in (True, False)]
+    """Returns the tokens per CPU-second of each layout."""
+    metrics = {}
     with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
-        for name, packed in track(cases, "layouts on two ranks", console=Console(stderr=True)):
-            ranks = pool.starmap(
-                rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1
-            )
+        for name in track([*LAYOUTS], "layouts on two ranks", console=Console(stderr=True)):
+            ranks = pool.starmap(rank_seconds, [(rank, folder, name, args) for rank in range(RANKS)], chunksize=1)
             seconds = min(sum(both) for both in zip(*ranks, strict=True))
-            metrics[f"{name}/{'packed' if packed else 'padded'}"] = tokens / seconds
+            metrics[name] = tokens / seconds
     return metrics
 
 
@@ -205,7 +203,7 @@ def main() -> None:
             samples = rollouts(kind, args.sequences, args.length, PRESETS[args.preset].vocab_size)
             batch = pack(samples)
             budget = args.rows * args.length
-            ours = our_step(Path(folder), samples, packed=kind == "varied", budget=budget, dtype=args.dtype)
+            ours = our_step(Path(folder), samples, budget=budget, dtype=args.dtype)
             plain = transformers_step(Path(folder), batch, args.rows, args.dtype)
             seconds, theirs = measure(ours, plain, args.rounds)
             tokens = len(batch.tokens)

@@ -333,7 +333,6 @@ class RoleConfig:
     # Conversations of the data set always use the chat template.
     chat: bool = False
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never truncated
-    packed: bool = True  # true: pack sequences end to end without padding; false: one padded row per sequence
     micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens per context-parallel rank
     # Number of samples per optimizer step (B); null: one optimizer step per update
     samples_per_optimizer_step: PositiveInt | None = None
@@ -342,7 +341,7 @@ class RoleConfig:
     # kind sglang.
     router_replay: bool = False
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
-    # (docs/layouts.md). Needs packed = true and cp = 1.
+    # (docs/layouts.md). Needs cp = 1.
     shared_prefixes: bool = False
     mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # mean lengths that `megatron-rl plan` assumes
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's iterations

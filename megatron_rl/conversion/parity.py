@@ -93,7 +93,7 @@ def _logits(checkpoint: Path, role: RoleConfig, tokens: torch.Tensor) -> torch.T
     )
     like = next(policy.chunks[0].parameters())
     micro = pipeline_pass.make_micro_batch(
-        pack([own]), RotaryTable(policy.arch), cut=pipeline_pass.RankPart(packed=True), like=like
+        pack([own]), RotaryTable(policy.arch), cut=pipeline_pass.RankPart(), like=like
     )
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)

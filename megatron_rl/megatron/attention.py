@@ -1,4 +1,4 @@
-"""Attention of the project's torch layer spec, over packed or padded sequences, with or without a sliding window.
+"""Attention of the project's torch layer spec, over packed sequences, with or without a sliding window.
 
 The attention is plugged into Megatron through a layer spec. Rotary embedding is applied in the attention, from tables
 that are computed once per micro-batch, because Megatron-core's rotary embedding of packed sequences loops over
@@ -107,15 +107,11 @@ ALONE = Context()
 class SequenceLayout(PackedSeqParams):
     """The arrangement of a micro-batch's tokens into sequences, with rotary tables and masks per kind of attention.
 
-    `buckets` is empty in two cases: if `runs` is set, and for a padded micro-batch without context parallelism, which
-    uses `masks`.
+    `buckets` is empty if `runs` is set.
     """
 
-    turns: tuple[
-        tuple[Tensor, Tensor], ...
-    ] = ()  # rotary (cos, sin) of this rank's tokens per kind of attention: [N, 1, d] if packed, else [L, 1, 1, d]
-    # Masks [1, 1, L, L] per kind of attention, of a padded micro-batch without buckets. None: causal attention.
-    masks: tuple[Tensor | None, ...] = ()
+    # rotary (cos, sin) of this rank's tokens per kind of attention, [N, 1, d]
+    turns: tuple[tuple[Tensor, Tensor], ...] = ()
     buckets: tuple[AttentionBucket, ...] = ()
     packed: Tensor | None = None  # [N] row index of each query, in the order of the buckets' grids
     # [N] position of each query in the concatenation of the buckets' flattened query grids
@@ -181,31 +177,6 @@ def packed_layout(
     if flash:
         return replace(ends, runs=_runs(lengths, rows, context, like.device))
     return replace(ends, **attention_fields(whole_buckets(lengths, rows, rotary.windows, context), like.device))
-
-
-def padded_layout(
-    shape: tuple[int, int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor
-) -> SequenceLayout:
-    """Returns the layout of a [S, L] micro-batch of S sequences that are padded on the right to length L, a multiple of
-    `context.multiple`.
-
-    `rotary`: if None, the layout has only the fields that Transformer Engine's layers need.
-    `like`: a tensor with the dtype and device of the model.
-    """
-    if rotary is None:
-        return SequenceLayout(qkv_format="sbhd", context=context)
-    count, length = shape
-    turns = rotary.at(context.own([length]), like)
-    layout = SequenceLayout(
-        qkv_format="sbhd",
-        turns=tuple((cos[:, None, None], sin[:, None, None]) for cos, sin in turns),
-    )
-    if context.size == 1:
-        masks = (_window_mask(length, window) for window in rotary.windows)
-        return replace(layout, masks=tuple(None if mask is None else upload(mask, like.device) for mask in masks))
-    rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # hidden states are [L, S, h]
-    buckets = whole_buckets([length] * count, rows, rotary.windows, context)
-    return replace(layout, **attention_fields(buckets, like.device), context=context)
 
 
 def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> varlen.Segments:
@@ -380,8 +351,8 @@ class SDPAttention(Chosen, MegatronModule):
     """Causal attention with rotary embedding, by torch's scaled_dot_product_attention or by one call of torch's
     variable-length flash attention for all sequences.
 
-    Sequences are packed (thd) or padded (sbhd). `features` gives the kind of attention of each layer. With multi-latent
-    attention, queries and keys arrive already rotated.
+    `features` gives the kind of attention of each layer. With multi-latent attention, queries and keys arrive already
+    rotated.
     """
 
     def __init__(self, config: Any, layer_number: int, *, features: Features, **unused: Any) -> None:
@@ -400,10 +371,10 @@ class SDPAttention(Chosen, MegatronModule):
         packed_seq_params: SequenceLayout | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Returns the attention's output, [N, H * v] or [L, S, H * v].
+        """Returns the attention's output, [N, H * v].
 
-        `query` is [N, H, d] or [L, S, H, d]. `key` and `value` have the key/value heads in place of H, with d and v
-        elements per head. Raises ValueError if `packed_seq_params` is not a complete SequenceLayout.
+        `query` is [N, H, d]. `key` and `value` have the key/value heads in place of H, with d and v elements per head.
+        Raises ValueError if `packed_seq_params` is not a complete SequenceLayout.
         """
         layout = packed_seq_params
         if layout is None or not layout.turns:
@@ -411,24 +382,20 @@ class SDPAttention(Chosen, MegatronModule):
         if self.rotates:
             cos, sin = layout.turns[self.kind]
             query, key = (rotate(x, cos, sin, triton=self.triton) for x in (query, key))
-        if not layout.buckets and layout.runs is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = self._attend(q, k, v, mask=layout.masks[self.kind])  # [S, H, L, d]
-            return out.permute(2, 0, 1, 3).flatten(2)
-        lead, rows = query.shape[:-2], [x.reshape(-1, *x.shape[-2:]) for x in (query, key, value)]
+        rows = [query, key, value]
         if layout.context.size > 1:
             both = gather_from_sequence_parallel_region(torch.cat(rows[1:], dim=-1), group=layout.context.group)
             rows[1:] = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if layout.runs is not None:
             q, k, v = rows
-            return varlen.attend(q, k, v, layout.runs, scale=self.scale, window=self.window).view(*lead, -1)
+            return varlen.attend(q, k, v, layout.runs, scale=self.scale, window=self.window).flatten(1)
         grids = []
         for bucket in layout.buckets:
             out = self._attend(
                 bucket.queries.spread(rows[0]), *(bucket.keys.spread(x) for x in rows[1:]), mask=bucket.masks[self.kind]
             )
             grids.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
-        return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0]), False).view(*lead, -1)
+        return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0]), False)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Computes attention: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v].

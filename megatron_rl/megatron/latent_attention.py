@@ -88,12 +88,12 @@ class LatentAttention(Chosen, MultiLatentAttention):
         inference_context: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Computes queries, keys and values from hidden states [L, S, h], of which this rank has a part under sequence
+        """Computes queries, keys and values from hidden states [N, 1, h], of which this rank has a part under sequence
         parallelism.
 
         Returns (queries, keys, values, vectors from which the queries were projected, latent vectors from which the
-        keys and values were projected). Queries and keys are rotated and [L, S, H, d], and values are [L, S, H, v], for
-        this rank's H heads. For packed sequences, where S is 1, queries, keys and values have no dimension S.
+        keys and values were projected). Queries and keys are rotated and [N, H, d], and values are [N, H, v], for this
+        rank's H heads.
         """
         assert packed_seq_params is not None, "the torch layer spec needs a SequenceLayout as packed_seq_params"
         config, (cos, sin) = self.config, packed_seq_params.turns[0]
@@ -117,8 +117,7 @@ class LatentAttention(Chosen, MultiLatentAttention):
         query = made.unflatten(-1, (-1, self.q_head_dim))
         both = self.linear_kv_up_proj(latent)[0].unflatten(-1, (-1, config.qk_head_dim + config.v_head_dim))
         turned = turned[..., None, :]
-        if packed_seq_params.qkv_format == "thd":
-            query, both, turned = (x.squeeze(1) for x in (query, both, turned))
+        query, both, turned = (x.squeeze(1) for x in (query, both, turned))
         plain, to_turn = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat([plain, rotate(_halves(to_turn), cos, sin, triton=self.triton)], dim=-1)
         key, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)

@@ -172,7 +172,7 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     return has_transformer_engine() and not own
 
 
-def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
+def uses_flash(arch: Architecture, model: Model) -> bool:
     """Checks whether the project's torch layers compute the attention of packed sequences in one flash attention call.
 
     If flash attention is not available for packed bfloat16 rows on a GPU, the first rank logs a warning. Raises
@@ -183,7 +183,7 @@ def uses_flash(arch: Architecture, model: Model, *, packed: bool) -> bool:
     problem = varlen.obstacle(arch.head_dim, model.dtype)
     if problem is not None and model.attention_backend == "flash":
         raise ConfigError(f"model.attention_backend = 'flash': {problem}; set it to auto or sdpa")
-    slow = problem is not None and packed and model.dtype == "bfloat16" and torch.cuda.is_available()
+    slow = problem is not None and model.dtype == "bfloat16" and torch.cuda.is_available()
     if slow and dist.get_rank() == 0:
         _log.warning(
             "%s: packed rows attend by a call for each group of sequences of similar length, which is slower than one "

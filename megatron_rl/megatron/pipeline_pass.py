@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.batches.packed_batch import CANDIDATES, Batch, BatchLoss, Statistics, by_name
 from megatron_rl.host_to_device import upload
 from megatron_rl.megatron import platform, router_replay
-from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
+from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout
 from megatron_rl.megatron.model import unwrap
 from megatron_rl.megatron.shared_prefixes import sharing_layout
 
@@ -29,7 +29,6 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 class RankPart:
     """How a micro-batch's tokens are arranged and split over the ranks of one data-parallel replica."""
 
-    packed: bool  # True: sequences are packed end to end. False: sequences are padded to the same length
     parts: int = 1  # number of tensor ranks that the tokens are split over (sequence parallelism)
     part: int = 0  # index of this rank among the `parts` tensor ranks
     context: Context = ALONE  # context-parallel group of this rank
@@ -50,16 +49,12 @@ class MicroBatch:
     batch: Batch  # the sequences, with N tokens together; the same on all context-parallel ranks
     start: int  # index of the first token of `batch` among the tokens of all sequences of this replica
     size: int  # number of tokens of `batch`; 0 for a dummy micro-batch, which has no real tokens
-    # Token ids on this rank: [1, N'] if packed, [S, L] if padded. N' counts alignment padding, and a shared prefix
-    # once.
-    tokens: Tensor
+    tokens: Tensor  # [1, N'] token ids on this rank. N' counts alignment padding, and a shared prefix once.
     positions: Tensor  # position of each token in its sequence, in the shape of `tokens`
     labels: Tensor  # [n] ids of the label tokens whose statistics this rank computes
     answers: Tensor  # [n] position of each label in the packed batch
     wanted: Tensor  # [n] index in the flattened `tokens` of the token that is followed by the label
     layout: SequenceLayout
-    # layout that is passed to the model; None for padded sequences with Transformer Engine's layers
-    told: SequenceLayout | None
     candidates: Tensor | None = None  # [n, k] candidate token ids of each label
     # [N' / parts, layers, k] ids of the experts to replay for the tokens that this rank's routers process
     experts: Tensor | None = None
@@ -90,15 +85,11 @@ def make_micro_batch(
     `start`: index of the batch's first token among the tokens of all sequences of this replica.
 
     A batch without sequences becomes a dummy micro-batch without labels, so that a rank without work still takes part
-    in collectives. Sequences with a shared prefix must be packed, without context parallelism and with `rotary`.
+    in collectives. Sequences with a shared prefix need `rotary` and must not be split by context parallelism.
     """
     part = batch if batch.num_sequences else batch.dummy(cut.multiple)
-    if part.repeats:
-        places, positions, layout = _sharing(part, rotary, cut, like)
-    elif cut.packed:
-        places, positions, layout = _packed(part, rotary, cut, like)
-    else:
-        places, positions, layout = _padded(part, rotary, cut, like)
+    arrange = _sharing if part.repeats else _packed
+    places, positions, layout = arrange(part, rotary, cut, like)
     tokens, rows, device = part.tokens[places.clamp(min=0)].masked_fill(places < 0, 0), _rows(part, places), like.device
     answers = (part.counted & (rows >= 0)).nonzero()[:, 0]
     ids, experts = part.values.get(CANDIDATES), None
@@ -115,7 +106,6 @@ def make_micro_batch(
         answers=upload(answers, device),
         wanted=upload(rows[answers], device),
         layout=layout,
-        told=layout if cut.packed or rotary is not None else None,
         candidates=None if ids is None else upload(ids[answers].long(), device),
         experts=experts,
     )
@@ -159,7 +149,7 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
     if "candidate_logprobs" in what.names:
         assert micro.candidates is not None
         labels = torch.cat([labels, micro.candidates], dim=-1)
-    answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.told)
+    answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.layout)
     return answer, functools.partial(_reduce, micro=micro, what=what, scale=scale)
 
 
@@ -199,18 +189,6 @@ def _packed(
     return _places(part, lengths)[None, own], positions, layout
 
 
-def _padded(
-    part: Batch, rotary: RotaryTable | None, cut: RankPart, like: Tensor
-) -> tuple[Tensor, Tensor, SequenceLayout]:
-    """Pads sequences to the same length. Returns (packed position of each of this rank's tokens [S, L], -1 at padding;
-    position of each token in its sequence [S, L]; the layout)."""
-    width, count = int(part.lengths.max()), part.num_sequences
-    width += -width % cut.multiple
-    own = cut.context.own([width])
-    places = _places(part, [width] * count).view(-1, width)[:, own]
-    return places, own.expand(count, -1), padded_layout((count, width), rotary, context=cut.context, like=like)
-
-
 def _sharing(
     part: Batch, rotary: RotaryTable | None, cut: RankPart, like: Tensor
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
@@ -219,7 +197,7 @@ def _sharing(
     Returns (packed position of each token [1, N'], -1 at padding; position of each token in its sequence [1, N']; the
     layout).
     """
-    assert part.shared is not None and rotary is not None and cut.packed and cut.context.size == 1
+    assert part.shared is not None and rotary is not None and cut.context.size == 1
     lengths, shared = part.lengths.tolist(), part.shared.tolist()
     extra = -(sum(lengths) - sum(shared)) % cut.multiple
     places = [torch.arange(b - n + s, b) for b, n, s in zip(part.cu_seqlens[1:].tolist(), lengths, shared, strict=True)]

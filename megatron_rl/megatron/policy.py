@@ -55,7 +55,7 @@ class MegatronPolicy(RoleModel):
         self.state = PolicyState(self, self.export)
         self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
         self._rotary = RotaryTable(self.arch) if self.attends else None
-        self._flash = self.attends and models.uses_flash(self.arch, role.model, packed=role.packed)
+        self._flash = self.attends and models.uses_flash(self.arch, role.model)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in loss_of(role).needs:
@@ -83,8 +83,6 @@ class MegatronPolicy(RoleModel):
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
         """Distributes sequences of the given lengths [S] over the data-parallel replicas and over micro-batches of each
         replica. Not collective."""
-        if not self.role.packed:
-            lengths = np.full(len(lengths), lengths.max())
         layout = self.role.layout
         return micro_batches(
             lengths,
@@ -186,9 +184,7 @@ class MegatronPolicy(RoleModel):
         context = Context(layout.cp, self.groups.cp.rank(), self.groups.cp)
         parts, part = (layout.tp, self.groups.tp.rank()) if layout.sequence_parallel else (1, 0)
         unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
-        cut = core_step.RankPart(
-            self.role.packed, parts=parts, part=part, context=context, unit=unit, flash=self._flash
-        )
+        cut = core_step.RankPart(parts=parts, part=part, context=context, unit=unit, flash=self._flash)
         like = next(models.unwrap(self.chunks[0]).parameters())
         for micro in work.micros(step):
             batch = work.batch(micro)

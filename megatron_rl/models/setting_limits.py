@@ -50,7 +50,6 @@ def prefix_problems(role: RoleConfig) -> list[str]:
     (computing a prompt that several rollouts share only once)."""
     cp, aux_loss = role.layout.cp, role.model.router_aux_loss
     reasons = {
-        "packed = false: a padded row holds one whole sequence; set packed to true": not role.packed,
         f"layout.cp = {cp}: context parallelism cuts whole sequences; set cp to 1": cp > 1,
         f"model.router_aux_loss = {aux_loss}: that loss would count a prompt once and not once per sample, which is "
         "another loss; set it to 0": aux_loss > 0,

@@ -252,7 +252,7 @@ def fused_sums(policy: Any) -> float:
 def leave(own: Path, family: str, directory: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     """Trains a bfloat16 model a little, saves it to a directory, and reads it there as `megatron-rl convert` does."""
     path = make(own, family, num_hidden_layers=2)
-    policy = make_policy(path, {"layout": layout or {}, "packed": True, "dtype": "bfloat16"})
+    policy = make_policy(path, {"layout": layout or {}, "dtype": "bfloat16"})
     learn(policy)
     target = Path(directory)
     if dist.get_rank() == 0:
@@ -270,7 +270,7 @@ def leave(own: Path, family: str, directory: str, layout: dict[str, Any] | None 
 def come(own: Path, family: str, directory: str, weights: str) -> dict[str, float]:
     """Loads what `leave` left, and trains on."""
     path = make(own, family, num_hidden_layers=2)
-    policy = make_policy(path, {"layout": {}, "packed": True, "dtype": "bfloat16"})
+    policy = make_policy(path, {"layout": {}, "dtype": "bfloat16"})
     policy.state.load(Path(directory))
     left, now = torch.load(weights), dict(policy.export.weights())
     loss = learn(policy)["loss"]

@@ -17,35 +17,34 @@ TWO = {"num_hidden_layers": 2}
 WINDOWS = TWO | {"layer_types": ["sliding_attention", "full_attention"]}
 
 
-def actor(family: str, *, ranks: int = 1, packed: bool = True, recompute: str = "none", layout=None, **case) -> dict:
+def actor(family: str, *, ranks: int = 1, recompute: str = "none", layout=None, **case) -> dict:
     """Returns the arguments of an actor's case. `recompute`: none, full, or the part of a layer."""
     whole = recompute in ("none", "full")
     settings = {"recompute": recompute} if whole else {"recompute": "selective", "recompute_modules": [recompute]}
-    own = {"layout": layout or {}, "packed": packed, "model_settings": settings, **case}
+    own = {"layout": layout or {}, "model_settings": settings, **case}
     return {"ranks": ranks, "family": family, "case": own, "sizes": WINDOWS if family == "gemma3_text" else TWO}
 
 
 ACTORS = {
     "dense": actor("qwen2"),
-    "dense-padded": actor("qwen2", packed=False),
     "dense-bf16": actor("qwen2", **HALF),
     "dense-full": actor("qwen3", recompute="full"),
     "dense-attention-again-bf16": actor("qwen3", recompute="core_attn", **HALF),
     "dense-mlp-again": actor("qwen2", recompute="mlp"),
     "windows-bf16": actor("gemma3_text", **HALF),
-    "windows-padded": actor("gemma3_text", packed=False),
+    "windows": actor("gemma3_text"),
     "joint-norms": actor("olmo2"),
     "experts": actor("qwen3_moe"),
-    "experts-padded": actor("qwen2_moe", packed=False),
+    "experts-shared": actor("qwen2_moe"),
     "experts-again": actor("qwen3_moe", recompute="moe"),
-    "experts-shared-again-padded": actor("qwen2_moe", packed=False, recompute="shared_experts"),
+    "experts-shared-again": actor("qwen2_moe", recompute="shared_experts"),
     "experts-full-bf16": actor("mixtral", recompute="full", **HALF),
     "latents": actor("deepseek_v3"),
     "latents-bf16": actor("deepseek_v3", **HALF)
     | {"sizes": TWO | {"qk_nope_head_dim": 16, "first_k_dense_replace": 2}},
-    "latents-full-padded": actor("deepseek_v2", packed=False, recompute="full"),
+    "latents-full": actor("deepseek_v2", recompute="full"),
     "tp": actor("qwen2", ranks=2, layout={"tp": 2, "sequence_parallel": True}),
-    "pp": actor("qwen2", ranks=2, layout={"pp": 2}, packed=False),
+    "pp": actor("qwen2", ranks=2, layout={"pp": 2}),
     "cp": actor("qwen2", ranks=2, layout={"cp": 2}),
     "cp-bf16": actor("qwen2", ranks=2, layout={"cp": 2}, **HALF),
     "dp": actor("qwen2", ranks=2, **HALF),
@@ -54,17 +53,15 @@ ACTORS = {
     "head-bf16": actor("qwen2", head="value", **HALF),
 }
 RECOMPUTED = [
-    ("dense-mlp-again", "dense"), ("experts-again", "experts"), ("experts-shared-again-padded", "experts-padded")
+    ("dense-mlp-again", "dense"), ("experts-again", "experts"), ("experts-shared-again", "experts-shared")
 ]  # fmt: skip
 # Of a layer, in statistics and in updates. Packed float32 has no flash attention: each group of sequences of similar
 # length has a call, and kernels that gather and scatter its rows. A call has a copy of the repeated keys, one of the
-# values, and two sums of their gradients: without them a GPU has no fused kernel for grouped heads in float32. Padded
-# rows make twice as many micro-batches. Experts (in float32, too) have a router and products of their own; latents have
-# more products and norms in attention.
+# values, and two sums of their gradients: without them a GPU has no fused kernel for grouped heads in float32. Experts
+# (in float32, too) have a router and products of their own; latents have more products and norms in attention.
 KERNELS_OF_A_LAYER = {
     "dense-bf16": (46, 417),
     "dense": (143, 1014),
-    "dense-padded": (104, 867),
     "experts": (221, 1668),
     "latents-bf16": (66, 633),
 }
@@ -169,7 +166,7 @@ def test_torch_2_11_has_flash_attention_with_grouped_heads(emulated):
 
 def calls_of_flash(case: dict[str, Any]) -> int:
     """Returns how often a micro-batch of two layers calls flash attention: once a layer, and again to recompute."""
-    if case.get("dtype") != "bfloat16" or not case["packed"]:
+    if case.get("dtype") != "bfloat16":
         return 0
     settings = case["model_settings"]
     again = settings["recompute"] == "full" or "core_attn" in settings.get("recompute_modules", ())

@@ -9,19 +9,17 @@ from test_emulated_runs import HALF, TWO, actor, check_actor, check_waits
 
 SP, PP = {"tp": 2, "sequence_parallel": True}, {"pp": 2}
 ACTORS = {
-    "packed": actor("qwen2", **HALF),
-    "padded": actor("qwen2", packed=False, **HALF),
+    "dense": actor("qwen2", **HALF),
     "head-norms-full": actor("qwen3", recompute="full", **HALF),
     "llama-selective": actor("llama", recompute="core_attn", **HALF),
     "experts": actor("qwen3_moe", **HALF),
     # With seed 0 the log-probs and gradients of these layers are off as where bfloat16 chooses another expert than
     # float32. With this seed they are as near as those of torch's layers.
     "mixtral": actor("mixtral", **HALF) | {"sizes": TWO | {"seed": 1}},
-    "shared-expert-padded": actor("qwen2_moe", packed=False, **HALF),
+    "shared-expert": actor("qwen2_moe", **HALF),
     "tp": actor("qwen2", ranks=2, layout={"tp": 2}, **HALF),
-    "sp": actor("qwen3", ranks=2, layout=SP, packed=False, **HALF),
+    "sp": actor("qwen3", ranks=2, layout=SP, **HALF),
     "cp": actor("qwen2", ranks=2, layout={"cp": 2}, **HALF),
-    "cp-padded": actor("qwen2", ranks=2, layout={"cp": 2}, packed=False, **HALF),
     "pp": actor("qwen2", ranks=2, layout={"pp": 2}, **HALF),
     "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}, **HALF),
     "head": actor("qwen3", ranks=2, layout=SP, head="score", **HALF),
@@ -30,7 +28,6 @@ ACTORS = {
 
 @pytest.mark.parametrize("name", ACTORS)
 def test_an_actor_on_fused_layers_gives_the_numbers_of_transformers(fused, name):
-    """Also padded with context parallelism, where Transformer Engine itself counts the ranks of a sequence."""
     found = fused.run("actor", **ACTORS[name])
     for errors in found.answers:
         check_actor(errors, half=True)
@@ -53,7 +50,7 @@ def test_fused_layers_compute_a_shared_prompt_once(fused, family, ranks, layout)
 
 def test_the_host_does_not_wait_for_fused_layers(fused):
     """Core's own rotary embedding read the lengths of packed sequences from the device in every layer."""
-    case = ACTORS["packed"]
+    case = ACTORS["dense"]
     two, four = fused.run("actor", **case), fused.run("actor", **(case | {"sizes": {"num_hidden_layers": 4}}))
     assert not grown(two.waits, four.waits, allowed(), by="layers")
 

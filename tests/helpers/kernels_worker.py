@@ -185,7 +185,7 @@ def model(path: str, case: dict[str, Any]) -> dict[str, float]:
     """Compares a policy whose model takes all kernels with transformers: log-probs, and all gradients."""
     rollouts, loss = make_rollouts(VOCAB)[:ROLLOUTS], WeightedLogprobs()
     logprobs, _, _, gradients, *_ = by_transformers(path, rollouts, loss)
-    policy = make_policy(path, {"layout": {}, "packed": True, "model_settings": {"kernels": "triton"}, **case})
+    policy = make_policy(path, {"layout": {}, "model_settings": {"kernels": "triton"}, **case})
     work, _ = work_of(policy, rollouts, loss)
     largest = max(gradient.abs().max() for gradient in gradients.values())
     errors = {

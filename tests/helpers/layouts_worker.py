@@ -267,7 +267,6 @@ def make_policy(path: str, case: dict) -> MegatronPolicy:
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, clip_grad=1.0, **case.get("optimizer", {})),
         head=case.get("head"),
         loss=LossConfig(kl_coef=0.001),
-        packed=case["packed"],
         micro_batch_tokens=case.get("budget", 60),
         router_replay=case.get("replay", False),
     )
@@ -304,7 +303,7 @@ def pipeline_logits(chunks, parts):
     def forward(iterator, model):
         micro = next(iterator)
         router_replay.show(models.unwrap(model), micro.experts, training=False)
-        answer = model(micro.tokens, micro.positions, None, packed_seq_params=micro.told)
+        answer = model(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
         return answer, lambda logits, non_loss_data: (micro, logits)
 
     iterators = [iter(parts) for _ in chunks]

@@ -46,7 +46,6 @@ def make_role(path: str, case: dict[str, Any], lora: Lora | None) -> RoleConfig:
         layout=Layout(**case.get("layout", {})),
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, overlap=case.get("overlap", False)),
         loss=LossConfig(kl_coef=0.001),
-        packed=case.get("packed", True),
         micro_batch_tokens=60,
         lora=lora,
     )

@@ -25,7 +25,7 @@ CASES: dict[int, list[dict]] = {
     1: [
         {"name": "qwen2", "model": "qwen2"},
         {"name": "qwen2 some", "model": "qwen2", "told": "some"},
-        {"name": "qwen3 padded", "model": "qwen3", "packed": False},
+        {"name": "qwen3", "model": "qwen3"},
         {"name": "llama", "model": "llama"},
         {"name": "recompute full", "model": "qwen2", "recompute": "full"},
         {"name": "experts", "model": "qwen3_moe", "told": "attention"},

@@ -31,11 +31,11 @@ pytestmark = pytest.mark.multi
 FAMILY = "own_family:FAMILY"
 WORKER = Path(__file__).parents[1] / "helpers" / "own_family_worker.py"
 CASES = {
-    1: [{"name": "seed_oss-padded", "layout": {}, "packed": False, "loss": "policy"}],
+    1: [{"name": "seed_oss", "layout": {}, "loss": "policy"}],
     2: [
-        {"name": "seed_oss-tp2sp", "layout": SP, "packed": True},
-        {"name": "seed_oss-pp2vpp2", "layout": VPP, "packed": True},
-        {"name": "seed_oss-cp2", "layout": CP, "packed": True},
+        {"name": "seed_oss-tp2sp", "layout": SP},
+        {"name": "seed_oss-pp2vpp2", "layout": VPP},
+        {"name": "seed_oss-cp2", "layout": CP},
     ],
 }
 

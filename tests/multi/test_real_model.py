@@ -27,13 +27,13 @@ pytestmark = [
     pytest.mark.skipif(not (MODEL / "config.json").exists(), reason=f"no {MODEL}; `make real-model` makes it"),
 ]  # fmt: skip
 CASES = {
-    1: [{"name": "smollm2-packed", "layout": {}, "packed": True}],
+    1: [{"name": "smollm2", "layout": {}}],
     2: [
-        {"name": "smollm2-pp2", "layout": PP, "packed": True},
-        {"name": "smollm2-cp2", "layout": CP, "packed": True},
-        {"name": "smollm2-dp2-padded", "layout": {}, "packed": False},
+        {"name": "smollm2-pp2", "layout": PP},
+        {"name": "smollm2-cp2", "layout": CP},
+        {"name": "smollm2-dp2", "layout": {}},
     ],
-    3: [{"name": "smollm2-tp3sp", "layout": SP | {"tp": 3}, "packed": True}],  # it has 9 heads
+    3: [{"name": "smollm2-tp3sp", "layout": SP | {"tp": 3}}],  # it has 9 heads
 }
 # transformers in float32 is itself off from float64 on this batch: logits 4e-4, log-probs 1e-4, the norm of the
 # gradients 1.3e-5 of itself, a gradient 5.6e-5 of the largest. The bounds are two to five times that.

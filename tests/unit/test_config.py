@@ -143,7 +143,7 @@ def test_wrong_values_name_override_key_and_cure(base, override, cure):
 
 
 def test_all_problems_at_once_each_with_its_source(tmp_path, base):
-    file = write(tmp_path / "mine.yaml", "run: {sed: 3}\nroles: {b: {layout: {tp: 0}}, c: {packed: true}}\nzzz: 1\n")
+    file = write(tmp_path / "mine.yaml", "run: {sed: 3}\nroles: {b: {layout: {tp: 0}}, c: {sleep: true}}\nzzz: 1\n")
     lines = refusal(TrainConfig, [base, file], ["evaluation.every=x"]).split("\n  ")
     assert sorted(lines) == sorted(
         [
@@ -161,7 +161,7 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
 @pytest.mark.parametrize(
     ("role", "cure"),
     [
-        ("{packed: true}", "roles.c.model.path is empty"),
+        ("{sleep: true}", "roles.c.model.path is empty"),
         ("{same_as: nobody}", "roles.c.same_as = 'nobody': name another role"),
         ("{same_as: a, tandem: {}}", "that role's engines hold no junior"),
         ("{model: {path: x}, endpoint: {url: 'http://a', model: b}}", "set policy to none"),

@@ -107,7 +107,7 @@ LONGROPE = DENSE | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}
         (DENSE, ["roles.a.model.router_aux_loss=0.1"], "model.router_aux_loss = 0.1, and .* has no experts"),
         (EXPERTS, ["roles.a.model.router_aux_loss=0.1"], None),
         (DENSE, ["roles.a.shared_prefixes=true"], None),
-        (DENSE, ["roles.a.shared_prefixes=true", "roles.a.packed=false"], "roles.a.shared_prefixes = true with packed"),
+        (DENSE, ["roles.a.shared_prefixes=true", "roles.a.layout.cp=2"], "layout.cp = 2: context parallelism"),
         (EXPERTS | {"num_experts_per_tok": 1}, [], "num_experts_per_tok = 1 with renormalised probabilities"),
         (GEMMA, ["roles.a.model.fp8=true"], "model.fp8 = true, and Transformer Engine's layers cannot compute"),
         (YARN, ["roles.a.model.fp8=true"], "model.fp8 = true, and Transformer Engine's layers cannot compute"),

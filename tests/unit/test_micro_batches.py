@@ -18,13 +18,12 @@ from megatron_rl.megatron.policy import MegatronPolicy
 LIKE = torch.zeros(1, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_a_rank_has_a_multiple_of_the_tokens_that_eight_bit_products_take(packed, parts, ranks):
+def test_a_rank_has_a_multiple_of_the_tokens_that_eight_bit_products_take(parts, ranks):
     """Transformer Engine refuses other numbers, in the first forward pass."""
     batch, wanted = make_batch(97), 0
     for rank in range(ranks):
-        cut = RankPart(packed, parts=parts, context=Context(ranks, rank), unit=16)
+        cut = RankPart(parts=parts, context=Context(ranks, rank), unit=16)
         micro = make_micro_batch(batch, None, cut=cut, like=LIKE)
         assert micro.tokens.shape[1] % (16 * parts) == 0
         wanted += len(micro.labels)
@@ -32,7 +31,7 @@ def test_a_rank_has_a_multiple_of_the_tokens_that_eight_bit_products_take(packed
 
 
 def test_without_them_a_packed_batch_has_its_own_tokens_alone():
-    micro = make_micro_batch(make_batch(97), None, cut=RankPart(packed=True), like=LIKE)
+    micro = make_micro_batch(make_batch(97), None, cut=RankPart(), like=LIKE)
     assert micro.tokens.shape == (1, sum(LENGTHS))
 
 
@@ -51,11 +50,3 @@ def test_a_policy_in_eight_bits_cuts_its_micro_batches_for_them(tmp_path):
         torch.distributed.destroy_process_group()
     assert sum(found[False]) == sum(LENGTHS) and any(tokens % 16 for tokens in found[False])
     assert found[True] == [-(-tokens // 16) * 16 for tokens in found[False]]
-
-
-def test_the_layers_of_transformer_engine_are_told_nothing_of_a_padded_batch():
-    """They would multiply its length by the context-parallel ranks, a second time."""
-    cut = RankPart(packed=False, context=Context(2, 0))
-    assert make_micro_batch(make_batch(97), None, cut=cut, like=LIKE).told is None
-    packed = make_micro_batch(make_batch(97), None, cut=RankPart(packed=True, context=Context(2, 0)), like=LIKE).told
-    assert packed is not None and packed.max_seqlen_q == 32 and packed.qkv_format == "thd"

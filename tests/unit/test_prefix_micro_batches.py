@@ -176,7 +176,6 @@ def test_the_experts_of_a_shared_prompt_are_those_that_some_sequence_knows():
     ("settings", "says"),
     [
         ({}, None),
-        ({"packed": False}, "set packed to true"),
         ({"layout": Layout(cp=2)}, "layout.cp = 2: context parallelism cuts whole sequences"),
         ({"model": Model(path="m", router_aux_loss=0.1)}, "would count a prompt once"),
     ],

@@ -48,12 +48,12 @@ def test_auto_goes_on_under_the_same_config_and_ignores_what_changes_nothing(tmp
 
 def test_another_config_is_refused_with_both_values_and_the_cure(tmp_path):
     Checkpoints(open_run(run_at(tmp_path), CONFIG).checkpoints).write(3, save_something)
-    changed = CONFIG.replace("seed: 0", "seed: 1").replace("optimizer: {lr: 1.0e-06}", "packed: true")
+    changed = CONFIG.replace("seed: 0", "seed: 1").replace("optimizer: {lr: 1.0e-06}", "sleep: true")
     with pytest.raises(RunError) as error:
         open_run(run_at(tmp_path), changed)
     assert "run.seed: 0 -> 1" in str(error.value)
     assert "roles.generator.optimizer.lr: 1e-06 -> (not set)" in str(error.value)
-    assert "roles.generator.packed: (not set) -> True" in str(error.value)
+    assert "roles.generator.sleep: (not set) -> True" in str(error.value)
     assert "run.resume=must" in str(error.value) and "run.name" in str(error.value)
     assert (tmp_path / "demo" / "config.yaml").read_text() == CONFIG
 

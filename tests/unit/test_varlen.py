@@ -98,23 +98,21 @@ def alone():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "packed", "warns"), [("bfloat16", True, True), ("float32", True, False), ("bfloat16", False, False)]
-)
-def test_a_gpu_that_goes_without_it_is_warned_of_in_bfloat16(monkeypatch, ampere, alone, caplog, dtype, packed, warns):
-    """Somebody measured the slow form without knowing. In float32 no torch has another, and padded rows need none."""
+@pytest.mark.parametrize(("dtype", "warns"), [("bfloat16", True), ("float32", False)])
+def test_a_gpu_that_goes_without_it_is_warned_of_in_bfloat16(monkeypatch, ampere, alone, caplog, dtype, warns):
+    """Somebody measured the slow form without knowing. In float32 no torch has another."""
     monkeypatch.setattr(torchs, "varlen_attn", of_2_10)
     arch: Any = SimpleNamespace(head_dim=128)
     with caplog.at_level(logging.WARNING):
-        assert not models.uses_flash(arch, Model(path="x", dtype=dtype), packed=packed)
+        assert not models.uses_flash(arch, Model(path="x", dtype=dtype))
     assert ("which comes with torch 2.11" in caplog.text) == warns
     with pytest.raises(ConfigError, match="set it to auto or sdpa"):
-        models.uses_flash(arch, Model(path="x", dtype=dtype, attention_backend="flash"), packed=packed)
+        models.uses_flash(arch, Model(path="x", dtype=dtype, attention_backend="flash"))
 
 
 @pytest.mark.parametrize("settings", [{"attention_backend": "sdpa"}, {}])
 def test_nobody_is_warned_who_asked_for_sdpa_or_has_no_gpu(caplog, settings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arch: Any = SimpleNamespace(head_dim=128)
-    assert not models.uses_flash(arch, Model(path="x", dtype="bfloat16", **settings), packed=True)
+    assert not models.uses_flash(arch, Model(path="x", dtype="bfloat16", **settings))
     assert not caplog.text
