@@ -10,6 +10,7 @@ import numpy as np
 from megatron_rl.algorithms.objectives import find
 from megatron_rl.chat_template import check_models
 from megatron_rl.config.base import Count, CountOrZero, refuse
+from megatron_rl.recipes.retokenised import score_texts
 from megatron_rl.recipes.solutions import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
@@ -23,19 +24,24 @@ from megatron_rl.training.iteration import (
     Schedule,
 )
 from megatron_rl.training.rollouts import sample
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 
 STUDENT, TEACHER = "student", "teacher"
 # reason that the error message about different vocabularies gives
-SCORES = "the teacher scores the tokens that the student wrote"
+SCORES = (
+    "the teacher scores the tokens that the student wrote (with recipe.args.retokenise: true it would score the text)"
+)
+NAMES = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")  # keys in Rollout.values
 # inputs of a loss objective that exist only if `top_k` is above 0
 CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}
+# the teacher's values of each rollout by name, and the log-ratio of student to teacher of each rollout's trained tokens
+Scored = tuple[list[dict[str, np.ndarray]], list[np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distil(Recipe):
-    """A recipe that trains the role `student` to match the token probabilities of the role `teacher`, which has the
-    same vocabulary, on texts that the student generated.
+    """A recipe that trains the role `student` to match the token probabilities of the role `teacher`, on texts that the
+    student generated. The teacher has the same vocabulary, or scores the texts with its own tokenizer (`retokenise`).
 
     The student's loss objective determines the method: `distilled` uses the teacher's log-prob of each generated token,
     `distilled_top_k` uses the teacher's `top_k` most likely tokens at each position. Responses are graded only in
@@ -46,6 +52,9 @@ class Distil(Recipe):
     group_size: Count = 1  # samples per problem
     # number of the teacher's most likely tokens per position; 0: only the log-prob of the generated token
     top_k: CountOrZero = 0
+    # the teacher scores the student's text in the tokens of its own tokenizer; log-probs are compared where both
+    # tokenizers end a token (see recipes/retokenised.py)
+    retokenise: bool = False
     template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
@@ -64,7 +73,8 @@ class Distil(Recipe):
         return question_text(self.template, payload)
 
     def check(self, spec: RunSpec) -> None:
-        check_models(spec.roles[STUDENT].model, spec.roles[TEACHER].model, SCORES)
+        if not self.retokenise:
+            check_models(spec.roles[STUDENT].model, spec.roles[TEACHER].model, SCORES)
         refuse(*self._problems(spec))
 
     def _problems(self, spec: RunSpec) -> Iterator[str]:
@@ -74,6 +84,8 @@ class Distil(Recipe):
         said = f"roles.{STUDENT}.loss.objective = {loss.objective!r}"
         if objective.uses_advantages:
             yield f"{said} wants advantages, and nothing is rewarded here: give distilled"
+        if self.top_k and self.retokenise:
+            yield f"recipe.args.top_k = {self.top_k} with retokenise: the teacher's tokens have other ids; give 0"
         if reads_top and not self.top_k:
             yield f"recipe.args.top_k = 0: {said} reads the teacher's likeliest tokens; give at least 1"
         if self.top_k and not reads_top:
@@ -83,13 +95,11 @@ class Distil(Recipe):
             )
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
+        sampling = sampling_for(context, iteration, STUDENT, self.group_size)
         with context.watch("rollout"):
-            written = sample(
-                context, STUDENT, source.take(), sampling_for(context, iteration, STUDENT, self.group_size)
-            )
+            written = sample(context, STUDENT, source.take(), sampling)
         with context.watch("teacher"):
-            values = self._scored(context, [rollout.tokens for rollout in written])
-        gaps = [(r.logprobs - v["teacher_logprobs"])[r.trainable] for r, v in zip(written, values, strict=True)]
+            values, gaps = self._scored(context, written)
         context.add_metrics(STUDENT, {"sampled_kl": float(np.concatenate(gaps).mean(dtype=np.float64))})
         return {STUDENT: [replace(r, values=v) for r, v in zip(written, values, strict=True)]}
 
@@ -100,12 +110,17 @@ class Distil(Recipe):
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         return accuracies(context, STUDENT, prompts)[0]
 
-    def _scored(self, context: RolloutContext, texts: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
-        """Returns the teacher's log-probs for each text (and its most likely tokens, if `top_k` is above 0), by the
-        names under which loss objectives read them.
+    def _scored(self, context: RolloutContext, written: Sequence[Rollout]) -> Scored:
+        """Lets the teacher score the rollouts. Returns its log-probs (and its most likely tokens, if `top_k` is above
+        0) under the names that loss objectives read, and the log-ratios.
         """
-        if not self.top_k:
-            return [{"teacher_logprobs": scores} for scores in context.engines[TEACHER].score(texts)]
-        found = context.engines[TEACHER].score_top(texts, self.top_k)
-        names = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
-        return [dict(zip(names, (s.logprobs, s.ids, s.top_logprobs), strict=True)) for s in found]
+        if self.retokenise:
+            told, gaps = score_texts(context, written, TEACHER, self.prompt)
+            return [{NAMES[0]: scores} for scores in told], gaps
+        texts = [rollout.tokens for rollout in written]
+        if self.top_k:
+            found = context.engines[TEACHER].score_top(texts, self.top_k)
+            values = [dict(zip(NAMES, (s.logprobs, s.ids, s.top_logprobs), strict=True)) for s in found]
+        else:
+            values = [{NAMES[0]: scores} for scores in context.engines[TEACHER].score(texts)]
+        return values, [(r.logprobs - v[NAMES[0]])[r.trainable] for r, v in zip(written, values, strict=True)]

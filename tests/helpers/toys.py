@@ -20,6 +20,18 @@ def characters(alphabet=CHARACTERS):
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
 
 
+def merging(alphabet, merged):
+    """The tokens of `characters(alphabet)`, and a token for each pair of two characters of `merged`, which texts get
+    wherever the pair stands."""
+    single = {"<eos>": EOS} | {c: i for i, c in enumerate(alphabet, start=1)}
+    pairs = [(a, b) for a in merged for b in merged]
+    vocabulary = single | {a + b: len(single) + i for i, (a, b) in enumerate(pairs)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
 def streaming(policy, engine):
     """Makes a role's refit: whole tensors from the policy into the engine."""
     return lambda version: engine.load(policy.weights(), version=version)

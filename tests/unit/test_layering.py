@@ -68,7 +68,7 @@ ROLE_NAME_HOMES = (
 OPEN_TO_USERS = (
     *("types", "text", "chat_template", "control_tokens", "config.base", "config.plugins", "config.schema", "spec"),
     *("algorithms", "rewards", "recipes", "environments", "evaluation.judging", "engines.protocol", "contrib"),
-    *("training.iteration", "training.rollouts"),
+    *("training.iteration", "training.rollouts", "batches.packed_batch"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 ENGINE_LINES = [line.split(".")[2] for line in KINDS]  # as config/engine_kinds.py names them

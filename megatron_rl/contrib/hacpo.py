@@ -1,0 +1,246 @@
+"""HACPO (Heterogeneous Agent Collaborative Reinforcement Learning, arXiv 2603.02604): two models, also of different
+families and tokenizers, solve the same problems, and each learns from the solutions of both.
+
+The formulas are those of the paper and of the released code (zzx-peter/HACRL-code, recipe/hacpo/hacpo_core_algos.py).
+The source of a rollout is the model that generated it, the learner is the model that is trained on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithms.advantages import TRAINED
+from megatron_rl.algorithms.objectives import Answer, objective
+from megatron_rl.batches.packed_batch import Batch, Statistics
+from megatron_rl.config.base import Count, NotNegative, Share, refuse
+from megatron_rl.contrib.judged import put
+from megatron_rl.recipes.retokenised import WRITTEN_BY, rewritten
+from megatron_rl.recipes.solutions import (
+    accuracies,
+    accuracies_of_fitting,
+    check_arguments,
+    question_text,
+    sampling_for,
+    solve,
+)
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.training.iteration import (
+    CreditContext,
+    Iteration,
+    PromptSource,
+    Recipe,
+    RecipeRole,
+    RolloutContext,
+    RolloutsByRole,
+    Schedule,
+)
+from megatron_rl.types import Prompt, Rollout
+
+FIRST, SECOND = "first", "second"
+OTHER = {FIRST: SECOND, SECOND: FIRST}
+OBJECTIVE = "megatron_rl.contrib.hacpo:hacpo"
+# keys in Rollout.values, [T] float32 with one number for all tokens of a rollout
+SOURCE = "source_logprobs"  # mean log-prob of the response's tokens under the source, in the tokens of the source
+LOW = "cross_clip_low"  # lower bound of the ratio of a rollout of the other model; OWN for the learner's own rollouts
+OWN = -1.0
+EPSILON = 1e-6  # added to the standard deviation of a group's rewards
+MOST = 10.0  # a capability ratio is clipped to [1 / MOST, MOST]
+LEAST = 1e-8  # lower bound of a share of solved problems
+
+
+@objective(needs=[SOURCE, LOW], per_rollout=True)
+def hacpo(
+    live: Statistics,
+    batch: Batch,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    alpha: float = 1.0,
+    max_log_ratio: float = 10.0,
+) -> Answer:
+    """Computes the loss of each rollout from its ratio s = exp(mean log p under the learner - mean log p under the
+    source), where each mean is over the tokens of the model's own tokenizer.
+
+    The learner's own rollouts have GSPO's loss: s is clipped to [1 - clip_low, 1 + clip_high], and the source is the
+    learner at the start of the update. Rollouts of the other model have the loss -A c sg(c)^alpha, where c is s clipped
+    to [low, 1], and sg has no gradient. The recipe computes `low`, which increases with the optimizer step, and
+    multiplies the advantage A by the capability ratio. |log s| is at most `max_log_ratio`.
+    """
+    low = batch.values[LOW]
+    own = low < 0
+    before = batch.old.where(own, batch.values[SOURCE].to(live.logprobs.dtype))
+    counts = batch.sequence_sums(batch.counted.to(before.dtype)).clamp(min=1)
+    mean = batch.sequence_sums(live.logprobs - before) / counts
+    ratio = batch.spread(mean.clamp(-max_log_ratio, max_log_ratio).exp())
+    gain = (ratio * batch.advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantages)
+    clipped = ratio.clamp(low.to(ratio.dtype), low.new_ones(low.shape, dtype=ratio.dtype))
+    crossed = clipped * clipped.detach() ** alpha * batch.advantages
+    metrics = {"cross_ratio": ratio.where(~own, 0), "cross_clip_frac": (clipped != ratio) & ~own}
+    counted = {f"count/{name}": (~own).to(ratio.dtype) for name in metrics}
+    return -gain.where(own, crossed), metrics | counted
+
+
+@dataclass(kw_only=True)
+class Hacpo(Recipe):
+    """A recipe that trains the roles `first` and `second` on the same problems. Each role trains on its own solutions,
+    and on the solutions of the other role, rewritten in its own tokens.
+
+    The capability of a role is its share of solutions with a reward above 0, averaged over the last `window`
+    iterations. It weighs rewards of the other role in the baseline, and the other role's rollouts in the loss. Both
+    roles need the loss objective OBJECTIVE.
+
+    Differences from the released code: the log-probs of the source are those of its engine, a KL penalty (loss.kl_coef)
+    applies to all rollouts and not only to the learner's own, and rollouts that are too long for the other role are
+    left out and not truncated.
+    """
+
+    needs_shares = True  # a reward above 0 counts as solved, and a baseline above 1 is replaced
+    updates: Count  # number of iterations, each of which trains both roles
+    group_size: Count = 8  # samples per problem and role
+    window: Count = 5  # number of iterations over which a role's capability is averaged
+    # The ratio of the other role's rollouts is clipped from below at 1 - cross_clip + m cross_clip_step, where m is the
+    # index of the optimizer step within the update. An update trains on the role's own rollouts first.
+    cross_clip: Share = 0.2
+    cross_clip_step: NotNegative = 0.025
+    samples_per_optimizer_step: Count | None = None  # equal to the setting of both roles, from which m is computed
+    template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
+
+    def __post_init__(self) -> None:
+        check_arguments(self, templates={"template": ["question"]})
+        self._rates: dict[str, list[float]] = {FIRST: [], SECOND: []}  # shares of solved problems, newest last
+
+    def roles(self) -> Mapping[str, RecipeRole]:
+        drawn = dict.fromkeys(OTHER, self.group_size)
+        return {role: RecipeRole(samples=2 * self.group_size, drawn=drawn, per_prompt=drawn) for role in OTHER}
+
+    def schedule(self) -> Schedule:
+        return [[(FIRST, SECOND)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, object]) -> str:
+        return question_text(self.template, payload)
+
+    def check(self, spec: RunSpec) -> None:
+        refuse(*self._problems(spec))
+
+    def _problems(self, spec: RunSpec) -> Iterator[str]:
+        """Yields an error message for each setting of the roles that does not fit the recipe."""
+        for role in OTHER:
+            own, place = spec.roles[role], f"roles.{role}"
+            if own.loss.objective != OBJECTIVE:
+                yield f"{place}.loss.objective = {own.loss.objective!r}: give {OBJECTIVE}, which weighs the rollouts"
+            if own.samples_per_optimizer_step != self.samples_per_optimizer_step:
+                yield (
+                    f"{place}.samples_per_optimizer_step = {own.samples_per_optimizer_step}, and recipe.args."
+                    f"samples_per_optimizer_step = {self.samples_per_optimizer_step}: a bound of the loss depends on "
+                    "the optimizer step; give both the same number"
+                )
+
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
+        prompts = [(prompt, self._second(context, prompt)) for prompt in source.take()]
+        kept = [(prompt, own) for prompt, own in prompts if own is not None]
+        solved: dict[str, list[Rollout]] = {}
+        for place, role in enumerate(OTHER):
+            sampling = sampling_for(context, iteration, role, self.group_size)
+            found, metrics = solve(context, role, [pair[place] for pair in kept], sampling)
+            context.add_metrics(role, metrics | {"too_long": float(len(prompts) - len(kept))})
+            solved[role] = [solution.rollout for solution in found]
+        return {role: [*map(_with_source, own), *self._crossed(context, role, solved)] for role, own in solved.items()}
+
+    def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        for role, rates in self._rates.items():
+            found = [float(r.rewards["outcome"] > 0) for r in rollouts[role] if WRITTEN_BY not in r.payload]
+            self._rates[role] = [*rates, *([max(fmean(found), LEAST)] if found else [])][-self.window :]
+        capability = {role: fmean(rates) if rates else 1.0 for role, rates in self._rates.items()}
+        out: dict[str, list[Rollout]] = {}
+        for role, own in rollouts.items():
+            ratio = min(max(capability[OTHER[role]] / capability[role], 1 / MOST), MOST)
+            context.add_metrics(role, {"capability": capability[role], "capability_ratio": ratio})
+            out[role] = self._credited(own, ratio)
+        return out
+
+    def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
+        own = [self._second(context, prompt) for prompt in prompts]
+        return accuracies(context, FIRST, prompts)[0] | accuracies_of_fitting(context, SECOND, prompts, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self._rates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rates = {role: list(rates) for role, rates in state["rates"].items()}
+
+    def _second(self, context: RolloutContext, prompt: Prompt) -> Prompt | None:
+        """Returns the prompt of the second role for a problem, or None if the prompt is too long."""
+        return put(context, SECOND, self.prompt(prompt.payload), id=prompt.id, payload=prompt.payload)
+
+    def _crossed(
+        self, context: RolloutContext, role: str, solved: Mapping[str, Sequence[Rollout]]
+    ) -> Iterator[Rollout]:
+        """Yields the solutions of the other role in the tokens of `role`."""
+        left_out = 0
+        for rollout in solved[OTHER[role]]:
+            own = rewritten(context, rollout, role, self.prompt(rollout.payload))
+            left_out += own is None
+            if own is not None:
+                yield _with_source(own, rollout)
+        context.add_metrics(role, {"cross_left_out": float(left_out)})
+
+    def _credited(self, rollouts: Sequence[Rollout], ratio: float) -> list[Rollout]:
+        """Returns the rollouts of a learner with advantages and the bounds of their ratios. `ratio`: capability of the
+        source over capability of the learner.
+        """
+        own = np.array([WRITTEN_BY not in r.payload for r in rollouts], bool)
+        rewards = np.array([r.rewards["outcome"] for r in rollouts])
+        advantages = capability_advantages(rewards, [r.group for r in rollouts], own, ratio)
+        lows = np.where(own, OWN, self._lows(len(rollouts)))
+        return [
+            replace(
+                r.with_rewards(**{TRAINED: r.rewards["outcome"]}),
+                advantages=float(advantage if mine else ratio * advantage),
+                values={**r.values, LOW: np.full(len(r.tokens), low, np.float32)},
+            )
+            for r, advantage, low, mine in zip(rollouts, advantages, lows, own, strict=True)
+        ]
+
+    def _lows(self, count: int) -> np.ndarray:
+        """Returns the lower bound of the ratio of each of [S] rollouts, which depends on its optimizer step. The steps
+        are those of batches.data_parallel_split.split.
+        """
+        steps = 1 if self.samples_per_optimizer_step is None else -(-count // self.samples_per_optimizer_step)
+        ends = [(i + 1) * count // steps for i in range(steps)]
+        indices = np.searchsorted(ends, np.arange(count), side="right")
+        return np.minimum(1 - self.cross_clip + indices * self.cross_clip_step, 1.0)
+
+
+def capability_advantages(rewards: np.ndarray, groups: Sequence[str], own: np.ndarray, ratio: float) -> np.ndarray:
+    """Returns the advantages of a learner's rollouts: the reward minus a baseline, divided by the standard deviation of
+    the rewards of the group (equations 5 and 6). All arguments but `ratio` have the shape [B].
+
+    The baseline is the mean reward of the group, in which rewards of the other model are divided by `ratio`, the
+    capability of the other model over that of the learner. A group with equal rewards gets advantages of 0. A baseline
+    above 1 is replaced by the mean of the learner's own rewards. `own`: whether the learner generated the rollout.
+    """
+    advantages, names = np.zeros(len(rewards)), np.array(groups)
+    weighted = np.where(own, rewards, rewards / ratio)
+    for name in np.unique(names):
+        at = names == name
+        if rewards[at].min() == rewards[at].max():
+            continue
+        baseline = weighted[at].mean()
+        if baseline > 1 and own[at].any():
+            baseline = rewards[at & own].mean()
+        advantages[at] = (rewards[at] - baseline) / (rewards[at].std(ddof=1) + EPSILON)
+    return advantages
+
+
+def _with_source(rollout: Rollout, source: Rollout | None = None) -> Rollout:
+    """Returns a rollout with the mean log-prob of the response under its source. `source`: the rollout as the source
+    generated it; by default the rollout itself.
+    """
+    drawn = rollout if source is None else source
+    mean = drawn.logprobs[drawn.trainable].mean(dtype=np.float64)
+    return replace(rollout, values={**rollout.values, SOURCE: np.full(len(rollout.tokens), mean, np.float32)})

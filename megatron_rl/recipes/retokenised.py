@@ -1,0 +1,157 @@
+"""Gives the text of one model to a model with another tokenizer: to train the other model on the text, or to let the
+other model score the text as a teacher.
+
+The two tokenizations of a text are aligned at the byte positions where both tokenizers end a token, as in TRL's GOLD
+trainer. The text between two such positions is a chunk, and the log-prob of a chunk is the sum over its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.chat_template import tokenize
+from megatron_rl.text import decode
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.types import NO_VERSION, Author, Rollout, Stop, spans_of
+
+WRITTEN_BY = "written_by"  # key in the payload of a rewritten rollout: the role that generated the text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Retokenised:
+    """The prompt and the response of a rollout in the tokens of another role, and the alignment of both responses."""
+
+    tokens: np.ndarray  # [T2] int32, prompt and response in the tokens of the other role
+    start: int  # number of tokens of the prompt
+    chunks: np.ndarray  # [T2 - start] int64, chunk of each token of the response, see `align`
+    source_chunks: np.ndarray  # [length] int64, chunk of each response token of the original rollout
+
+    def sums(self, chunks: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Sums the values [T] of tokens over each chunk. Returns [number of chunks] float64. `chunks`: [T]."""
+        size = 1 + max(self.chunks.max(initial=0), self.source_chunks.max(initial=0))
+        return np.bincount(chunks[chunks >= 0], values[chunks >= 0].astype(np.float64), minlength=size)
+
+
+def align(first: np.ndarray, second: np.ndarray, *, equal: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Aligns two tokenizations of a text. `first` [T1] and `second` [T2]: the byte position at which each token ends.
+    Returns the index of each token's chunk, [T1] and [T2] int64, or -1 for a token without a counterpart.
+
+    A token without bytes, such as EOS, belongs to the chunk after it. `equal`: number of leading bytes in which the two
+    texts are equal, if they are not equal as a whole.
+    """
+    common = np.intersect1d(first, second)
+    common = common if equal is None else common[common <= equal]
+    found = [np.searchsorted(common, np.append(0, ends)[:-1], side="right") for ends in (first, second)]
+    shared, last = np.intersect1d(*found), common.max(initial=-1)
+    one, other = (
+        np.where(np.isin(chunks, shared) & (ends <= last), chunks, -1)
+        for chunks, ends in zip(found, (first, second), strict=True)
+    )
+    return one, other
+
+
+def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Retokenised | None:
+    """Returns a rollout in the tokens of another role. `prompt`: the text with which the other role is prompted.
+
+    The response ends with the EOS token of the role if the original response ended with EOS. A character of which the
+    response has only the first bytes, and all text after it, is left out. Returns None if prompt and response have more
+    tokens than max_prompt_tokens + sampling.max_tokens of the role. Raises ValueError for a rollout of several turns.
+    """
+    response = rollout.tokens[rollout.start :]
+    if len(response) != rollout.length:
+        raise ValueError(f"group {rollout.group!r} has several turns: only single responses can be retokenised")
+    tokenizer, ended = context.tokenizers[role], rollout.stop is Stop.EOS
+    source = decode(context.tokenizers[rollout.role], response[: len(response) - ended])
+    text = _valid(source.raw)
+    asked, written = tokenize(tokenizer, prompt), list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    found = decode(tokenizer, written)
+    ends = [np.append(own.ends, len(own.raw)) if ended else own.ends for own in (source, found)]
+    if ended and tokenizer.eos_token_id is not None and len(text.encode()) == len(source.raw):
+        written.append(tokenizer.eos_token_id)
+    if len(asked) + len(written) > context.max_prompt_tokens[role] + context.samplings[role].max_tokens:
+        return None
+    source_chunks, chunks = align(ends[0], ends[1][: len(written)], equal=_equal_bytes(source.raw, found.raw))
+    tokens = np.array([*asked, *written], np.int32)
+    return Retokenised(tokens=tokens, start=len(asked), chunks=chunks, source_chunks=source_chunks)
+
+
+def rewritten(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Rollout | None:
+    """Returns a rollout on which `role` can be trained, with the text that another role generated. Returns None if the
+    text is empty or too long, or if the tokenizer of `role` cannot represent it.
+
+    `logprobs` holds the log-probs of the model that generated the text: the sum over each chunk, divided equally among
+    the tokens of the chunk. So the ratio of the trainer's probabilities to `logprobs` is the importance weight between
+    the two models, exactly for a chunk and for the whole rollout, and loss.correction applies it. The rollout keeps the
+    group and the rewards. `prompt`: the text with which `role` is prompted.
+    """
+    own = retokenise(context, rollout, role, prompt)
+    if own is None or not len(own.chunks) or own.chunks.min() < 0:
+        return None
+    sums = own.sums(own.source_chunks, rollout.logprobs[rollout.start :])
+    counts = own.sums(own.chunks, np.ones(len(own.chunks)))
+    return Rollout(
+        role=role,
+        group=rollout.group,
+        tokens=own.tokens,
+        logprobs=np.append(np.zeros(own.start), sums[own.chunks] / counts[own.chunks]),
+        spans=spans_of(
+            (own.start, Author.ENVIRONMENT, NO_VERSION),
+            (len(own.chunks), Author.POLICY, context.engines[role].version),
+        ),
+        stop=rollout.stop,
+        payload={**rollout.payload, WRITTEN_BY: rollout.role},
+        rewards=rollout.rewards,
+    )
+
+
+def score_texts(
+    context: RolloutContext, rollouts: Sequence[Rollout], teacher: str, prompt: Callable[[Mapping[str, Any]], str]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Scores the responses of rollouts by a teacher with another tokenizer. Returns the teacher's log-probs, [T]
+    float32 for each rollout, and the log-ratio of student to teacher of each trained token.
+
+    A token's teacher log-prob is its own log-prob plus the difference between the log-probs of its chunk under the
+    teacher and under the student. So the difference to the student, from which the objective `distilled` learns, is
+    that of the chunk, and equals that of the token if the chunk is one token of both. Tokens without a counterpart get
+    their own log-prob, so that nothing is learned from them; the metric `unaligned` is their share. The log-ratio of a
+    chunk is divided equally among its tokens.
+
+    `prompt`: function that returns the text of a problem's prompt.
+    """
+    found = [retokenise(context, rollout, teacher, prompt(rollout.payload)) for rollout in rollouts]
+    scores = iter(context.engines[teacher].score([own.tokens for own in found if own is not None]))
+    told, gaps, unaligned = [], [], 0
+    for rollout, own in zip(rollouts, found, strict=True):
+        difference, gap = np.zeros(len(rollout.tokens)), np.zeros(len(rollout.tokens))
+        if own is not None:
+            chunks, response = own.source_chunks, slice(rollout.start, None)
+            theirs = own.sums(own.chunks, next(scores)[own.start :])
+            by_chunk = theirs - own.sums(chunks, rollout.logprobs[response])
+            counts = np.maximum(own.sums(chunks, np.ones(len(chunks))), 1)
+            difference[response] = np.where(chunks >= 0, by_chunk[chunks], 0)
+            gap[response] = np.where(chunks >= 0, -(by_chunk / counts)[chunks], 0)
+        unaligned += rollout.length if own is None else int((own.source_chunks < 0).sum())
+        told.append((rollout.logprobs + difference).astype(np.float32))
+        gaps.append(gap[rollout.trainable])
+    total = sum(rollout.length for rollout in rollouts)
+    context.add_metrics(rollouts[0].role, {"unaligned": unaligned / max(1, total)})
+    return told, gaps
+
+
+def _valid(raw: bytes) -> str:
+    """Returns the text of the longest valid beginning of UTF-8 bytes."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        return raw[: error.start].decode()
+
+
+def _equal_bytes(first: bytes, second: bytes) -> int:
+    """Returns the number of leading bytes in which two byte strings are equal."""
+    size = min(len(first), len(second))
+    differing = np.flatnonzero(np.frombuffer(first[:size], np.uint8) != np.frombuffer(second[:size], np.uint8))
+    return int(differing[0]) if len(differing) else size
