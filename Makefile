@@ -142,13 +142,14 @@ oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL
 	rm -rf $(ORACLES)/new
 	mkdir -p $(ORACLES)/new
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_gold.py $(ORACLES)/new/trl_gold.json
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_run.py $(ORACLES)/new/trl_run
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_preferences.py $(ORACLES)/new/trl_preferences.json
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_rewards.py $(ORACLES)/new/trl_rewards.json
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_dpo_run.py $(ORACLES)/new/trl_dpo_run
 	$(ORACLES)/bin/python tools/oracles/verl_functions.py $(ORACLES)/new/verl_ppo.json
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
-	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/unit/test_reward_models.py tests/unit/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py -q
+	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/unit/test_retokenised.py tests/unit/test_reward_models.py tests/unit/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py -q
 
 $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(PYTHON) -m venv $(ORACLES)

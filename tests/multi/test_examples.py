@@ -39,6 +39,8 @@ TRAIN = [
             "dapo_qwen2.5_32b",
             "scalerl_qwen3_8b",
             "distil_qwen3_1.7b",
+            "distil_llama3.2_1b_from_qwen3_4b",
+            "hacpo_qwen3_4b_llama3.2_3b",
             "rubric_qwen3_30b_a3b",
             "pairwise_qwen3_8b",
             "entailment_qwen3_32b",

@@ -89,7 +89,9 @@ RECIPES = {
     "Agents": {"group_size": 8, "compared": "task", "estimator": "grpo", "ema_decay": 0.95},  # 2506.24119: the decay
     "Pairwise": {"group_size": 8, "both_orders": False, "judge_warmup": 0, "judge_iterations": 0, "format_weight": 0.8},
     "Rubric": {"group_size": 8, "judgements": 1, "criteria": 4, "train_judge": False, "format_weight": 0.8},
-    "Distil": {"group_size": 1, "top_k": 0},
+    "Distil": {"group_size": 1, "top_k": 0, "retokenise": False},
+    # 2603.02604; the release's hacpo_trainer.yaml
+    "Hacpo": {"group_size": 8, "window": 5, "cross_clip": 0.2, "cross_clip_step": 0.025},
     "Entailment": {"group_size": 8},
     "Grpo": {"group_size": 5, "estimator": "grpo"},
     "Tandem": {"group_size": 8},  # 2606.28166

@@ -282,6 +282,8 @@ def own_over_candidates(live, batch):
         ("distilled", 0, None),
         ("distilled_top_k", 1, None),
         (f"{__name__}:own_over_candidates", 4, None),
+        ("distilled", "0, retokenise: true", None),
+        ("distilled_top_k", "8, retokenise: true", "top_k = 8 with retokenise: the teacher's tokens have other ids"),
     ],
 )
 def test_a_loss_and_a_top_k_that_do_not_go_together_are_refused_before_anything_starts(objective, top_k, says):

@@ -43,7 +43,7 @@ def unlike(new: Any, kept: Any, place: str = "", *, bar: float = SAME) -> Iterat
 
 def changes(folder: Path) -> Iterator[str]:
     """Names what is different from tests/oracles in what was written anew."""
-    names = ("trl_losses.json", "trl_preferences.json", "trl_rewards.json", "verl_ppo.json")
+    names = ("trl_losses.json", "trl_gold.json", "trl_preferences.json", "trl_rewards.json", "verl_ppo.json")
     files = dict.fromkeys(names, SAME)
     for name, bar in (files | {f"{run}/record.json": 1e-5 for run in ("trl_run", "trl_dpo_run")}).items():
         new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
