@@ -31,7 +31,8 @@ STUDENT, TEACHER = "student", "teacher"
 SCORES = (
     "the teacher scores the tokens that the student wrote (with recipe.args.retokenise: true it would score the text)"
 )
-NAMES = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")  # keys in Rollout.values
+# keys in Rollout.values
+NAMES: tuple[str, ...] = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
 # inputs of a loss objective that exist only if `top_k` is above 0
 CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}
 # the teacher's values of each rollout by name, and the log-ratio of student to teacher of each rollout's trained tokens

@@ -45,13 +45,13 @@ def align(first: np.ndarray, second: np.ndarray, *, equal: int | None = None) ->
     """
     common = np.intersect1d(first, second)
     common = common if equal is None else common[common <= equal]
-    found = [np.searchsorted(common, np.append(0, ends)[:-1], side="right") for ends in (first, second)]
-    shared, last = np.intersect1d(*found), common.max(initial=-1)
-    one, other = (
-        np.where(np.isin(chunks, shared) & (ends <= last), chunks, -1)
-        for chunks, ends in zip(found, (first, second), strict=True)
-    )
-    return one, other
+    one, other = (np.searchsorted(common, np.append(0, ends)[:-1], side="right") for ends in (first, second))
+    shared, last = np.intersect1d(one, other), common.max(initial=-1)
+
+    def known(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        return np.where(np.isin(chunks, shared) & (ends <= last), chunks, -1)
+
+    return known(one, first), known(other, second)
 
 
 def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Retokenised | None:
