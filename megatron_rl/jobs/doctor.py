@@ -370,6 +370,6 @@ def _sizes(model: Model) -> Sizes | None:
 
 def _parameters(role: Any, sizes: Sizes) -> tuple[int, int, int]:
     """Returns (bytes of a weight, number of parameters, number of trained parameters) of a role's model."""
-    every = sum(rows * columns for rows, columns in hf_shapes(sizes).values())
+    every = sum(rows * columns for rows, columns in hf_shapes(sizes.with_head(role.head)).values())
     trained = every if role.lora is None else num_elements(sizes, role.lora)
     return 2 if role.model.dtype == "bfloat16" else 4, every, trained

@@ -216,8 +216,8 @@ def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
         no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
         context = builders.context(spec, run_engines.engines, tokenizers, no_grades, driver)
         trainees = {
-            name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits[name])
-            for name, policy in policies.items()
+            name: builders.trainee(spec.roles[name], spec.run, policies[name], refit)
+            for name, refit in run_engines.refits.items()  # a critic has no engine to drift from
         }
         reader = readers[next(iter(recipe.roles()))]
         prompts = reader.take(spec.run.prompts_per_iteration) if world.rank == 0 else []
