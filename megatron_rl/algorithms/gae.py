@@ -118,7 +118,8 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: 
     advantages *= gamma
     advantages += rewards
     advantages -= values
-    # Loop over positions, counted from the ends. Sequences with an action at the position are a prefix of `order`.
+    # Loop over positions, counted backwards from the end of each sequence. `order` is sorted by length, so the sequences
+    # that have an action at this position are its first elements.
     order = np.argsort(-lengths, kind="stable")
     last = ends[order] - 1
     active = np.searchsorted(-lengths[order], -np.arange(1, lengths.max(initial=0)))

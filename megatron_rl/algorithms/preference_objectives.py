@@ -84,8 +84,8 @@ def means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
 def dpo(live: Statistics, batch: Batch, *, beta: Positive = 0.1, label_smoothing: Share = 0.0) -> Answer:
     """Computes the loss of Direct Preference Optimization (arXiv 2305.18290; TRL's loss_type sigmoid).
 
-    `label_smoothing`: assumed probability that the labels of a pair are swapped (conservative DPO; CPOTrainer's
-        label_smoothing. TRL's loss_type robust is another formula).
+    `label_smoothing`: assumed probability that the labels of a pair are swapped (conservative DPO). The same as
+        label_smoothing of TRL's CPOTrainer; TRL's loss_type "robust" has another formula.
     """
     chosen, rejected = pairs(live, batch)
     losses = _sigmoid_loss(beta * (chosen.logratios - rejected.logratios), label_smoothing)

@@ -33,9 +33,9 @@ class ValueLoss:
         self.config = config
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """Returns the loss weights of an optimizer step's rollouts, [S] float32, and the denominator of the summed
-        loss. `counts`: [S] weighted number of labels in the loss of each rollout. `groups`: [S] group index of each
-        rollout.
+        """Returns the loss weight of each rollout of an optimizer step, [S] float32, and the number by which the summed
+        loss is divided. `counts`: [S] weighted number of labels of each rollout that are in the loss. `groups`: [S]
+        group index of each rollout.
         """
         return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
 

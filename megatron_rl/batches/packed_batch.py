@@ -187,9 +187,9 @@ class BatchLoss(Protocol):
         ...
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the weighted sum of the losses, to be differentiated, and metrics: detached sums over trained labels,
-        by name. If there is a metric named COUNT + NAME, the metric NAME is a sum over as many items. `live`:
-        statistics of the current forward pass.
+        """Returns the weighted sum of the losses (differentiable), and a dictionary of metrics, which are detached sums
+        over the trained labels. To average a metric NAME over something else than the trained labels, the loss also
+        returns the number of items in its sum as COUNT + NAME. `live`: statistics of the current forward pass.
         """
         ...
 

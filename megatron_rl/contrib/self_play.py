@@ -79,7 +79,9 @@ class SelfPlay(Recipe):
     # Search Self-Play has one proposal per task, whose advantage is its reward: "reinforce".
     proposer_estimator: str = "hierarchical"
     ema_decay: Decay = 0.95
-    estimator: EstimatorName = "grpo"  # estimator for the solver, over the answers to one question
+    estimator: EstimatorName = (
+        "grpo"  # advantage estimator for the solver; a group is the set of answers to one question
+    )
     proposer_template: str = "self_play_proposer"  # text file with {question}, or name of a packaged prompt
     solver_template: str = "boxed_answer"  # template with {question}
 

@@ -24,7 +24,7 @@ from megatron_rl.run import directory_lock
 from megatron_rl.run.atomic_files import push, push_tree
 from megatron_rl.text import load_tokenizer
 
-# head -> {model_type: name of the class of transformers that has such a head}
+# head -> {model_type: name of the Hugging Face `transformers` class with that head}
 _CLASSES: dict[str, Mapping[str, str]] = {
     "value": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "score": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,

@@ -176,8 +176,8 @@ def roles(step: Path) -> list[str]:
 
 
 def _settings_of(path: Path) -> Any:
-    """Returns the settings of a checkpoint's role (for SFT, of the run) in the run's config.yaml; an empty dict if no
-    config.yaml stands above `path`."""
+    """Returns the settings of a checkpoint's role in the run's config.yaml, or for SFT the settings of the run. Returns
+    an empty dict if no parent directory of `path` contains a config.yaml."""
     config = _config_of(path)
     tree = {} if config is None else read_yaml(config)
     return tree.get("roles", {}).get(path.name) or tree

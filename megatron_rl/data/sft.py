@@ -92,7 +92,7 @@ SftSample = TextPair | Conversation | Preference | LabelledSteps
 
 
 def rows_of_loss(needs: frozenset[str], *, uses_advantages: bool) -> Rows:
-    """Returns what the rows must hold for a loss with these properties (packed_batch.BatchLoss)."""
+    """Returns which fields each data row must have for a loss with these properties (see packed_batch.BatchLoss)."""
     if "pairs" in needs:
         return "compared" if "margin" in needs else "pair"
     return "steps" if "step_label" in needs else "scored" if uses_advantages else "completion"

@@ -16,7 +16,7 @@ from megatron_rl.rewards.reward_functions import finite
 from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, traceback_of
 
-MESSAGE = '{"role": "user", "content": "..."}'  # example of a message for error messages
+MESSAGE = '{"role": "user", "content": "..."}'  # example of a chat message, quoted in error messages
 SHOWN = 500  # maximum number of characters of the reason of a failed episode
 RESERVED = (AGENT, "episode", "verdicts", "review")  # keys of a payload that the run itself uses
 

@@ -99,9 +99,9 @@ def plan_run(
 def _trainer_shape(
     job: JobConfig, profile: Profile, *, template: str, name: str, array: str, of: Path
 ) -> ScriptShape:  # fmt: skip
-    """Returns the shape of a trainer's job: the resources that its batch script requests. `of`: the directory of the
-    run, in which the logs are written. Raises ConfigError if the warning before the time limit would come at the start
-    of the job."""
+    """Returns the shape of a trainer's job: the resources that its batch script requests. `of`: the run
+    directory, to which the logs are written. Raises ConfigError if the time limit is so short that Slurm's warning
+    signal would be sent as soon as the job starts."""
     shape = ScriptShape(
         template=template, name=name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
         time=job.time or profile.time, array=array, warning_s=job.warning_s or profile.warning_s,

@@ -40,8 +40,8 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """Packs pieces of the given sizes into blocks. Returns ([(block, offset) of each piece], [used bytes per block]).
 
-    Pieces are placed first-fit, largest first. The capacity of a block is a power of two that holds at least BLOCK
-    bytes and the largest piece.
+    Pieces are placed first-fit, largest first. The capacity of a block is the smallest power of two that is at least
+    BLOCK bytes and at least the size of the largest piece.
     """
     room = 1 << (max([BLOCK, *sizes]) - 1).bit_length()
     places, used = dict[int, tuple[int, int]](), list[int]()

@@ -49,7 +49,7 @@ class MicroBatch:
     batch: Batch  # the sequences, with N tokens together; the same on all context-parallel ranks
     start: int  # index of the first token of `batch` among the tokens of all sequences of this replica
     size: int  # number of tokens of `batch`; 0 for a dummy micro-batch, which has no real tokens
-    tokens: Tensor  # [1, N'] token ids on this rank. N' counts alignment padding, and a shared prefix once.
+    tokens: Tensor  # [1, N'] token ids on this rank; with alignment padding, and a shared prefix only once
     positions: Tensor  # position of each token in its sequence, in the shape of `tokens`
     labels: Tensor  # [n] ids of the label tokens whose statistics this rank computes
     answers: Tensor  # [n] position of each label in the packed batch

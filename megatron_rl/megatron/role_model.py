@@ -188,11 +188,11 @@ class RoleModel:
 
 
 def _fill_new_head(weight: Tensor, seed: int) -> None:
-    """Sets the weight [1, hidden] of a head that a model's files do not have.
+    """Initializes the weight [1, hidden] of a head that is missing in the model's files.
 
-    The weight is drawn from a normal distribution with standard deviation 1 / (hidden + 1), as in OpenRLHF: the outputs
-    are then close to 0, and the transformer has a gradient from the first step on, which it would not with a weight of
-    zeros. The values do not depend on the layout.
+    The weight is drawn from a normal distribution with standard deviation 1 / (hidden + 1), as in OpenRLHF. The outputs
+    are then close to 0, but the transformer receives gradients from the first step on, unlike with a weight of zeros.
+    The values do not depend on the parallel layout.
     """
     drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():

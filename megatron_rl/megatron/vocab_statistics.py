@@ -20,7 +20,7 @@ from megatron_rl.megatron.kernels.products import add_product
 # 512 MiB on a GPU. With Triton kernels there are no other tensors of this size, and the logits stay in the weight's
 # dtype: a chunk has 1 GiB of logits, four times as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-TILE_ROWS = 128  # on a GPU the rows of a chunk are a multiple, so that the tiles of the matrix products are full
+TILE_ROWS = 128  # on a GPU, a chunk has a multiple of this many rows, so that the tiles of matrix products are full
 # With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/benchmarks.md). A chunk has
 # at least GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but at most REUSED_ELEMENTS logits (28 MiB),
 # because malloc does not keep larger blocks for the next chunk.

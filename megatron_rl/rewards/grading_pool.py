@@ -129,7 +129,7 @@ class _Worker:
         ValueError if the answer is not JSON."""
         ends_at = time.monotonic() + timeout_s
         while b"\n" not in self._heard:
-            if (left := ends_at - time.monotonic()) <= 0:  # also if the process sends bytes all the time
+            if (left := ends_at - time.monotonic()) <= 0:  # the time limit also applies while the process sends bytes
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             self._socket.settimeout(left)
             if not (data := self._socket.recv(RECEIVED_BYTES)):

@@ -38,7 +38,7 @@ class Place:
     local_rank: int
     address: str  # address of the host of rank 0; if `port` is None, address of this host
     # Port number that only identifies this start of the ranks.
-    # Rank 0 listens at another, free port, which it writes to a file that all ranks can read.
+    # Rank 0 listens on another port that is free, and writes its number to a file that all ranks can read.
     port: int | None
     job: SlurmJob | None = None
 

@@ -65,11 +65,11 @@ class IterationMaker(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMaker(IterationMaker):
-    """Generates the rollouts of iterations with the recipe. Each iteration gets a new RolloutContext, and problems from
-    the prompt reader of the first role that it trains.
+    """Uses the recipe to generate the rollouts of each iteration. Each iteration gets a new RolloutContext, and takes
+    its problems from the prompt reader of the first role that the iteration trains.
 
-    `recipe`: with rollouts.max_staleness above 0, another instance than the recipe of the credit stage, because both
-        are used at the same time.
+    `recipe`: if rollouts.max_staleness is above 0, this must not be the same instance as the recipe of the credit
+        stage, because both are used concurrently.
     """
 
     recipe: Recipe
@@ -193,7 +193,7 @@ class Collector:
         credited = self._credit.apply(iteration, scored)
         self._state = {**self._state, "recipe": self._credit.states}
         if self._store.keeps(iteration.number):
-            # the roles that generated the rollouts; the rollouts of a critic are the same texts, and while the critic
+            # only the roles that generated rollouts; a critic is trained on the rollouts of another role, and while the critic
             # warms up, only the critic has rollouts to train on
             shown = {role: credited.rollouts.get(role) or own for role, own in scored.rollouts.items()}
             with self._disk:

@@ -223,7 +223,9 @@ class Recipe(ABC):
         }
 
     def reward(self, role: str) -> str | Mapping[str, float]:
-        """Returns the reward that the default `credit` compares for a role: a name, or {name: weight} for a sum."""
+        """Returns which reward of a role's rollouts the default `credit` compares: the name of one reward, or {name:
+        weight} for a weighted sum of several rewards.
+        """
         return "outcome"
 
     def check(self, spec: RunSpec) -> None:

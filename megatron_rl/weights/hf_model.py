@@ -87,9 +87,10 @@ def local_directory(path: str | Path) -> Path:
 
 
 def read_architecture(directory: str | Path, head: Head | None = None) -> Architecture:
-    """Reads the architecture from config.json. With `head`, the model has this head in place of its output layer.
+    """Reads the architecture from config.json. If `head` is given, it replaces the model's output layer.
 
-    Raises ConfigError, with the value, if the model is not supported or if keys contradict each other.
+    Raises ConfigError, which quotes the wrong value, if the model is not supported or if keys of config.json contradict
+    each other.
     """
     said = "its config.json contradicts itself"
     with refusing(lambda error: f"{directory}: {said}: {error}; fetch it again", StrictDataclassError):

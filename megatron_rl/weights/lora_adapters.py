@@ -102,8 +102,9 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
 def _problems(
     file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, int]], lora: Lora
 ) -> Iterator[str]:
-    """Yields error messages about the tensors of an adapter's file that do not match the wanted shapes. The caller must
-    stop at the first message: the code after it relies on the names of the tensors being those of `wanted`."""
+    """Yields an error message for each tensor of an adapter file that does not match the expected shapes. The caller
+    must stop at the first message: the checks that follow assume that the names of the tensors are those in
+    `wanted`."""
     missing, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or more:
         yield (

@@ -83,8 +83,8 @@ def framed(answer: bytes) -> bytes:
 
 
 def _numbers(told: Sequence[Any], listed: bool) -> np.ndarray:
-    """Returns a float32 array [T] with the T numbers `told`. If `listed`, `told` has T lists, whose first elements are
-    used. null becomes nan.
+    """Converts the T numbers in `told` to a float32 array [T]. If `listed`, `told` contains T lists, and the first
+    element of each list is used. null becomes nan.
     """
     numbers = [entry[0] for entry in told] if listed else told
     return np.array(numbers, object).astype(np.float32)
