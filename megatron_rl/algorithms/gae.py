@@ -118,8 +118,8 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: 
     advantages *= gamma
     advantages += rewards
     advantages -= values
-    # Loop over positions, counted backwards from the end of each sequence. `order` is sorted by length, so the sequences
-    # that have an action at this position are its first elements.
+    # Loop over positions, counted backwards from the end of each sequence. `order` is sorted by length, so its first
+    # elements are the sequences that have an action at this position.
     order = np.argsort(-lengths, kind="stable")
     last = ends[order] - 1
     active = np.searchsorted(-lengths[order], -np.arange(1, lengths.max(initial=0)))

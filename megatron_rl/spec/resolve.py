@@ -80,6 +80,11 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
+    return _run_spec(config, shared)
+
+
+def _run_spec(config: TrainConfig, shared: dict[str, Any]) -> tuple[RunSpec, list[str]]:
+    """Returns the result of `specify` for a training run. `shared`: the fields that all training commands have."""
     recipe, rollout_recipe, problems = None, None, list[str]()
     try:
         recipe = plugins.build(config.recipe)
