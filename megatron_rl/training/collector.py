@@ -193,8 +193,8 @@ class Collector:
         credited = self._credit.apply(iteration, scored)
         self._state = {**self._state, "recipe": self._credit.states}
         if self._store.keeps(iteration.number):
-            # Only the roles that generated rollouts; a critic is trained on the rollouts of another role. While the critic
-            # warms up, only the critic has rollouts to train on.
+            # Only the roles that generated rollouts: a critic is trained on the rollouts of another role. While the
+            # critic warms up, only the critic has rollouts to train on.
             shown = {role: credited.rollouts.get(role) or own for role, own in scored.rollouts.items()}
             with self._disk:
                 self._store.put(iteration, replace(credited, rollouts=shown), self._state)
