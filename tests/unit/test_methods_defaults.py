@@ -43,6 +43,7 @@ OBJECTIVES = {
     "dpo_norm": {"beta": 5.0, "label_smoothing": 0.0},  # 2411.15124
     "ipo": {"beta": 0.1},  # TRL's beta, the paper's tau
     "simpo": {"beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},  # 2405.14734, simpo_config.py; TRL's gamma
+    "bradley_terry": {"center_rewards_coefficient": 0.0},  # off, as in TRL's RewardConfig
     "a_lol": {"clip": 0.9},  # 2305.14718, the released ppo_clip
     "rwr": {"beta": 1.0},
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},  # 2402.01306 and TRL
@@ -95,6 +96,7 @@ RECIPES = {
     "Entailment": {"group_size": 8},
     "Grpo": {"group_size": 5, "estimator": "grpo"},
     "Tandem": {"group_size": 8},  # 2606.28166
+    "Ppo": {"group_size": 1},  # 1707.06347: a critic in place of a group
     "OnlineDpo": {"group_size": 2},  # 2402.04792
 }  # fmt: skip
 NUMBERS = {
