@@ -2,10 +2,12 @@
 rollouts rewritten in the tokens of another role."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_engines import ScriptedEngine, TableEngine
 from fake_policy import TablePolicy
 from stages import credited
@@ -13,6 +15,9 @@ from tokenizers import Tokenizer
 from toys import EOS, characters, merging
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.algorithms.corrections import correction_weights
+from megatron_rl.batches.packed_batch import at, pack
+from megatron_rl.config.schema import CorrectionConfig
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.distil import Distil
 from megatron_rl.recipes.retokenised import WRITTEN_BY, Retokenised, align, retokenise, rewritten, score_texts
@@ -105,6 +110,22 @@ def test_a_rewritten_rollout_has_the_text_and_the_log_probs_of_its_source():
     back = rewritten(context, other, "a", "ab?")
     assert back is not None and back.start == 2 and back.tokens[2:].tolist() == tokens
     np.testing.assert_allclose(back.logprobs[back.start :], p, rtol=1e-6)
+
+
+def test_a_correction_weighs_a_rewritten_rollout_by_the_ratio_of_both_models():
+    tokenizers = {"a": merging(ALPHABET, "abcd"), "b": characters(ALPHABET)}
+    source = written("a", [*tokenizers["a"]("abecda?")["input_ids"], EOS])
+    other = rewritten(context_of(tokenizers), source, "b", "ab?")
+    assert other is not None
+    batch = pack([replace(other, advantages=1.0)])
+    own = -torch.rand(len(batch.tokens), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gap = at(batch.mask, own - batch.engine_logprobs)
+    theirs = float(source.logprobs[2:].sum(dtype=np.float64))
+    ours = float(own[batch.mask].sum())
+    for level, wanted in (("sequence", ours - theirs), ("geometric", (ours - theirs) / 8)):
+        weights, _ = correction_weights(CorrectionConfig(kind="truncate", level=level, high=1e6), gap, batch)
+        assert weights is not None
+        np.testing.assert_allclose(weights[batch.mask], np.exp(wanted), rtol=BAR)
 
 
 def test_a_character_that_is_cut_off_ends_the_text():
