@@ -38,7 +38,7 @@ def obstacle(sizes: Sizes) -> str | None:
     return None
 
 
-def logits_gap(checkpoint: Path, model: Path, head: Head | None) -> tuple[float, float]:
+def logits_gap(checkpoint: Path, model: Path, head: Head | None = None) -> tuple[float, float]:
     """Compares the logits of a checkpoint in Megatron with the logits of a Hugging Face directory in transformers, for
     one sequence of POSITIONS tokens. Returns (largest absolute difference of two logits, largest absolute logit). With
     `head`, the outputs of the model's head are compared instead.
