@@ -188,6 +188,10 @@ def test_recipes_of_several_roles_stay_within_their_lines(name):
     assert open_centre.lines_of_code((ROOT / "megatron_rl/contrib" / f"{name}.py").read_text()) <= 140
 
 
+def test_ppo_with_a_critic_is_one_recipe_file():
+    assert open_centre.lines_of_code((ROOT / "megatron_rl/recipes/ppo.py").read_text()) <= 60
+
+
 def test_dynamic_sampling_trains_groups_with_signal_alone_and_counts_every_prompt_once(runs):
     taken = series(runs / "dynamic", "generator", "prompts_taken")
     assert len(taken) == 4 and sum(taken) > 4 * 3, "some groups had no signal, and more prompts were taken"
