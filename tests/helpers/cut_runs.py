@@ -177,7 +177,7 @@ EVERY = {
     "pairwise_0": (0, 3), "pairwise_1": (1, 3), "pairwise_2": (2, 1), "self_play_0": (0, 2), "self_play_1": (1, 1),
     "tango_agents_0": (0, 2), "tango_agents_2": (2, 3), "ppo_0": (0, 2), "ppo_2": (2, 2),
 }  # fmt: skip
-QUICK = ("dapo_2", "pairwise_0", "tango_agents_2")  # the others: make test-more ONLY=resume
+QUICK = ("dapo_2", "pairwise_0", "tango_agents_2", "ppo_2")  # the others: make test-more ONLY=resume
 FEW = {case: EVERY[case] for case in QUICK}
 TELLING = {  # metrics that are above 0 before and after the cut
     "dapo": ("retired", "resting", "hinted"),
@@ -188,13 +188,13 @@ TELLING = {  # metrics that are above 0 before and after the cut
     "pairwise": ("first_wins",),
     "self_play": ("played",),
     "tango_agents": ("verdicts_match",),
-    "ppo": ("kl_in_reward", "value"),
+    "ppo": ("kl_coef",),
 }
 
 
 def ahead(settings: dict[str, Any], base: Path, staleness: int, servers: Sequence[RefittedVllm]) -> dict[str, Any]:
     """The same run with iterations collected ahead of training, by servers."""
-    own = [name for name, each in settings["roles"].items() if "same_as" not in each]
+    own = [name for name, each in settings["roles"].items() if not {"same_as", "head"} & each.keys()]
     urls = {name: [server.url] for name, server in zip(own, servers, strict=False)}
     engine = {"kind": "vllm", "urls": urls, "start": False, "token_file": f"{base}/token"}
     return settings | {"engine": engine, "rollouts": {"max_staleness": staleness}}

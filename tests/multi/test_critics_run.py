@@ -45,15 +45,18 @@ def known(position, count):
 def chain(base):
     """A generator that draws every token alike and is never trained, and its critic."""
     write_speakers(base, ["uniform", "start"], WORDS)
+    # a prompt of two different tokens: a model sees no positions where all tokens are the same
+    (base / "chain.txt").write_text("{question} b")
     file = base / "uniform/model.safetensors"
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 0}, file, metadata={"format": "pt"})
     estimator = {"target": "gae", "args": {"gamma": GAMMA, "lam": 0.95, "critic_warmup": 1000}}
-    args = {"updates": 24, "group_size": 16, "estimator": estimator, "template": f"{base}/plain.txt"}
-    batch = {"samples_per_optimizer_step": 32}
+    args = {"updates": 24, "group_size": 16, "estimator": estimator, "template": f"{base}/chain.txt"}
+    learning = {"samples_per_optimizer_step": 32, "optimizer": {"lr": 0.003, "decay": "cosine", "decay_steps": 192}}
+    length = {"sampling": {"max_tokens": LONGEST}}
     roles = {
-        "generator": role(base, model="uniform", sampling={"max_tokens": LONGEST}),
-        "critic": role(base, model="start", head="value", lr=0.003, sampling={"max_tokens": LONGEST}, **batch),
+        "generator": role(base, model="uniform", **length),
+        "critic": role(base, model="start", head="value", **length, **learning),
     }
     settings = config(
         base, "chain", "megatron_rl.recipes.ppo:Ppo", roles, args=args, prompts_per_iteration=16, save_every=0
