@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
         "model": {"path": str(base / "model")},
         "data": {"train": str(base / "train.jsonl"), "validation": str(base / "validation.jsonl"), "max_tokens": 16},
         "loss": {"objective": "bradley_terry", "objective_args": {"center_rewards_coefficient": 0.01}},
-        "optimizer": {"lr": 3e-3}, "samples_per_step": 32, "epochs": 3, "micro_batch_tokens": 512,
+        "optimizer": {"lr": 3e-3}, "samples_per_step": 32, "epochs": 2, "micro_batch_tokens": 512,
         "run": {"dir": str(base), "name": "reward"}, "launch": {"nproc": 2},
     }  # fmt: skip
     (base / "reward.json").write_text(json.dumps(config))
@@ -53,6 +53,7 @@ def trained(tmp_path_factory):
 
 def scores(directory, texts):
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    model.config.pad_token_id = None  # the tokenizer pads with the EOS token, which is not to be skipped
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     with torch.no_grad():
         return [
@@ -84,7 +85,7 @@ def test_reward_models_scores_are_the_rewards_of_grpo(trained):
         },
         "data": {"path": str(trained / "problems.jsonl")},
         "reward": {"target": "megatron_rl.rewards.tiny_task:grade", "answer_format": "{answer}"},
-        "run": {"dir": str(trained), "name": "grpo", "prompts_per_iteration": 8},
+        "run": {"dir": str(trained), "name": "grpo", "prompts_per_iteration": 8, "save_rollouts_every": 1},
         "launch": {"nproc": 2},
     }  # fmt: skip
     (trained / "grpo.json").write_text(json.dumps(config))
