@@ -93,8 +93,8 @@ def test_reward_models_scores_are_the_rewards_of_grpo(trained):
 
     lines = [row.metrics for row in read_metrics(trained / "grpo") if row.scope == "generator"]
     assert len(lines) == 3 and all("reward/reward_model" in line and not line["skipped"] for line in lines)
-    rows = [row for file in iteration_files(trained / "grpo/rollouts") for row in read_rows(file)]
-    assert {row["role"] for row in rows} == {"generator"}
+    rows = [row for file in iteration_files(trained / "grpo/rollouts") for row in read_rows(file, "generator")]
+    assert len(rows) == 3 * 32
     wanted = scores(trained / "reward/model", [row["prompt"] + row["text"] for row in rows])
     assert [row["rewards"]["reward_model"] for row in rows] == pytest.approx(wanted, abs=1e-4)
     for row in rows:
