@@ -30,6 +30,7 @@ TRAIN = [
         f"published/{name}"
         for name in (
             "tango_qwen2.5_7b",
+            "tango_gae_qwen2.5_7b",
             "tango_llama3.1_8b",
             "grpo_qwen2.5_7b",
             "grpo_chat_qwen2.5_7b",
@@ -59,6 +60,7 @@ TRAIN = [
         for name in (
             "grpo",
             "dr_grpo",
+            "ppo",
             "lite_ppo",
             "gmpo",
             "w_reinforce",
