@@ -41,11 +41,14 @@ def runs(tmp_path_factory):
     )  # fmt: skip
     loss = {"objective": "megatron_rl.contrib.hacpo:hacpo"}
     learner = partial(role, base, lr=0.002, loss=loss, sampling={"max_tokens": 14}, samples_per_optimizer_step=16)
-    hacpo = config(
-        base, "hacpo", "megatron_rl.contrib.hacpo:Hacpo", {name: learner(model=model) for name, model in ROLES.items()},
-        args=args | {"updates": ITERATIONS, "group_size": 4, "samples_per_optimizer_step": 16},
+    hacpo, cut = (
+        config(
+            base, name, "megatron_rl.contrib.hacpo:Hacpo", {name: learner(model=own) for name, own in ROLES.items()},
+            args=args | {"updates": ITERATIONS, "group_size": 4, "samples_per_optimizer_step": 16},
+        )
+        for name in ("hacpo", "hacpo_cut")
     )  # fmt: skip
-    cut_runs.run_all(base, [(distil, None), (hacpo, None)])
+    cut_runs.run_all(base, [(distil, None), (hacpo, None), (cut, 1), (cut, None)])
     return base / "runs"
 
 
@@ -78,3 +81,7 @@ def test_two_families_learn_from_each_others_solutions(runs):
         assert series(runs / "hacpo", name, "optimizer_steps") == [2.0] * ITERATIONS
         assert all(ratio > 0 for ratio in series(runs / "hacpo", name, "cross_ratio"))
         assert series(runs / "hacpo", name, "capability")[0] > 0
+
+
+def test_a_run_of_both_that_was_cut_goes_on_exactly(runs):
+    cut_runs.assert_same(runs / "hacpo", runs / "hacpo_cut")
