@@ -102,7 +102,8 @@ def _train(
     trainee = Trainee(policy=policy, loss=loss, peak_flops=speed)
     if given:
         with driver.watch("reference_logprobs"):
-            with_reference(world, policy, own, driver.directory.path / "reference_logprobs.npz")
+            read = repr(sorted(driver.record.inputs.items()))
+            with_reference(world, policy, own, driver.directory.path / "reference_logprobs.npz", inputs=read)
 
     def with_kl(rollouts: list[Rollout] | None) -> list[Rollout] | None:
         return _with_kl(world, policy, rollouts, spec.data.max_tokens) if "kl" in loss.needs else rollouts
@@ -127,14 +128,19 @@ def _train(
     return True
 
 
-def with_reference(world: World, policy: MegatronPolicy, own: tuple[list[Row], list[Row]] | None, place: Path) -> None:
+def with_reference(
+    world: World, policy: MegatronPolicy, own: tuple[list[Row], list[Row]] | None, place: Path, *, inputs: str
+) -> None:
     """Adds the reference's log-probs to the driver's training and validation rows, as the value GIVEN_REFERENCE of each
     token. They are computed once, and read from the file `place` in the run directory by later starts of the run.
     Called by every rank.
+
+    `inputs`: description of the files that the run reads, among them the model. The log-probs are computed again if it
+        has changed.
     """
     rows = [] if own is None else [*own[0], *own[1]]
     rollouts, known = [one for row in rows for one in row], list[np.ndarray]()
-    digest = _digest(rows)
+    digest = hashlib.sha256(f"{_digest(rows)} {inputs}".encode()).hexdigest()
 
     def missing() -> int:
         if place.exists():

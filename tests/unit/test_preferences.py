@@ -211,7 +211,7 @@ def test_preferences_log_probs_of_the_reference_are_computed_once_and_read_by_a_
     monkeypatch.setattr(sft, "REFERENCE_CHUNK", 5)
     policy, first, second = TablePolicy(VOCAB), rows(), rows()
     file, loss = tmp_path / "reference_logprobs.npz", PolicyLoss(DPO, given_reference=True)
-    sft.with_reference(OneProcess(), policy, first, file)
+    sft.with_reference(OneProcess(), policy, first, file, inputs="model a")
     trained = [one for row in first[0] for one in row]
     plain, given = TablePolicy(VOCAB), TablePolicy(VOCAB)
     for step in range(2):
@@ -224,13 +224,15 @@ def test_preferences_log_probs_of_the_reference_are_computed_once_and_read_by_a_
 
     with monkeypatch.context() as patch:
         patch.setattr(TablePolicy, "statistics", None)  # would fail if it were called
-        sft.with_reference(OneProcess(), policy, second, file)
+        sft.with_reference(OneProcess(), policy, second, file, inputs="model a")
     for one, two in zip(sum(first[0] + first[1], []), sum(second[0] + second[1], []), strict=True):
         assert one.values["reference_logprobs"].tolist() == two.values["reference_logprobs"].tolist()
         assert not one.values["reference_logprobs"][: one.start].any() and one.values["reference_logprobs"][-1] < 0
     before, others = file.read_bytes(), rows(seed=1)
-    sft.with_reference(OneProcess(), policy, others, file)  # other rows: the file is written anew
-    assert file.read_bytes() != before
+    sft.with_reference(OneProcess(), policy, others, file, inputs="model a")  # other rows: the file is written anew
+    assert (after := file.read_bytes()) != before
+    sft.with_reference(OneProcess(), policy, others, file, inputs="model b")  # another model, too
+    assert file.read_bytes() != after
 
 
 def test_preferences_mismatched_responses_of_pairs_are_those_of_other_prompts():
