@@ -7,26 +7,23 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import TRAINED, EstimatorName, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
 from megatron_rl.config.base import Count, Decay, refuse
-from megatron_rl.recipes.critics import Critics
+from megatron_rl.recipes.critics import Critics, WithCritics
 from megatron_rl.recipes.episode_rollouts import EPISODE, OverEpisodes
 from megatron_rl.recipes.solutions import check_arguments, sampling_for
-from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
     PromptSource,
-    Recipe,
     RecipeRole,
     RolloutContext,
     RolloutsByRole,
     Schedule,
-    Score,
 )
 from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(kw_only=True)
-class Agents(OverEpisodes, Recipe):
+class Agents(OverEpisodes, WithCritics):
     """A recipe in which every iteration plays episodes of the data set's problems and trains the roles that took part
     in the episodes.
     """
@@ -81,12 +78,6 @@ class Agents(OverEpisodes, Recipe):
     def schedule(self) -> Schedule:
         return self._critics.schedule([[tuple(self._trained)]] * self.updates)
 
-    def check(self, spec: RunSpec) -> None:
-        self._critics.check(spec)
-
-    def scores(self, iteration: Iteration) -> Sequence[Score]:
-        return self._critics.scores(iteration)
-
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return self.episode_prompt(payload)
 
@@ -110,11 +101,11 @@ class Agents(OverEpisodes, Recipe):
         return self.measure_episodes(context, prompts)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"baselines": dict(self._baselines.values), **self._critics.state_dict()}
+        return {"baselines": dict(self._baselines.values), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._baselines = RoleBaselines(state["baselines"])
-        self._critics.load_state_dict(state)
+        super().load_state_dict(state)
 
     @property
     def _trained(self) -> list[str]:

@@ -13,7 +13,7 @@ from megatron_rl.chat_template import check_models
 from megatron_rl.config import files
 from megatron_rl.config.base import Use, refuse
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.iteration import CreditContext, Iteration, RecipeRole, RolloutsByRole, Schedule, Score
+from megatron_rl.training.iteration import CreditContext, Iteration, Recipe, RecipeRole, RolloutsByRole, Schedule, Score
 from megatron_rl.types import Rollout
 
 
@@ -121,3 +121,23 @@ class Critics:
     def _read(self, iteration: Iteration) -> dict[str, str]:
         """Returns {role: critic} of the roles that an iteration trains."""
         return {role: critic for role, critic in self.critic_of.items() if role in iteration.roles}
+
+
+class WithCritics(Recipe):
+    """A recipe whose roles may have critics. The constructor of a subclass sets `_critics`. Its `roles`, `schedule` and
+    `credit` call the methods of `_critics` with these names.
+    """
+
+    _critics: Critics
+
+    def check(self, spec: RunSpec) -> None:
+        self._critics.check(spec)
+
+    def scores(self, iteration: Iteration) -> Sequence[Score]:
+        return self._critics.scores(iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._critics.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._critics.load_state_dict(state)

@@ -3,13 +3,11 @@ rewards with these values (GAE), and not with other samples of the problem.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from megatron_rl.algorithms.advantages import EstimatorName
-from megatron_rl.algorithms.estimators import GAE
+from megatron_rl.algorithms.estimators import GAE, EstimatorName
 from megatron_rl.config.base import Count, refuse
-from megatron_rl.recipes.critics import Critics
+from megatron_rl.recipes.critics import Critics, WithCritics
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments
@@ -27,15 +25,12 @@ from megatron_rl.training.iteration import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ppo(Grpo):
-    """A recipe that trains the role `generator` on the outcome of its solutions, and the role `critic`, which has a
-    value head, on the returns.
-    """
+class Ppo(WithCritics, Grpo):
+    """A recipe that trains `generator` on the outcome of its solutions, and `critic`, a value head, on the returns."""
 
     group_size: Count = 1  # samples per problem
     estimator: EstimatorName = GAE  # gae, or {target: gae, args: {...}} with the arguments of algorithms.gae.Gae
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
-    _critics: Critics = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_arguments(self, templates={"template": ["question"]}, critics=True)
@@ -50,7 +45,7 @@ class Ppo(Grpo):
         return self._critics.schedule(super().schedule())
 
     def check(self, spec: RunSpec) -> None:
-        self._critics.check(spec)
+        super().check(spec)
         self.reward_model.check(spec, GENERATOR)
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
@@ -58,14 +53,8 @@ class Ppo(Grpo):
         return {**found, **self.reward_model.texts(context, found[GENERATOR], self.prompt)}
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
-        return [*self.reward_model.scores, *self._critics.scores(iteration)]
+        return [*self.reward_model.scores, *super().scores(iteration)]
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         scored = self.reward_model.scored(rollouts, GENERATOR)
         return self._critics.credit(iteration, scored, context, reward=self.reward_model.weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._critics.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._critics.load_state_dict(state)

@@ -17,7 +17,7 @@ from megatron_rl.config.base import Count, CountOrZero, Decay, Share, refuse
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
-from megatron_rl.recipes.critics import Critics
+from megatron_rl.recipes.critics import Critics, WithCritics
 from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
 from megatron_rl.recipes.reward_model import RewardModel
@@ -28,7 +28,6 @@ from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
     PromptSource,
-    Recipe,
     RecipeRole,
     RolloutContext,
     RolloutsByRole,
@@ -42,7 +41,7 @@ SIGNAL_DECAY = 0.8  # decay factor of the moving average of the share of groups 
 
 
 @dataclass(kw_only=True)
-class BaseTango(Recipe):
+class BaseTango(WithCritics):
     """A recipe that first warms up the verifier, then cycles through generator iterations and verifier iterations.
 
     A role with train_generator or train_verifier false is frozen: it still generates, and the iterations of the other
@@ -144,12 +143,6 @@ class BaseTango(Recipe):
             cycles.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
         return self._critics.schedule([cycle for cycle in cycles if cycle])
 
-    def check(self, spec: RunSpec) -> None:
-        self._critics.check(spec)
-
-    def scores(self, iteration: Iteration) -> Sequence[Score]:
-        return self._critics.scores(iteration)
-
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         """Samples, for each problem, a group of solutions with one verification each (generator iteration), or one
         solution with a group of verifications (verifier iteration). A verifier iteration that is skipped takes no
@@ -199,11 +192,11 @@ class BaseTango(Recipe):
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"counts": asdict(self._counts), "signal": self._signal, **self._critics.state_dict()}
+        return {"counts": asdict(self._counts), "signal": self._signal, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._counts, self._signal = ClassCounts(**state["counts"]), float(state["signal"])
-        self._critics.load_state_dict(state)
+        super().load_state_dict(state)
 
     def _reviewed(self, iteration: Iteration) -> Reviewed | None:
         """Returns which groups of solutions are verified in an iteration; None if no group is."""
