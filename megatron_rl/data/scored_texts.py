@@ -12,7 +12,7 @@ from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of_tokens
 def scored_rollout(
     role: str,
     group: str,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | np.ndarray,
     *,
     ends: Sequence[int] = (-1,),
     values: Mapping[str, Sequence[float]] | None = None,

@@ -271,7 +271,7 @@ def _preference(data: SftData, row: Mapping[str, Any], where: str) -> Preference
         before = text_at(texts, "prompt", data.prompt_field)
         made = [TextPair(prompt=before, response=text_at(texts, key, key), where=where) for key in _PAIR]
     reject(*["chosen and rejected are equal: there is nothing to prefer"] * (made[0] == made[1]))
-    return Preference(*made)
+    return Preference(chosen=made[0], rejected=made[1])
 
 
 def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
