@@ -4,7 +4,7 @@
 
 The question is a letter, and the true score of an answer is the share of this letter among its characters. The
 preferences compare answers of eight letters, whose larger share is preferred. The policy writes any of 57 characters:
-it finds answers whose score is as high as that of the best answers, while their true score is low. A run with the true
+it finds answers whose score is above that of the best answers, while their true score is low. A run with the true
 score as the reward shows what the policy can reach. A run that was interrupted goes on where it stood when the same
 command is given again.
 """
@@ -24,19 +24,21 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 from rich.table import Table
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 
-from mini_runs import command, console, series  # noqa: E402  (beside the examples)
+from mini_runs import command, console, series, start_middle_end  # noqa: E402  (beside the examples)
 
 BASE = Path("runs/reward_model")  # as the configs have it
 PAIRS, HELD_OUT = 512, 128
 LETTERS, OTHERS, LENGTH = "abc", "defgh", 8
-WIDTH = 10  # updates of a moving average
+WIDTH = 20  # updates that a figure of the table is the mean of
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t by number of seeds
 ARMS = {"scored": "reward model", "graded": "true score"}  # name of the run and its config: what it is trained on
 SCORE, TRUE = "reward/reward_model", "reward/outcome"
@@ -73,10 +75,20 @@ def train(base: Path, seed: int, arm: str, updates: int) -> None:
     command("train", str(HERE / f"{arm}.yaml"), *own, f"run.seed={seed}", f"recipe.args.updates={updates}")
 
 
-def smooth(run: Path, name: str) -> list[float]:
-    """A metric of the policy's updates, as a moving average."""
-    values = [value for _, value in series(run, "generator", name, counted="generator")]
-    return [statistics.fmean(values[i : i + WIDTH]) for i in range(max(1, len(values) - WIDTH + 1))]
+def curve(run: Path, name: str) -> list[float]:
+    """A metric of the policy's updates."""
+    return [value for _, value in series(run, "generator", name, counted="generator")]
+
+
+def best_score(base: Path) -> float:
+    """The reward model's mean score of the best answers: the letter, eight times."""
+    model = AutoModelForSequenceClassification.from_pretrained(base / "reward/model", dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base / "reward/model")
+    texts = [letter * (3 + LENGTH) for letter in LETTERS]
+    ids = torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
+    model.config.pad_token_id = None  # the score is read at the EOS token, with which the tokenizer pads
+    with torch.no_grad():
+        return statistics.fmean(model(row[None]).logits.item() for row in ids)
 
 
 def interval(values: Sequence[float]) -> str:
@@ -88,26 +100,25 @@ def interval(values: Sequence[float]) -> str:
 
 
 def show(seeds: Sequence[int]) -> None:
-    """Prints both scores at the start, where the true score is highest, and at the end, and draws the curves."""
+    """Prints both scores at the start, at the middle and at the end, and draws the curves."""
     runs = [BASE / str(seed) for seed in seeds]
     accuracies = [series(run / "reward", "sft", "validation_rewards/accuracies", counted="sft")[-1][1] for run in runs]
     console.print(f"held-out pairs that the reward model orders as the data do: {interval(accuracies)}")
-    table = Table(title=f"a policy against a reward model, {len(runs)} seeds")
-    for column in ("trained on", "figure", "start", "where the true score is highest", "end"):
+    console.print(f"the reward model's score of the best answers: {interval([best_score(run) for run in runs])}")
+    table = Table(title=f"a policy against a reward model, {len(runs)} seeds, means of {WIDTH} updates")
+    for column in ("trained on", "figure", "start", "middle", "end"):
         table.add_column(column)
     figure, axes = plt.subplots(1, len(ARMS), figsize=(9, 3.4))
     for axis, arm in zip(axes, ARMS, strict=True):
-        best = [max(range(len(own)), key=own.__getitem__) for own in (smooth(run / arm, TRUE) for run in runs)]
         for number, (name, label) in enumerate(((SCORE, "reward model's score"), (TRUE, "true score"))):
             if name == SCORE and arm == "graded":
                 continue
-            curves = [smooth(run / arm, name) for run in runs]
-            places = ([0] * len(runs), best, [-1] * len(runs))
-            shown = (interval([own[i] for own, i in zip(curves, place, strict=True)]) for place in places)
-            table.add_row(ARMS[arm], label, *shown)
+            curves = [curve(run / arm, name) for run in runs]
+            shown = zip(*(start_middle_end(own, width=WIDTH) for own in curves), strict=True)
+            table.add_row(ARMS[arm], label, *map(interval, shown))
             own = axis if name == TRUE else axis.twinx()
-            for curve in curves:
-                own.plot(curve, color=f"C{number}", alpha=0.6)
+            for values in curves:
+                own.plot(values, color=f"C{number}", alpha=0.6)
             own.set_ylabel(label, color=f"C{number}")
         axis.set(title=f"trained on the {ARMS[arm]}", xlabel="updates")
         axis.grid(alpha=0.3)
