@@ -13,7 +13,6 @@ from megatron_rl.config.base import Use
 from megatron_rl.config.files import load
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.recipes import critics
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.checks import recipe_problems
 from megatron_rl.spec.resolve import specify
@@ -182,8 +181,3 @@ def test_a_penalty_in_the_reward_keeps_the_reference():
             load(TrainConfig, [EXAMPLES / "methods/ppo.yaml"], [f"recipe.args.estimator.args.kl_coef={coef}"]), 8
         )
         assert {name: role.reference for name, role in spec.roles.items()} == {"generator": wanted, "critic": False}
-
-
-def test_open_centre_ppo_is_one_small_file():
-    """Beside it stand only the parts that Tango and Agents share with it."""
-    assert len((Path(critics.__file__).parent / "ppo.py").read_text().splitlines()) <= 60
