@@ -83,7 +83,7 @@ SHORT = {  # settings of an arm by its config
 QUICK = {
     "sft": ["steps=3", "optimizer.decay_steps=3"],
     "grpo": ["evaluation.num_prompts=16", "run.prompts_per_iteration=4"],
-    "tango": ["evaluation.num_prompts=16", "run.prompts_per_iteration=4", "recipe.args.balanced_per_class=8"],
+    "tango": ["evaluation.num_prompts=16", "run.prompts_per_iteration=12", "recipe.args.balanced_per_class=8"],
 }
 QUICK_UPDATES = 2
 Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its metric)
