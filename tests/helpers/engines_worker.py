@@ -285,11 +285,12 @@ class Scenario:
 def main() -> None:
     answer, config_path = Path(sys.argv[1]), Path(sys.argv[2])
     config = config_files.load(TrainConfig, [config_path], [])
+    engines = engine_of(config)  # also registers the config's model families
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
+        run_engines = open_engines(engines, world, {}, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         if sys.argv[3:] == ["update"]:
