@@ -159,7 +159,7 @@ def adapted(kl_coef: float, kl: float, num_rollouts: int, settings: Gae) -> floa
     if settings.kl_target is None:
         return kl_coef
     error = float(np.clip(kl / settings.kl_target - 1, -0.2, 0.2))
-    return kl_coef * (1 + error * num_rollouts / settings.kl_horizon)
+    return kl_coef * max(0.0, 1 + error * num_rollouts / settings.kl_horizon)
 
 
 def mix_steps(
@@ -221,4 +221,5 @@ def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def _explained(values: np.ndarray, returns: np.ndarray) -> float:
     """Returns the share of the variance of the returns that the values explain; 0 if all returns are equal."""
     variance = float(returns.var()) if len(returns) else 0.0
-    return 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0
+    rounding = 1e-12 * float(np.square(returns).mean()) if len(returns) else 0.0
+    return 1.0 - float((returns - values).var()) / variance if variance > rounding else 0.0

@@ -128,7 +128,9 @@ class Hacpo(Recipe):
         refuse(*self._problems(spec))
 
     def _problems(self, spec: RunSpec) -> Iterator[str]:
-        """Yields an error message for each setting of the roles that does not fit the recipe."""
+        """Yields an error message for each setting of the run that does not fit the recipe."""
+        if spec.loop.rollouts.mixed == "drop":
+            yield "rollouts.mixed = 'drop' with HACPO, whose bounds count all rollouts: set it to keep or rescore"
         for role in OTHER:
             own, place = spec.roles[role], f"roles.{role}"
             if own.loss.objective != OBJECTIVE:

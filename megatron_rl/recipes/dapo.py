@@ -52,7 +52,7 @@ class Dapo(Grpo):
         object.__setattr__(self, "_record", Record(self.curriculum))
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for each option that dynamic sampling excludes."""
+        """Yields an error message for each pair of options that exclude each other."""
         if self.dynamic_sampling is not None and self.brevity is not None:
             yield (
                 "recipe.args: dynamic_sampling leaves out problems that are always solved, which brevity is for; "
@@ -60,6 +60,8 @@ class Dapo(Grpo):
             )
         if self.dynamic_sampling is not None and self.group_size == 1:
             yield "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
+        if self.hints is not None and self.reward_model.weight:
+            yield "recipe.args: hints and reward_model: a reward model would not see the hint; take one of the two"
 
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)

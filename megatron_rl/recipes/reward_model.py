@@ -48,12 +48,18 @@ class RewardModel:
         return {**parts, **({self.role: RecipeRole(trained=False, head="score")} if self.weight else {})}
 
     def check(self, spec: RunSpec, role: str) -> None:
-        """Raises ConfigError if the reward model reads shorter texts than `role` writes."""
-        refuse(*self._too_short(spec, role))
+        """Raises ConfigError if the reward model does not fit the run."""
+        refuse(*self._problems(spec, role))
 
-    def _too_short(self, spec: RunSpec, role: str) -> Iterator[str]:
+    def _problems(self, spec: RunSpec, role: str) -> Iterator[str]:
         if not self.weight:
             return
+        shares = spec.recipe.needs_shares or "w_reinforce" in str(spec.recipe.estimator)
+        if shares and self.scale == "none":
+            yield (
+                "recipe.args.reward_model.scale = 'none', and this recipe or its estimator understands rewards from 0 "
+                "to 1 alone: set it to sigmoid"
+            )
         own, read = (
             part.max_prompt_tokens + part.sampling.max_tokens for part in (spec.roles[self.role], spec.roles[role])
         )

@@ -257,7 +257,8 @@ def _packed(rows: Sequence[str]) -> str:
 def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     """Selects about `quota` rows, equally many of each role. Whole groups (all samples of a prompt) are selected as
     long as they fit; if no group fits, a part of one group is selected."""
-    roles = {role: list(own) for role, own in groupby(sorted(rows, key=lambda row: row["role"]), lambda r: r["role"])}
+    graded = [row for row in rows if row["rewards"]] or rows  # leaves out texts that a reward model has read
+    roles = {role: list(own) for role, own in groupby(sorted(graded, key=lambda row: row["role"]), lambda r: r["role"])}
     out: list[dict[str, Any]] = []
     for own in roles.values():
         share, taken = max(1, quota // len(roles)), list[dict[str, Any]]()

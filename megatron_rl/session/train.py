@@ -111,6 +111,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             hooks = listening(hooks, listener, parts.progress, iterations)
         setup = loop.Setup(
             world=world, memory=memory, policy_of=spec.policy_of, recipe=spec.recipe, context=context,
+            owner_of={name: role.owner for name, role in spec.roles.items()},
             iterations=collector, held_out=parts.held_out, hooks=hooks,
         )  # fmt: skip
         return _train(parts, setup, listener)
@@ -217,8 +218,10 @@ def _collector(
 
     `idle`: function that the collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
-    ahead = spec.loop.rollouts.max_staleness
-    credit = CreditStage(spec.recipe, lag=ahead, uncredited=builders.uncredited(spec))
+    recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
+    kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
+    scored = any(recipe.scores(Iteration(cycle=0, index=0, roles=roles, number=0)) for roles in kinds)
+    credit = CreditStage(recipe, lag=ahead, after_scores=scored, uncredited=builders.uncredited(spec))
     if parts.recipe_states:
         credit.restore(parts.recipe_states, parts.progress.number)
     maker: IterationMaker

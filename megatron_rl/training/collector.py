@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
 from megatron_rl.training.store import IterationStore, State
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Rollout
 
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
 
@@ -164,8 +164,8 @@ class Collector:
         self._thread: threading.Thread | None = None
 
     def take(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts of the iteration that is due, and waits for them if necessary. The rollouts have
-        advantages, unless the recipe requests scores for their credit; then call `credit` with the scored rollouts.
+        """Returns the rollouts of the iteration that is due, and waits for them if necessary. If they are not credited
+        yet (see CreditStage.after_scores), call `credit` with the scored rollouts.
 
         Raises any error that occurred while the rollouts were generated, and ValueError if `iteration` is not the next
         one of the schedule.
@@ -188,16 +188,16 @@ class Collector:
         Returns the rollouts to train on, and their metrics.
 
         The stored file of an iteration that is kept permanently is replaced, so that it has the advantages of the
-        rollouts. Raises RolloutError if the rollouts cannot be trained on.
+        rollouts. A later process credits the iteration again. Raises RolloutError if the rollouts cannot be trained on.
         """
         credited = self._credit.apply(iteration, scored)
         self._state = {**self._state, "recipe": self._credit.states}
         if self._store.keeps(iteration.number):
             # Only the roles that generated rollouts: a critic is trained on the rollouts of another role. While the
             # critic warms up, only the critic has rollouts to train on.
-            shown = {role: credited.rollouts.get(role) or own for role, own in scored.rollouts.items()}
+            shown = {role: _with_credit(own, credited.rollouts.get(role, ())) for role, own in scored.rollouts.items()}
             with self._disk:
-                self._store.put(iteration, replace(credited, rollouts=shown), self._state)
+                self._store.put(iteration, replace(credited, rollouts=shown, metrics=scored.metrics), self._state)
         return credited
 
     def trained(self) -> None:
@@ -275,11 +275,12 @@ class Collector:
         collected, state = kept or self._maker.make(iteration, self._credit.state_for(iteration.number))
         if state is not None:  # recorded by another process or run
             self._maker.restore(state["data"])
-        if not self._credit.recipe.scores(iteration):
-            if state is not None and collected.credited:
-                self._credit.restore(state["recipe"], iteration.number + 1)
-            else:
-                collected = self._credit.apply(iteration, collected)
+        if self._credit.after_scores:
+            collected = replace(collected, credited=False)  # also if another process has credited the iteration
+        elif state is not None and collected.credited:
+            self._credit.restore(state["recipe"], iteration.number + 1)
+        else:
+            collected = self._credit.apply(iteration, collected)
         state = self._state_now()
         with self._disk:
             # a write that has begun holds the lock, so the process does not exit in the middle of it
@@ -289,6 +290,16 @@ class Collector:
 
     def _state_now(self) -> State:
         return {"recipe": self._credit.states, "data": self._maker.positions()}
+
+
+def _with_credit(rollouts: Sequence[Rollout], credited: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the credited rollouts if they are the same texts in the same order, otherwise `rollouts`: the credit of a
+    later process needs all of them.
+    """
+    same = len(rollouts) == len(credited) and all(
+        one.tokens is two.tokens for one, two in zip(rollouts, credited, strict=True)
+    )
+    return list(credited if same else rollouts)
 
 
 def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iteration]:

@@ -25,11 +25,17 @@ class CreditStage:
     `lag`: rollouts.max_staleness. The rollouts of an iteration are generated with the recipe's state after the credit
         of the iteration that is `lag` + 1 iterations earlier, regardless of which later iterations are already
         credited.
+    `after_scores`: if True, iterations are credited by the training loop, after the score stage. Otherwise an iteration
+        is credited as soon as its rollouts are generated. One way holds for all iterations of a run, so that they are
+        credited in order also if only some of them need scores.
     """
 
-    def __init__(self, recipe: Recipe, *, lag: int = 0, uncredited: Collection[str] = ()) -> None:
+    def __init__(
+        self, recipe: Recipe, *, lag: int = 0, after_scores: bool = False, uncredited: Collection[str] = ()
+    ) -> None:
         """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages."""
         self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
+        self.after_scores = after_scores
         self._states = {0: as_json(recipe.state_dict())}  # by number of credited iterations, oldest first
 
     @property

@@ -4,6 +4,7 @@ specific recipe.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
@@ -117,12 +118,14 @@ class Setup:
 
     `memory`: holds every policy by name, trained or not.
     `policy_of`: name of the policy of each trained role; two roles may share a policy.
+    `owner_of`: name of the policy of each role that shares another role's policy; also of roles that are not trained.
     `context`, `iterations`, `held_out`: used on rank 0 only.
     """
 
     world: World
     memory: DeviceMemory
     policy_of: Mapping[str, str]
+    owner_of: Mapping[str, str] = field(default_factory=dict)
     recipe: Recipe
     context: RolloutContext
     iterations: Collector | None  # None on all ranks except the driver
@@ -165,7 +168,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
             return False
         if plan.save_every and progress.number % plan.save_every == 0:
             _save(setup, progress)
-    if not sum(progress.updates.values()):
+    if not any(count for name, count in progress.updates.items() if VALUE not in setup.trainees[name].loss.needs):
         raise NothingTrained(_why_nothing(progress))
     _save(setup, progress)
     _settle(setup, wait=True)
@@ -254,12 +257,16 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
         assert setup.iterations is not None, "iterations are taken on the driver"
         if not scores:
             collected = setup.iterations.take(iteration)
-        else:
+        if not collected.credited:
             collected = setup.iterations.credit(iteration, collected)
         for role in iteration.roles:
             own = [r for r in collected.rollouts.get(role, ()) if r.num_trainable]
             own = [r for r in own if plan.mixed != "drop" or len(r.versions) <= 1]
             usable.setdefault(setup.policy_of[role], []).extend(own)
+        for name, own in usable.items():
+            if "pairs" in setup.trainees[name].loss.needs:
+                sizes = Counter((r.role, r.group) for r in own)
+                usable[name] = [r for r in own if sizes[r.role, r.group] == 2]
         return [(name, _has_signal(setup, plan, name, own)) for name, own in usable.items()]
 
     setup.memory.generate()
@@ -310,7 +317,7 @@ def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score]) -> Coll
     rollouts = dict(collected.rollouts)
     for role, by in dict.fromkeys((score.role, score.by) for score in scores if counts.get(score.role)):
         names = [score.name for score in scores if (score.role, score.by) == (role, by)]
-        policy = setup.policy_of.get(by, by)
+        policy = setup.owner_of.get(by, by)
         with setup.context.watch("score"), setup.memory.weights(policy):
             found = token_scores(setup.world, setup.trainees[policy].policy, rollouts.get(role), names)
         if found is not None:

@@ -358,8 +358,8 @@ def rollout_maker(recipe=None, **own) -> RolloutMaker:
     return RolloutMaker(recipe=recipe or Greedy(), readers=readers, context=table(), prompts_per_iteration=2, **own)
 
 
-def stage(*, recipe=None, k=0, uncredited=()) -> CreditStage:
-    return CreditStage(recipe or Greedy(), lag=k, uncredited=uncredited)
+def stage(*, recipe=None, k=0, **own) -> CreditStage:
+    return CreditStage(recipe or Greedy(), lag=k, **own)
 
 
 def play_all(maker, tmp_path, schedule, *, k=0, cut_at=None):

@@ -43,7 +43,7 @@ def test_an_iteration_whose_credit_needs_scores_is_credited_after_they_are_compu
 
     def begin(every=1):
         store = IterationStore(tmp_path, keep_every=every)
-        credit = stage(recipe=Scored(), k=k)
+        credit = stage(recipe=Scored(), k=k, after_scores=True)
         return Collector(rollout_maker(Scored()), credit, upcoming(MIXED, START), store, max_staleness=k), store
 
     def score(collected):
@@ -71,6 +71,32 @@ def test_an_iteration_whose_credit_needs_scores_is_credited_after_they_are_compu
     collector.trained()
     assert collector.take(second).rollouts["b"][0].group == "b0"
     collector.close()
+
+
+class ScoredSometimes(Scored):
+    """Only the iterations of role a need scores. Leaves out the first rollout of each iteration."""
+
+    def scores(self, iteration):
+        return super().scores(iteration) if iteration.role == "a" else ()
+
+    def credit(self, iteration, rollouts, context):
+        self.seen = [*self.seen, iteration.number]
+        return {role: own[1:] for role, own in rollouts.items()}
+
+
+def test_iterations_are_credited_in_order_also_if_only_some_need_scores(tmp_path):
+    """One that needs none was credited as soon as its rollouts were there, before the iteration that is due."""
+    store, credit = IterationStore(tmp_path), stage(recipe=ScoredSometimes(), k=1, after_scores=True)
+    collector = Collector(rollout_maker(ScoredSometimes()), credit, upcoming(MIXED, START), store, max_staleness=1)
+    for iteration in islice(upcoming(MIXED, START), 3):
+        taken = collector.take(iteration)
+        assert not taken.credited
+        collector.credit(iteration, taken)
+        assert credit.recipe.seen == [*range(iteration.number + 1)]
+        collector.trained()
+    collector.close()
+    read, _ = store.read(next(upcoming(MIXED, START)))
+    assert len(read.rollouts["a"]) == 4, "a later process needs the rollouts that the credit leaves out"
 
 
 FAULTS = [
