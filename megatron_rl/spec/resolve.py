@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
@@ -80,21 +81,13 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
-    return _run_spec(config, shared)
-
-
-def _run_spec(config: TrainConfig, shared: dict[str, Any]) -> tuple[RunSpec, list[str]]:
-    """Returns the result of `specify` for a training run. `shared`: the fields that all training commands have."""
     recipe, rollout_recipe, problems = None, None, list[str]()
     try:
         recipe = plugins.build(config.recipe)
         rollout_recipe = plugins.build(config.recipe) if config.rollouts.max_staleness else recipe
     except ConfigError as error:
         problems.append(str(error))
-    roles: dict[str, RoleSpec] = shared["roles"]
-    parts = {} if recipe is None else recipe.roles()
-    read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
-    shared["roles"] = {name: dataclasses.replace(role, reference=name in read) for name, role in roles.items()}
+    shared["roles"] = _with_references(shared["roles"], {} if recipe is None else recipe.roles())
     replay = Path(config.debug.replay) if config.debug.replay else None
     training = {name: source for name, source in shared["sets"].items() if name != HELD_OUT}
     spec = RunSpec(
@@ -110,6 +103,12 @@ def _run_spec(config: TrainConfig, shared: dict[str, Any]) -> tuple[RunSpec, lis
         ),
     )
     return spec, problems
+
+
+def _with_references(roles: Mapping[str, RoleSpec], parts: Mapping[str, Any]) -> dict[str, RoleSpec]:
+    """Returns the roles with the field `reference` set. `parts`: the recipe's description of the roles, by name."""
+    read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
+    return {name: dataclasses.replace(role, reference=name in read) for name, role in roles.items()}
 
 
 def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:

@@ -259,14 +259,7 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
             collected = setup.iterations.take(iteration)
         if not collected.credited:
             collected = setup.iterations.credit(iteration, collected)
-        for role in iteration.roles:
-            own = [r for r in collected.rollouts.get(role, ()) if r.num_trainable]
-            own = [r for r in own if plan.mixed != "drop" or len(r.versions) <= 1]
-            usable.setdefault(setup.policy_of[role], []).extend(own)
-        for name, own in usable.items():
-            if "pairs" in setup.trainees[name].loss.needs:
-                sizes = Counter((r.role, r.group) for r in own)
-                usable[name] = [r for r in own if sizes[r.role, r.group] == 2]
+        usable.update(_usable(setup, plan, iteration, collected))
         return [(name, _has_signal(setup, plan, name, own)) for name, own in usable.items()]
 
     setup.memory.generate()
@@ -299,6 +292,22 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
     progress.iteration_done(iteration)
     if setup.iterations is not None:
         setup.iterations.trained()
+
+
+def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected) -> dict[str, list[Rollout]]:
+    """Returns, by policy, the rollouts that have a trainable token and that `Plan.mixed` does not discard. A loss on
+    pairs gets only groups of which both rollouts are left.
+    """
+    usable: dict[str, list[Rollout]] = {}
+    for role in iteration.roles:
+        own = [r for r in collected.rollouts.get(role, ()) if r.num_trainable]
+        own = [r for r in own if plan.mixed != "drop" or len(r.versions) <= 1]
+        usable.setdefault(setup.policy_of[role], []).extend(own)
+    for name, own in usable.items():
+        if "pairs" in setup.trainees[name].loss.needs:
+            sizes = Counter((r.role, r.group) for r in own)
+            usable[name] = [r for r in own if sizes[r.role, r.group] == 2]
+    return usable
 
 
 def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score]) -> Collected:

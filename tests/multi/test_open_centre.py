@@ -185,7 +185,7 @@ def test_a_toy_stays_within_its_lines(name):
 
 @pytest.mark.parametrize("name", ["evolve", "self_play"])
 def test_recipes_of_several_roles_stay_within_their_lines(name):
-    assert open_centre.lines_of_code((ROOT / "megatron_rl/contrib" / f"{name}.py").read_text()) <= 140
+    assert open_centre.lines_of_code((ROOT / "megatron_rl/contrib" / f"{name}.py").read_text()) <= 150
 
 
 def test_ppo_with_a_critic_is_one_recipe_file():
@@ -315,7 +315,7 @@ def test_iterations_with_a_calculator_are_judged_and_each_learns_from_its_own_ve
     assert max(series(run, "agent", "engine_gap")) < 1e-4 and series(run, "agent", "alpha")[0] == 0.5
     assert set(series(run, "agent", "episodes/error")) == {0.0} and sum(series(run, "agent", "reward/tool_calls")) > 0
     assert all(0 < share < 1 for share in series(run, "agent", "verdicts_match"))
-    assert Checkpoints(run / "checkpoints").newest().read_state()["recipe"]["counts"]["wrong"] > 0
+    assert Checkpoints(run / "checkpoints").newest().read_state()["recipe"][-1]["counts"]["wrong"] > 0
 
 
 def _mean_step_reward(rollouts, group):
