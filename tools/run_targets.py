@@ -18,7 +18,8 @@ from pathlib import Path
 
 LOGS = Path("runs/test_more")
 MINIATURES = (
-    "rubric", "ssrl", "pairwise", "poker", "python", "search", "agent", "tango_agent", "evolve", "self_play", "gsm8k",
+    "rubric", "ssrl", "pairwise", "poker", "python", "search", "agent", "tango_agent", "evolve", "self_play",
+    "reward_model", "gsm8k",
 )  # fmt: skip
 ALL_MARKS = '-m "matrix or not matrix"'
 TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `python` is that of .venv

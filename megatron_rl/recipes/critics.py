@@ -80,6 +80,8 @@ class Critics:
         """Yields an error message for each critic whose setting of a length is below that of its role, and for a role
         that is never trained because its critic warms up in all iterations.
         """
+        if not self.critic_of:
+            return
         trained = Counter(role for cycle in spec.loop.schedule for roles in cycle for role in roles)
         for role, critic in self.critic_of.items():
             if 0 < trained[role] <= self.settings.critic_warmup:

@@ -384,8 +384,8 @@ def test_alphas_may_be_an_array():
 
 
 def test_an_unknown_estimator_is_refused_with_those_that_there_are():
-    with pytest.raises(ConfigError, match="gae.*grpo, dr_grpo, batch, rloo, reinforce_pp"):
-        assign_advantages(paper_group(), reward="outcome", estimator="gae")
+    with pytest.raises(ConfigError, match="geo.*grpo, dr_grpo, batch, rloo, reinforce_pp"):
+        assign_advantages(paper_group(), reward="outcome", estimator="geo")
 
 
 def test_a_sample_that_could_not_be_graded_leaves_its_group_and_the_group_stays():

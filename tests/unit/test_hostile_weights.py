@@ -71,7 +71,10 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     tensors = dict(hf_model.read_tensors(model))
     planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     export = SimpleNamespace(
-        weights=lambda everywhere: iter(tensors.items()), planned=lambda: planned, write_adapter=lambda directory: None
+        weights=lambda everywhere: iter(tensors.items()),
+        planned=lambda: planned,
+        head=None,
+        write_adapter=lambda directory: None,
     )
     policy = SimpleNamespace(export=export, memory=SimpleNamespace(present=contextlib.nullcontext))
     quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}

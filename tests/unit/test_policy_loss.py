@@ -433,7 +433,7 @@ def test_an_objective_says_what_it_asks_for_and_what_it_reports():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"objective": "clippd"}, "one of cispo, clipped"),
+        ({"objective": "clippd"}, "one of a_lol, bradley_terry, cispo, clipped"),
         (
             {"objective_args": {"clip": 0.1}},
             "loss.objective_args clip: clipped takes clip_low, clip_high, dual_clip, ratio_bound",

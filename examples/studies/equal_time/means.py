@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
 from megatron_rl.recipes.review import Judged
-from megatron_rl.recipes.solutions import Solution, Then, pass_over
+from megatron_rl.recipes.solutions import VERIFIER, Solution, Then, pass_over
 from megatron_rl.recipes.tango import LeanTango
-from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
+from megatron_rl.training.iteration import CreditContext, Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Prompt, Rollout
 
 
@@ -123,10 +123,10 @@ class TrustedTango(LeanTango):
         context.add_metrics(self.solver, {"trust": self.trust})
         return super().verified(context, solutions, judged)
 
-    def _credit_reviews(self, rollouts: Sequence[Rollout], labels: Sequence[bool]) -> list[Rollout]:
-        for rollout, label in zip(rollouts, labels, strict=True):
+    def _credit_reviews(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
+        for rollout, label in zip(rollouts[VERIFIER], context.handed_over.get("labels", ()), strict=True):
             self._count(label, bool(rollout.rewards["agrees"]))
-        return super()._credit_reviews(rollouts, labels)
+        return super()._credit_reviews(iteration, rollouts, context)
 
     def _count(self, correct: bool, agrees: bool) -> None:
         self._right[correct] += agrees
