@@ -2,7 +2,6 @@
 that role's advantages are computed (the estimator `gae`).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,18 +76,8 @@ class Critics:
         refuse(*self._too_short(spec))
 
     def _too_short(self, spec: RunSpec) -> Iterator[str]:
-        """Yields an error message for each critic whose setting of a length is below that of its role, and for a role
-        that is never trained because its critic warms up in all iterations.
-        """
-        if not self.critic_of:
-            return
-        trained = Counter(role for cycle in spec.loop.schedule for roles in cycle for role in roles)
+        """Yields an error message for each critic whose setting of a length is below that of its role."""
         for role, critic in self.critic_of.items():
-            if 0 < trained[role] <= self.settings.critic_warmup:
-                yield (
-                    f"critic_warmup = {self.settings.critic_warmup} of the estimator gae, and the run has "
-                    f"{trained[role]} iterations of {role}, which would never be trained: lower it"
-                )
             own, read = spec.roles[critic], spec.roles[role]
             lengths = {
                 "max_prompt_tokens": (own.max_prompt_tokens, read.max_prompt_tokens),

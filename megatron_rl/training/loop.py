@@ -168,7 +168,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
             return False
         if plan.save_every and progress.number % plan.save_every == 0:
             _save(setup, progress)
-    if not any(count for name, count in progress.updates.items() if VALUE not in setup.trainees[name].loss.needs):
+    if not sum(progress.updates.values()):
         raise NothingTrained(_why_nothing(progress))
     _save(setup, progress)
     _settle(setup, wait=True)
@@ -195,7 +195,7 @@ def never_learned(progress: Progress, policy_of: Mapping[str, str]) -> list[str]
     ]
     return [
         f"{role} never learned: {progress.iterations[role]} iterations and no update, as every group of its samples "
-        f"had equal rewards, or was left out{_last_metrics(progress, [role])}"
+        f"had equal rewards, or was left out, or as only its critic was trained{_last_metrics(progress, [role])}"
         for role in idle
     ]
 
