@@ -221,7 +221,9 @@ def test_cases_of_what_a_node_or_its_container_does_not_have_are_refused(tmp_pat
         submit.plan_run(config, read("a100"), command="train")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/rows.jsonl").touch()
-    sft = config_files.load(SftConfig, [SFT], [f"run.dir={tmp_path}/runs", f"data.train={tmp_path}/data/rows.jsonl"])
+    # a model that is not there: the example's own is, in a checkout where the demo has run
+    words = [f"run.dir={tmp_path}/runs", f"data.train={tmp_path}/data/rows.jsonl", f"model.path={tmp_path}/no_model"]
+    sft = config_files.load(SftConfig, [SFT], words)
     for mounts, hidden in (
         ([], ["the checkout", "this directory", "the run directory", "data.train"]),
         ([f"{tmp_path}:/elsewhere", f"{ROOT}:{ROOT}"], ["the run directory", "data.train"]),
