@@ -15,6 +15,7 @@ from megatron_rl.cluster.profile import Profile, read
 from megatron_rl.cluster.slurm_job import Leave, job_from
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Run, SftConfig, TrainConfig
+from megatron_rl.data.tiny import write_tiny_model
 from megatron_rl.jobs import doctor, submit
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints
@@ -221,13 +222,14 @@ def test_cases_of_what_a_node_or_its_container_does_not_have_are_refused(tmp_pat
         submit.plan_run(config, read("a100"), command="train")
     (tmp_path / "data").mkdir()
     (tmp_path / "data/rows.jsonl").touch()
-    # a model that is not there: the example's own is, in a checkout where the demo has run
-    words = [f"run.dir={tmp_path}/runs", f"data.train={tmp_path}/data/rows.jsonl", f"model.path={tmp_path}/no_model"]
+    # a model of its own: the example's is there only in a checkout where the demo has run
+    model = write_tiny_model(tmp_path / "model")
+    words = [f"run.dir={tmp_path}/runs", f"data.train={tmp_path}/data/rows.jsonl", f"model.path={model}"]
     sft = config_files.load(SftConfig, [SFT], words)
     for mounts, hidden in (
-        ([], ["the checkout", "this directory", "the run directory", "data.train"]),
-        ([f"{tmp_path}:/elsewhere", f"{ROOT}:{ROOT}"], ["the run directory", "data.train"]),
-        ([f"{ROOT}:{ROOT}:ro", f"{tmp_path}/runs:{tmp_path}/runs"], ["data.train"]),
+        ([], ["the checkout", "this directory", "the run directory", "model.path", "data.train"]),
+        ([f"{tmp_path}:/elsewhere", f"{ROOT}:{ROOT}"], ["the run directory", "model.path", "data.train"]),
+        ([f"{ROOT}:{ROOT}:ro", f"{tmp_path}/runs:{tmp_path}/runs"], ["model.path", "data.train"]),
         ([f"{ROOT}", f"{tmp_path}/:{tmp_path}"], []),
     ):
         tree = {"runtime": "pyxis", "image": "i.sqsh", "mounts": mounts}
