@@ -42,6 +42,7 @@ LEFT_OUT = (
 PRELOADED = ("torch", "numpy", "pydantic", "pyarrow.parquet", "hypothesis", "transformers", "megatron.core")
 FIRST = 25  # tests of a change that run before the files of the others are read
 TESTS_S, LIMIT_S = 60.0, 150.0  # of a change: seconds that its tests take when nothing is changed, and its time limit
+SLOWER, TRIES = 2.5, 3  # see `judge`
 BAR = 0.97
 
 
@@ -122,23 +123,46 @@ def reach(tree: Path, files: Sequence[str], log: Path) -> tuple[dict[str, float]
 
 
 def judge(mutant: Mutant, tests: Sequence[str], home: Path) -> Result:
-    """Makes a change in this process's tree and runs its tests."""
+    """Makes a change in this process's tree and runs its tests.
+
+    What fails with the change runs again without it, as a test may fail, or a time limit come, because of the machine's
+    load alone. Tests that fail again are left out, and the others run once more. A change is too slow if its tests take
+    SLOWER times as long as they do without it. After TRIES attempts the change counts as one that survived.
+    """
     tree, log, begun = home / f"tree{os.getpid()}", home / f"log{os.getpid()}", time.monotonic()
     if not tree.exists():
         shutil.copytree(home / "clean", tree)
-    text = (tree / mutant.file).read_bytes()
-    (tree / mutant.file).write_bytes(text[: mutant.start] + mutant.new.encode() + text[mutant.end :])
-    status, failing = 0, ""
+    text, end, failing = (tree / mutant.file).read_bytes(), "survived", ""
+    changed = text[: mutant.start] + mutant.new.encode() + text[mutant.end :]
+    for attempt in range(TRIES):
+        limit_s = LIMIT_S * 2**attempt
+        (tree / mutant.file).write_bytes(changed)
+        status, ran, failing = first_failure(tree, tests, log, limit_s)
+        (tree / mutant.file).write_bytes(text)
+        if not status:
+            break
+        suspects, again = [failing] if failing else ran, time.monotonic()
+        holds = tested(tree, ["-x", *suspects], log, 4 * limit_s) == 0
+        if holds and (status > 0 or SLOWER * (time.monotonic() - again) < limit_s):
+            end = "killed" if status > 0 else "too slow"
+            break
+        if not holds:
+            tests = [test for test in tests if not test.startswith(tuple(suspects))]
+    return Result(end, failing if end == "killed" else "", len(tests), time.monotonic() - begun)
+
+
+def first_failure(tree: Path, tests: Sequence[str], log: Path, limit_s: float) -> tuple[int, Sequence[str], str]:
+    """Runs the FIRST tests and then the others until one fails. Returns pytest's exit status (see `tested`), the tests
+    that it ran on, and the name of the test that failed, or "" if pytest did not name it."""
     for part in (tests[:FIRST], tests[FIRST:]):
-        if part and not status:
-            status = tested(tree, ["-x", *part], log, LIMIT_S)
-            said = log.read_text(errors="replace").splitlines()
-            failing = next((line for line in said if line.startswith(("FAILED", "ERROR tests"))), "")
-            if status == pytest.ExitCode.USAGE_ERROR and not failing:  # a test that was not found has not failed
-                status = 0
-    (tree / mutant.file).write_bytes(text)
-    end = "killed" if status > 0 else "too slow" if status else "survived"
-    return Result(end, failing.removeprefix("FAILED ").split(" - ")[0], len(tests), time.monotonic() - begun)
+        status = tested(tree, ["-x", *part], log, limit_s) if part else 0
+        said = log.read_text(errors="replace").splitlines() if status else []
+        failing = next((line for line in said if line.startswith(("FAILED", "ERROR tests"))), "")
+        if status == pytest.ExitCode.USAGE_ERROR and not failing:  # a test that was not found has not failed
+            status = 0
+        if status:
+            return status, part, failing.removeprefix("FAILED ").removeprefix("ERROR ").split(" - ")[0]
+    return 0, tests, ""
 
 
 def who_reaches(mutants: Sequence[Mutant], home: Path, pool: ProcessPoolExecutor) -> list[dict[str, float]]:

@@ -1,10 +1,13 @@
-"""`make mutants`: which changes are made, that each is Python, and that those listed as equivalent are in the code."""
+"""`make mutants`: which changes are made and what kills one, and that those listed as equivalent are in the code."""
 
 import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import yaml
+from limits import PROCESS_S
 
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.append(str(TOOLS))  # at the end: nothing else takes its modules from there
@@ -60,3 +63,37 @@ def test_changes_and_notes_leave_python_and_what_is_listed_is_in_the_code(capsys
         ast.parse(text[: mutant.start] + mutant.new.encode() + text[mutant.end :])
         for at, note in mutant.probes:
             ast.parse(text[:at] + note.format(0).encode() + text[at:])
+
+
+TESTS = """
+import time, core
+def test_by_chance(): assert not core.__file__
+def test_on_a_slow_machine(): time.sleep(1)
+def test_of_the_limit(): assert core.LIMIT == 3
+"""
+JUDGE = """
+import pathlib, sys
+sys.path[:0] = [{tools!r}]
+import mutants
+from mutants_places import Finder
+home = pathlib.Path({home!r})
+[change] = Finder("core.py", (home / "clean/core.py").read_bytes()).found
+for names in sys.argv[1:]:
+    mutants.LIMIT_S = 0.5 if "slow" in names else 60
+    found = mutants.judge(change, [f"test_core.py::test_{{name}}" for name in names.split(",")], home)
+    print(found.end, found.test)
+"""
+
+
+def test_a_change_is_killed_only_by_tests_that_hold_without_it(tmp_path):
+    """A test that failed, or a time limit that came, because of the machine's load was taken for one that saw it."""
+    (tmp_path / "clean").mkdir()
+    (tmp_path / "clean/core.py").write_text("LIMIT = 3\n")
+    (tmp_path / "clean/test_core.py").write_text(TESTS)
+    command = [sys.executable, "-c", JUDGE.format(tools=str(TOOLS), home=str(tmp_path))]
+    done = subprocess.run(
+        [*command, "by_chance", "by_chance,of_the_limit", "on_a_slow_machine"],
+        capture_output=True, text=True, timeout=PROCESS_S, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if line]
+    assert found == ["survived ", "killed test_core.py::test_of_the_limit", "survived "], done.stderr
