@@ -90,7 +90,7 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	{ rm -rf $(NEMO); echo "NeMo-Run could not be installed (pip says why above): its tests are skipped"; }
 	@$(MAKE) --no-print-directory slurm
 	@shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && MEGATRON_RL_TEST_SHARED="$$shared" \
-		$(MAKE) --jobs=2 --keep-going --output-sync=line tests/unit tests/slurm tests/multi tests/emulated tests/servers tests/gpu
+		$(MAKE) --jobs=2 --keep-going --output-sync=line tests/unit tests/slurm tests/multi tests/emulated tests/servers tests/contrib tests/gpu
 
 tests/%: setup FORCE # one folder or file of tests: make tests/slurm, make tests/multi/test_layouts.py MARKS="matrix or not matrix"
 	$(PY) -m pytest $@ $(if $(MARKS),-m "$(MARKS)") --durations=15
@@ -102,9 +102,10 @@ test-more: setup ## all that `make test` leaves out, before a release: hours; a 
 	$(PY) tools/run_targets.py $(ONLY)
 
 # What computes and compares numbers, of tests/unit and tests/multi.
-NUMBERS = $(wildcard $(patsubst %,tests/unit/test_%.py,advantages batches embedded_engine embedded_experts engines_embedded \
-	head_products losses methods_* micro_batches models offload oracles_losses prefix_cutting refit_* sampler sdpa speed spread \
-	tandem_* trust varlen weights*)) $(patsubst %,tests/multi/test_%.py,actor drift layouts lora oracles_run refit shared_prefixes \
+NUMBERS = $(patsubst %,tests/unit/test_%.py,adam advantages attention_widths data_parallel_engine data_parallel_split \
+	embedded_engine embedded_experts engines_embedded gae head_products methods_* micro_batches models offload oracles_losses \
+	policy_loss* preferences prefix_micro_batches refit_* retokenised reward_models sampling_seeds sdpa speed tandem_* trust \
+	varlen weights*) $(patsubst %,tests/multi/test_%.py,actor drift heads layouts lora oracles_run refit shared_prefixes \
 	slow_products)
 
 test-numbers: setup ## what computes and compares numbers, in one process and on several ranks (PROCESSOR=avx2, sse: as on such a processor)

@@ -52,3 +52,14 @@ def test_no_miniature_and_no_test_of_the_matrix_is_left_out(tool):
     marked = [p for p in (ROOT / "tests").rglob("test_*.py") if "mark.matrix" in p.read_text()]
     left = [path.name for path in marked if str(path.relative_to(ROOT)) not in commands]
     assert left == [Path(__file__).name]  # its text has the words too
+
+
+def test_make_test_runs_every_folder_of_tests_and_test_numbers_names_files_that_are_there():
+    """tests/contrib was in no target, and five names of test-numbers were those of files that had been renamed."""
+    makefile = (ROOT / "Makefile").read_text()
+    [folders] = re.findall(r"--output-sync=line (tests/.*)", makefile)
+    assert set(folders.split()) == {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py")}
+    [numbers] = re.findall(r"^NUMBERS = (.*?)\n\n", makefile, re.MULTILINE | re.DOTALL)
+    for folder, names in re.findall(r"patsubst %,(tests/\w+/test_%.py),([^)]*)", numbers.replace("\\\n", "")):
+        missing = [name for name in names.split() if not list(ROOT.glob(folder.replace("%", name)))]
+        assert not missing, f"{folder}: {missing}"
