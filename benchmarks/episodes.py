@@ -70,7 +70,7 @@ class StandIn:
     def __init__(self, answer: Sequence[int], seconds: float = 0.0, at_once: int = AT_ONCE) -> None:
         self.answer, self.seconds, self.at_once = np.array(answer, np.int32), seconds, at_once
 
-    def session(self) -> StandInSession:
+    def session(self, priority: int = 0) -> StandInSession:
         return StandInSession(self)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:

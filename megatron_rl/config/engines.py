@@ -160,8 +160,9 @@ class RefitConfig:
 class Rollouts:
     """Settings of asynchronous rollouts, which are generated while earlier rollouts are used for training."""
 
-    # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. Above
-    # 0, the importance weights of each role, loss.correction, are {kind: truncate, high: 2.0} by default.
+    # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. k
+    # above 0: the rollouts of k + 1 iterations are generated at once, the oldest first, and none are discarded; the
+    # importance weights of each role, loss.correction, are {kind: truncate, high: 2.0} by default.
     max_staleness: NonNegativeInt = 0
     # What to do with a rollout that was generated with several weight versions. keep: use the log-probs that the engine
     # returned. rescore: recompute all of its log-probs with the trainer. drop: leave the rollout out of the update.

@@ -5,6 +5,7 @@ A `PromptReader` returns the problems as a stream of prompts. The position in th
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -12,7 +13,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +147,7 @@ class PromptReader:
         problems: Sequence[Problem],
         encode: Callable[[Mapping[str, Any]], list[int]],
         *,
-        seed: int,
+        seed: int | str,
         shuffle: bool,
         max_prompt_tokens: int,
     ) -> None:
@@ -178,6 +179,19 @@ class PromptReader:
         return PromptReader(
             self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max
         )
+
+    def beside(self, name: object, taken: Collection[Prompt]) -> PromptReader:
+        """Returns a new reader over the same problems in a random order of its own, which depends only on the seed and
+        `name`. It begins in the epoch of the last prompt of `taken` with the problems that are not in `taken`. Does not
+        depend on the position in this stream, and does not change it.
+        """
+        other = copy.copy(self)
+        other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
+        places = [place_of(prompt) for prompt in taken]
+        other._epoch, other._position = max(places, default=(0, 0))[0], 0
+        rows = {row for _, row in places}
+        other._order = [i for i in other._order_of(other._epoch) if self._problems[i].row not in rows]
+        return other
 
     def once(self, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of the first epoch that are not too long. Returns fewer prompts if the
@@ -228,7 +242,7 @@ class PromptReader:
             raise DataError(f"problem {problem.row}: {error}") from error
 
     def _next(self) -> Problem:
-        if self._position == len(self._problems):
+        if self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
         self._position += 1

@@ -46,7 +46,7 @@ class DataParallelEngine:
         """
         self._engine.load(weights, version=version)
 
-    def session(self) -> BatchedSession:
+    def session(self, priority: int = 0) -> BatchedSession:
         """Returns a new session, whose requests are divided among all ranks."""
         return BatchedSession(self.generate_rows, self._engine.check_ask, self._full)
 

@@ -39,6 +39,7 @@ class ServerStart:
     tells_experts: bool = False  # whether the server returns the router's expert choices, for router replay
     junior: Path | None = None  # the junior (frozen) model of a Tandem RL engine
     tokenizer: Path | None = None  # tokenizer of a Tandem RL engine
+    by_priority: bool = False  # whether the server serves requests with a lower priority number first
     # Ranks (sizes) of the LoRA adapters that the server applies, one rank for each role.
     adapter_ranks: tuple[int, ...] = ()
 

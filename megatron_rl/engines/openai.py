@@ -86,7 +86,7 @@ class OpenAiServer(Server):
         self._context: float | None = None  # the model's context length; inf if the endpoint does not report it
 
     async def generate(
-        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
     ) -> list[Completion]:
         """Implements `Server.generate`. If a prompt fills the context, its completions are empty, provided that the
         endpoint reports its context length.

@@ -77,7 +77,9 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
 
-    def session(self) -> Session: ...
+    def session(self, priority: int = 0) -> Session:
+        """Returns a new session. An engine with a queue serves requests of a session with a lower `priority` first."""
+        ...
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Returns the log-prob of every token given the tokens before it, at temperature 1: one float32 array [T] for

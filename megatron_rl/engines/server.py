@@ -61,11 +61,12 @@ class Server:
         return self._http.answers(self.health)
 
     async def generate(
-        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
     ) -> list[Completion]:
         """Returns `sampling.n` completions of a prompt [T] int32, each with the weight `versions` that generated its
         tokens. A completion that a weight sync (refit) interrupted has Stop.ABORTED. Sample j uses the seed `seed` + j.
-        If the prompt fills the context, the completions are empty.
+        If the prompt fills the context, the completions are empty. A server with a queue by priority serves requests
+        with a lower `priority` first.
 
         Raises ValueError for invalid sampling settings, and for settings that the engine does not support.
         """

@@ -41,7 +41,14 @@ class EpisodeSettings:
 
 
 class EpisodeMaker(ABC):
-    """Base class of objects that play episodes with the roles' engines, such as environments."""
+    """Base class of objects that play episodes with the roles' engines, such as environments.
+
+    Several threads may call `play` at once, because copies of a recipe share its EpisodeMaker: what it has loaded or
+    started exists once.
+    """
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        return self
 
     @abstractmethod
     def play(

@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, span
 HOST = Path(__file__).with_name("verifiers_host.py")
 REWARD = "reward"  # name of the reward that is the sum of an agent's rewards; all agents of an environment have it
 START_S = 600.0  # timeout for loading the library and the task set, which may be on a slow disk or a network
+_OPENING = threading.Lock()  # held while a Verifiers object looks for its host or creates it
 LATE_S = 30.0  # seconds after an episode's timeout after which the library's process is considered hung
 
 
@@ -85,11 +87,12 @@ class Verifiers(EpisodeMaker):
         """
         indices = [self._index(task) for task in tasks]
         own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
-        if self._host is None:
-            told = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
-            self._host = _Host(self.python, told, self.renderers)
-            weakref.finalize(self, self._host.close)  # also called at the exit of the program
-        host = self._host
+        with _OPENING:
+            if self._host is None:
+                told = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
+                self._host = _Host(self.python, told, self.renderers)
+                weakref.finalize(self, self._host.close)  # also called at the exit of the program
+            host = self._host
         with host.route.serving(context, own, seeds) as play:
             results = play.look_after(host.thread.start(host.results(context, play, indices, settings)))
             return [self._episode(play, n, *pair) for n, pair in enumerate(zip(tasks, results, strict=True))]

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,9 @@ class Record:
     resting: dict[int, int] = field(default_factory=dict)
 
     def over(self, source: PromptSource) -> PromptSource:
-        """Returns a source that yields the problems of `source` without the skipped problems."""
+        """Returns a source that yields the problems of `source` without the skipped problems. Its `take` raises
+        DataError if a whole epoch has no other problem.
+        """
         return source if self.curriculum is None else _Chosen(source, self)
 
     def learn(self, rates: Sequence[tuple[int, int, float]]) -> None:
@@ -104,28 +106,27 @@ class _Chosen:
     source: PromptSource
     record: Record
 
-    def take(self, count: int | None = None) -> list[Prompt]:
-        """Returns the next `count` problems that are not skipped. Raises DataError if a whole epoch has no such
-        problem.
-        """
-        taken = self.source.take(count)
-        wanted, since, curriculum = len(taken), None, self.record.curriculum
+    @property
+    def prompts_per_iteration(self) -> int:
+        return self.source.prompts_per_iteration
+
+    def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
+        since, curriculum = None, self.record.curriculum
         longest_rest = 0 if curriculum is None or curriculum.rest_at is None else curriculum.rest_epochs
-        kept: list[Prompt] = []
-        while True:
-            for prompt in taken:
-                epoch = place_of(prompt)[0]
-                if self.record.admits(prompt):
-                    kept.append(prompt)
-                    since = None
-                elif since is None:
-                    since = epoch
-                # true once at least one whole epoch has passed after the last resting problem returned
-                elif epoch - since > 1 + longest_rest:
-                    raise DataError(
-                        f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
-                        "add data, or raise recipe.args.curriculum.retire_at"
-                    )
-            if len(kept) == wanted:
-                return kept
-            taken = self.source.take(wanted - len(kept))
+
+        def chosen(prompt: Prompt) -> bool:
+            nonlocal since
+            epoch = place_of(prompt)[0]
+            if self.record.admits(prompt):
+                since = None
+                return fits(prompt)
+            since = epoch if since is None else since
+            # true once at least one whole epoch has passed after the last resting problem returned
+            if epoch - since > 1 + longest_rest:
+                raise DataError(
+                    f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
+                    "add data, or raise recipe.args.curriculum.retire_at"
+                )
+            return False
+
+        return self.source.take(count, chosen)

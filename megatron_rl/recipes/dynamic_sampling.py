@@ -83,16 +83,13 @@ def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | Non
     Returns the groups to train on, and metrics: those of `draw`, prompts_taken, rounds, and, over all sampled groups,
     outcome_of_all (mean outcome), alike (share of groups whose outcomes are all equal) and tokens_drawn.
     """
-    prompts = source.take()
-    wanted = len(prompts)
+    wanted = source.prompts_per_iteration
     rounds, size = (1, wanted) if dynamic is None else (dynamic.rounds, wanted * dynamic.oversampling)
-    if size > wanted:
-        prompts = [*prompts, *source.take(size - wanted)]
     kept: list[Group] = []
     drawn: list[Group] = []
     metrics: list[Metrics] = []
     for number in range(rounds):
-        groups, found = draw(number, prompts if number == 0 else source.take(size))
+        groups, found = draw(number, source.take(size))
         if number > 0:
             groups = [g.renamed(f"{number}/{i}:{g.prompt.id}") for i, g in enumerate(groups)]
         drawn += groups

@@ -59,6 +59,7 @@ def start_server(
     start = ServerStart(
         python=kind.interpreter(settings), model=model, dtype=own.model.dtype, port=free_port(settings.host),
         token_file=token_file(engines, settings), on_gpu=has_gpu(environment), tells_experts=own.router_replay,
+        by_priority=engines.by_priority,
         adapter_ranks=tuple(lora.rank for lora in loras if lora is not None and settings.serves_adapters),
     )  # fmt: skip
     if own.tandem is not None:

@@ -20,7 +20,7 @@ from megatron_rl.rewards.grading_pool import Graded, GradePool
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
-from megatron_rl.run.metrics import Sample, Stopwatch
+from megatron_rl.run.metrics import Sample
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session import builders
 from megatron_rl.session.launch_ranks import Place
@@ -230,11 +230,11 @@ def _collector(
         maker = ReplayMaker(readers=parts.readers, recorded=recorded)
     else:
         maker = RolloutMaker(
-            recipe=spec.rollout_recipe,
+            recipe=recipe,
             readers=parts.readers,
             context=context,
             prompts_per_iteration=spec.run.prompts_per_iteration,
-            own_watch=Stopwatch(driver.watch.beat) if ahead else None,
+            max_staleness=ahead,
         )
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
     return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)

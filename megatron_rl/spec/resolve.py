@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
 from megatron_rl.config import files, plugins
-from megatron_rl.config.base import ConfigError, refuse, sections
+from megatron_rl.config.base import ConfigError, refuse, refusing, sections
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
@@ -81,10 +82,15 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
-    recipe, rollout_recipe, problems = None, None, list[str]()
+    recipe, problems = None, list[str]()
     try:
         recipe = plugins.build(config.recipe)
-        rollout_recipe = plugins.build(config.recipe) if config.rollouts.max_staleness else recipe
+        if config.rollouts.max_staleness:
+            said = f"recipe.target = {config.recipe.target!r} with rollouts.max_staleness above 0: copy.deepcopy fails"
+            with refusing(
+                lambda error: f"{said}, by which each iteration gets a recipe of its own: {error}", TypeError
+            ):
+                copy.deepcopy(recipe)
     except ConfigError as error:
         problems.append(str(error))
     shared["roles"] = _with_references(shared["roles"], {} if recipe is None else recipe.roles())
@@ -93,7 +99,6 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     spec = RunSpec(
         **shared,
         recipe=recipe,
-        rollout_recipe=rollout_recipe,
         data=DataSpec(training=training, held_out=config.evaluation.prompts, replay=replay),
         loop=LoopSpec(
             schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),
@@ -119,7 +124,7 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
     more: dict[str, Any] = {}
     if isinstance(config, TrainConfig):
         roles = {} if config.debug.replay else roles
-        more = {"refit": config.refit, "trains": True}
+        more = {"refit": config.refit, "trains": True, "by_priority": config.rollouts.max_staleness > 0}
     else:
         roles.pop("base", None)  # the base model needs no engine: only its probabilities are compared
     output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory

@@ -48,6 +48,7 @@ class EngineSpec:
     directory: Path
     families: tuple[str, ...] = ()  # import paths of user-defined model families, which server processes must register
     trains: bool = False  # whether a trainer runs beside the engines
+    by_priority: bool = False  # whether servers serve requests by priority: several iterations are generated at once
 
     @property
     def opened(self) -> dict[str, RoleSpec]:
@@ -187,9 +188,6 @@ class RunSpec(TrainingSpec):
 
     engine: EngineSpec
     recipe: Any  # the training recipe built from the config, a training.iteration.Recipe
-    # a second instance of the recipe, which generates rollouts while the first one computes the advantages of earlier
-    # iterations; the same instance if rollouts are not generated ahead of training
-    rollout_recipe: Any
     data: DataSpec
     reward: Reward
     loop: LoopSpec

@@ -2,39 +2,67 @@
 training, or read from the record of another run.
 
 The rollouts of an iteration are generated when at most `max_staleness` earlier iterations are still untrained. So the
-weights that generate a token are at most `max_staleness` updates old. Generated iterations stay on disk until a
-checkpoint that is completely written covers them, so a run that is killed and resumed does not generate an iteration
-twice.
+weights that generate a token are at most `max_staleness` updates old. All iterations that may begin are generated at
+once: the engines do not idle while the last long rollouts of an iteration are finished. No rollout is discarded.
+Generated iterations stay on disk until a checkpoint that is completely written covers them, so a run that is killed and
+resumed does not generate an iteration twice.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import copy
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
+from megatron_rl.training.iteration_engines import IterationEngine, OpenSessions
 from megatron_rl.training.store import IterationStore, State
 from megatron_rl.types import Prompt, Rollout
 
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
+Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
 
 
-@dataclass(frozen=True)
 class ReaderSource:
-    """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader."""
+    """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader.
 
-    reader: PromptReader
-    prompts_per_iteration: int
+    `turn`: context manager in which the first `take` reads, if other iterations use the reader at the same time. Later
+    calls then read from a separate stream that `name` determines. If None, all calls read from the reader.
+    """
 
-    def take(self, count: int | None = None) -> list[Prompt]:
-        return self.reader.take(self.prompts_per_iteration if count is None else count)
+    def __init__(
+        self, reader: PromptReader, prompts_per_iteration: int, *, turn: Turn | None = None, name: str = ""
+    ) -> None:
+        self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of prompts too long
+        self._reader, self._turn, self._name = reader, turn, name
+        self._first: list[Prompt] | None = None  # result of the first `take`; None before
+
+    def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
+        count = self.prompts_per_iteration if count is None else count
+        if self._first is not None:
+            if self._turn is not None:
+                self._reader, self._turn = self._reader.beside(self._name, self._first), None
+            return self._read(count, fits)
+        with contextlib.nullcontext() if self._turn is None else self._turn():
+            self._first = self._read(count, fits)
+        return list(self._first)
+
+    def _read(self, count: int, fits: Callable[[Prompt], bool]) -> list[Prompt]:
+        found, before = list[Prompt](), self._reader.dropped
+        while len(found) < count:
+            found += filter(fits, self._reader.take(count - len(found)))
+        self.dropped += self._reader.dropped - before
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +74,15 @@ class IterationMaker(ABC):
     readers: Mapping[str, PromptReader]
 
     @abstractmethod
-    def make(self, iteration: Iteration, recipe_state: State) -> tuple[Collected, State | None]:
+    def make(
+        self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
+    ) -> tuple[Collected, State | None]:
         """Returns the rollouts and metrics of an iteration, and the recorded state after the iteration; None instead of
-        the state if the rollouts were generated. Called for one iteration at a time, in order.
+        the state if the rollouts were generated. Several threads may call it at once, each for another iteration.
 
         `recipe_state`: the recipe's state with which rollouts are generated.
+        `turn`: returns a context manager that waits for the turn of the iteration to use the prompt readers, and ends
+            the turn. Then the positions of the readers are those after the iteration. Only for the first call.
         """
 
     def positions(self) -> State:
@@ -62,44 +94,69 @@ class IterationMaker(ABC):
         for role, reader in self.readers.items():
             reader.load_state_dict(positions[role])
 
+    def close(self) -> None:
+        """Cancels the calls of `make` that are in progress. They raise an error soon. A no-op in this base class."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMaker(IterationMaker):
     """Uses the recipe to generate the rollouts of each iteration. Each iteration gets a new RolloutContext, and takes
     its problems from the prompt reader of the first role that the iteration trains.
 
-    `recipe`: if rollouts.max_staleness is above 0, this must not be the same instance as the recipe of the credit
-        stage, because both are used concurrently.
+    `max_staleness`: number of iterations that may be generated beside the first one. If above 0, each iteration uses a
+        copy of the recipe and has a stopwatch of its own, whose times are logged with the metrics of the iteration's
+        first role, and the engines serve the requests of earlier iterations first.
     """
 
     recipe: Recipe
     context: RolloutContext
     prompts_per_iteration: int
-    # Stopwatch for rollouts that are generated while another iteration trains; None: the stopwatch of the context.
-    # Its times are logged with the metrics of the iteration's first role.
-    own_watch: Stopwatch | None = None
+    max_staleness: int = 0
+    sessions: OpenSessions = field(default_factory=OpenSessions)  # of the iterations that are being generated
 
-    def make(self, iteration: Iteration, recipe_state: State) -> tuple[Collected, None]:
+    def __post_init__(self) -> None:
+        if self.max_staleness:  # the credit stage changes the original while iterations make their copies
+            object.__setattr__(self, "recipe", copy.deepcopy(self.recipe))
+
+    def make(
+        self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
+    ) -> tuple[Collected, None]:
         """Returns the rollouts of an iteration, without advantages, and the metrics that the recipe added.
 
         Raises RolloutError if the recipe changes its state.
         """
-        self.recipe.load_state_dict(recipe_state)
-        context = replace(self.context, metrics={}, handed_over={}, watch=self.own_watch or self.context.watch)
-        reader = self.readers[iteration.role]
-        dropped = reader.dropped
-        found = self.recipe.rollout(iteration, ReaderSource(reader, self.prompts_per_iteration), context)
-        if as_json(self.recipe.state_dict()) != recipe_state:
+        recipe, context, reader = self.recipe, self.context, self.readers[iteration.role]
+        context = replace(context, metrics={}, handed_over={})
+        source = ReaderSource(reader, self.prompts_per_iteration)
+        if self.max_staleness:
+            recipe = copy.deepcopy(recipe)
+            own = {
+                role: IterationEngine(engine, iteration.number + 1, self.sessions)
+                for role, engine in context.engines.items()
+            }
+            context = replace(context, engines=own, watch=Stopwatch(context.watch.beat))
+            source = ReaderSource(
+                reader, self.prompts_per_iteration, turn=turn, name=f"iteration {iteration.number}"
+            )  # fmt: skip
+        recipe.load_state_dict(recipe_state)
+        found = recipe.rollout(iteration, source, context)
+        with turn():
+            pass  # also if the iteration took no problem
+        if as_json(recipe.state_dict()) != recipe_state:
             raise RolloutError(
                 f"iteration {iteration.number}: the recipe changed its state in the method rollout: change it in "
                 "credit, which is called for the iterations in order (context.handed_over takes values there)"
             )
-        if reader.dropped > dropped:
-            context.add_metrics(iteration.role, {"prompts_too_long": float(reader.dropped - dropped)})
-        if self.own_watch is not None:
-            context.add_metrics(iteration.role, self.own_watch.take())
+        if source.dropped:
+            context.add_metrics(iteration.role, {"prompts_too_long": float(source.dropped)})
+        if self.max_staleness:
+            context.add_metrics(iteration.role, context.watch.take())
         rollouts = {role: list(own) for role, own in found.items()}
         return Collected(rollouts=rollouts, metrics=context.metrics, handed_over=as_json(context.handed_over)), None
+
+    def close(self) -> None:
+        self.sessions.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +165,9 @@ class ReplayMaker(IterationMaker):
 
     recorded: IterationStore
 
-    def make(self, iteration: Iteration, recipe_state: State) -> tuple[Collected, State]:
+    def make(
+        self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
+    ) -> tuple[Collected, State]:
         """Returns the recorded iteration without its timings, which belong to the other run, and the state that the
         other run had after the iteration.
 
@@ -125,11 +184,40 @@ class ReplayMaker(IterationMaker):
 
 @dataclass(frozen=True)
 class _CollectedIteration:
-    """An iteration with its rollouts, and the state (recipe and prompt readers) after it."""
+    """The rollouts of an iteration, and the state (recipe and prompt readers) after it."""
 
-    iteration: Iteration
     collected: Collected
     state: State
+
+
+class CollectorClosed(RuntimeError):
+    """Raised in the threads of iterations that are still being generated when the collector is closed."""
+
+
+class _Order:
+    """Lets the iterations do something one after the other, in order, each in a separate thread."""
+
+    def __init__(self) -> None:
+        self._change, self._next, self._closed = threading.Condition(), 0, False
+
+    @contextlib.contextmanager
+    def turn(self, place: int) -> Iterator[None]:
+        """Waits until all iterations before iteration `place` had their turns. An iteration that fails in its turn
+        does not end it, because no later iteration can be used. Raises CollectorClosed after `close`.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._next >= place or self._closed)
+            if self._closed:
+                raise CollectorClosed
+        yield
+        with self._change:
+            self._next = max(self._next, place + 1)
+            self._change.notify_all()
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
 
 
 class Collector:
@@ -137,8 +225,9 @@ class Collector:
     iteration in order, beginning at the run's current position.
 
     If `max_staleness` is 0, the rollouts of an iteration are generated in the caller's thread when the iteration is
-    due. Otherwise a background thread generates rollouts of later iterations ahead. An iteration is credited in the
-    same thread, unless its credit needs scores of the trainer.
+    due. Otherwise max_staleness + 1 iterations are generated at once, each in a thread of its own. Three things happen
+    in the order of the iterations, whatever the timing: an iteration takes its first problems, is credited, and is
+    written to disk. An iteration is credited in its thread, unless its credit needs scores of the trainer.
     """
 
     def __init__(
@@ -148,20 +237,19 @@ class Collector:
         """Creates a collector.
 
         `credit`: the credit stage, with the recipe's states at the run's current position.
-        `watch`: measures how long `take` waits for the background thread.
+        `watch`: measures how long `take` waits for the other threads.
         `idle`: callback that `take` calls about every LOOK_S seconds while it waits, for work that involves all ranks.
         """
         self._maker, self._credit, self._upcoming, self._store = maker, credit, upcoming, store
         self._max, self._watch, self._idle = max_staleness, watch or Stopwatch(), idle
         # state of the recipe and the prompt readers after the last iteration that `take` returned
-        self._state = self._state_now()
-        # Both threads hold the lock `_change` while they read or write the next four attributes.
-        self._change = threading.Condition()
-        self._ready: list[_CollectedIteration] = []
-        self._failure: BaseException | None = None
-        self._trained, self._closed = 0, False  # number of iterations trained since the collector started
+        self._state = {"recipe": credit.states, "data": maker.positions()}
+        # numbers of iterations begun and trained since the collector started
+        self._begun, self._trained = 0, 0
+        self._flights: deque[tuple[Iteration, Future[_CollectedIteration]]] = deque()  # begun and not yet taken
+        self._takes, self._credits = _Order(), _Order()
         self._disk = threading.Lock()  # lock that is held while the store reads or writes files
-        self._thread: threading.Thread | None = None
+        self._closed = False
 
     def take(self, iteration: Iteration) -> Collected:
         """Returns the rollouts of the iteration that is due, and waits for them if necessary. If they are not credited
@@ -170,18 +258,23 @@ class Collector:
         Raises any error that occurred while the rollouts were generated, and ValueError if `iteration` is not the next
         one of the schedule.
         """
-        if self._max > 0:
-            with self._watch("wait"):
-                done = self._await()
+        if self._max:
+            self._begin()
         else:
-            done = self._one(self._next())
-        if done.iteration != iteration:
+            self._begin_one()
+        if not self._flights:
+            raise ValueError("an iteration is due after the last one of the schedule")
+        begun, done = self._flights.popleft()
+        if begun != iteration:
             raise ValueError(
-                f"{iteration} is due, and {done.iteration} was collected: "
+                f"{iteration} is due, and {begun} was collected: "
                 "the recipe's schedule is not a function of its arguments alone"
             )
-        self._state = done.state
-        return done.collected
+        with self._watch("wait") if self._max else contextlib.nullcontext():
+            while not wait([done], LOOK_S).done:
+                self._idle()
+        self._state = done.result().state
+        return done.result().collected
 
     def credit(self, iteration: Iteration, scored: Collected) -> Collected:
         """Credits the iteration last returned by `take`, whose rollouts now have the scores that the recipe requests.
@@ -204,9 +297,9 @@ class Collector:
         """Reports that the iteration last returned by `take` has been trained and the engines have the new weights, so
         that the rollouts of one more iteration may be generated.
         """
-        with self._change:
-            self._trained += 1
-            self._change.notify_all()
+        self._trained += 1
+        if self._max:
+            self._begin()
 
     def state(self) -> State:
         """Returns the state for a checkpoint: the recipe's states (see CreditStage.states) and the positions of the
@@ -221,75 +314,77 @@ class Collector:
         self._store.drop(number)
 
     def close(self) -> None:
-        """Stops generating rollouts ahead. If an iteration is being written to disk, waits until the file is complete.
-        An iteration that is still being generated is discarded.
+        """Cancels the iterations that are still being generated. If an iteration is being written to disk, waits until
+        the file is complete.
         """
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
+        self._closed = True
+        self._takes.close()
+        self._credits.close()
+        self._maker.close()
         with self._disk:
             pass
 
-    def _next(self) -> Iteration:
+    def _begin(self) -> None:
+        """Begins every iteration that may begin now, each in a new thread. The first call is at the first `take`, so
+        that the evaluation at the start of the run is not disturbed.
+        """
+        while self._begun - self._trained <= self._max and not self._closed and self._begin_one():
+            pass
+
+    def _begin_one(self) -> bool:
+        """Begins the next iteration: generates its rollouts, in a new thread if they are generated ahead of training.
+        Returns False if there are no more iterations.
+        """
         iteration = next(self._upcoming, None)
         if iteration is None:
-            raise ValueError("an iteration is due after the last one of the schedule")
-        return iteration
+            return False
+        done, place = Future[_CollectedIteration](), self._begun
 
-    def _await(self) -> _CollectedIteration:
-        # the thread starts at the first `take`, so that the evaluation at the start of the run is not disturbed
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
-            self._thread.start()
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: self._ready or self._failure, LOOK_S)
-                if self._ready:
-                    return self._ready.pop(0)
-                if self._failure is not None:
-                    raise self._failure
-            self._idle()
+        def collect() -> None:
+            try:
+                done.set_result(self._collect(iteration, place))
+            except BaseException as error:  # re-raised by `take`
+                done.set_exception(error)
 
-    def _produce(self) -> None:
-        try:
-            for offset in itertools.count():
-                with self._change:
-                    self._change.wait_for(lambda at=offset: self._closed or at - self._trained <= self._max)
-                    if self._closed:
-                        return
-                done = self._one(self._next())
-                with self._change:
-                    self._ready.append(done)
-                    self._change.notify_all()
-        except BaseException as error:  # re-raised by `take`
-            with self._change:
-                self._failure = error
-                self._change.notify_all()
+        self._begun += 1
+        self._flights.append((iteration, done))
+        if self._max:
+            threading.Thread(target=collect, name=f"rollouts {iteration.number}", daemon=True).start()
+        else:
+            collect()
+        return True
 
-    def _one(self, iteration: Iteration) -> _CollectedIteration:
+    def _collect(self, iteration: Iteration, place: int) -> _CollectedIteration:
         """Returns an iteration with its rollouts: from the store if a previous, killed process of the run left its file
-        there, otherwise newly generated.
+        there, otherwise newly generated. `place`: number of iterations begun before this one.
         """
+        positions: State = {}
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            with self._takes.turn(place):
+                yield
+                positions.update({} if positions else self._maker.positions())
+
         with self._disk:
             kept = self._store.get(iteration)
-        collected, state = kept or self._maker.make(iteration, self._credit.state_for(iteration.number))
+        collected, state = kept or self._maker.make(iteration, self._credit.state_for(iteration.number), turn)
         if state is not None:  # recorded by another process or run
-            self._maker.restore(state["data"])
-        if self._credit.after_scores:
-            collected = replace(collected, credited=False)  # also if another process has credited the iteration
-        elif state is not None and collected.credited:
-            self._credit.restore(state["recipe"], iteration.number + 1)
-        else:
-            collected = self._credit.apply(iteration, collected)
-        state = self._state_now()
-        with self._disk:
-            # a write that has begun holds the lock, so the process does not exit in the middle of it
-            if kept is None and not self._closed:
-                self._store.put(iteration, collected, state)
-        return _CollectedIteration(iteration, collected, state)
-
-    def _state_now(self) -> State:
-        return {"recipe": self._credit.states, "data": self._maker.positions()}
+            with turn():
+                self._maker.restore(state["data"])
+        with self._credits.turn(place):
+            if self._credit.after_scores:
+                collected = replace(collected, credited=False)  # also if another process has credited the iteration
+            elif state is not None and collected.credited:
+                self._credit.restore(state["recipe"], iteration.number + 1)
+            else:
+                collected = self._credit.apply(iteration, collected)
+            state = {"recipe": self._credit.states, "data": positions}
+            with self._disk:
+                # a write that has begun holds the lock, so the process does not exit in the middle of it
+                if kept is None and not self._closed:
+                    self._store.put(iteration, collected, state)
+        return _CollectedIteration(collected, state)
 
 
 def _with_credit(rollouts: Sequence[Rollout], credited: Sequence[Rollout]) -> list[Rollout]:

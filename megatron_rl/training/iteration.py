@@ -51,10 +51,22 @@ class Iteration:
 class PromptSource(Protocol):
     """The source of an iteration's problems. Checkpoints store the exact position in the data set, whatever number of
     prompts an iteration takes.
+
+    With rollouts.max_staleness above 0, several iterations are generated at once. The first `take` of an iteration then
+    waits until all earlier iterations have called `take` once or have ended. Later calls do not wait: they return
+    problems of the data set in a random order that depends only on run.seed and the number of the iteration, beginning
+    with the problems that the iteration has not taken. So no prompt depends on timing.
     """
 
-    def take(self, count: int | None = None) -> list[Prompt]:
-        """Returns the next `count` prompts; run.prompts_per_iteration prompts if `count` is None."""
+    @property
+    def prompts_per_iteration(self) -> int:
+        """The setting run.prompts_per_iteration."""
+        ...
+
+    def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = ...) -> list[Prompt]:
+        """Returns the next `count` prompts for which `fits` returns True, and skips the others. `count` is
+        `prompts_per_iteration` and all prompts fit by default.
+        """
         ...
 
 
@@ -201,8 +213,9 @@ class Recipe(ABC):
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         """Generates the rollouts of an iteration and computes their rewards. Returns the rollouts by role.
 
-        With rollouts.max_staleness = k above 0, iteration n is generated while earlier iterations train. The method
-        then sees the recipe's state after the credit of iteration n - 1 - k.
+        With rollouts.max_staleness = k above 0, up to k + 1 iterations are generated at once while earlier iterations
+        train. Each is generated in a separate thread by a separate copy of the recipe (copy.deepcopy). The method then
+        sees the recipe's state after the credit of iteration n - 1 - k.
         """
         ...
 

@@ -32,7 +32,7 @@ class TableEngine:
         self._table = dict(weights)["table"].log_softmax(-1)
         self._rows, self.version = self._table.tolist(), version
 
-    def session(self) -> BatchedSession:
+    def session(self, priority: int = 0) -> BatchedSession:
         return BatchedSession(self.generate_rows, self.check_ask, FullPrompts("a fake"))
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
@@ -100,7 +100,7 @@ class ScriptedEngine:
         dict(weights)
         self.version = version
 
-    def session(self) -> BatchedSession:
+    def session(self, priority: int = 0) -> BatchedSession:
         return BatchedSession(self.generate_rows, self.check_ask, FullPrompts("a fake"))
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:

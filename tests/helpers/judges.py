@@ -23,7 +23,7 @@ def ids(text):
 class Backwards(ScriptedEngine):
     """Gives the answers that came last first."""
 
-    def session(self) -> Any:
+    def session(self, priority: int = 0) -> Any:
         session = super().session()
         answers = session.answers
 

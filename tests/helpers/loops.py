@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 
@@ -45,6 +44,9 @@ class Questions:
         self.place += count
         return [self.prompt(i) for i in range(self.place - count, self.place)]
 
+    def beside(self, name, taken):
+        return Questions(1000 + int(name.split()[1]))
+
     def state_dict(self):
         return {"place": self.place}
 
@@ -79,11 +81,8 @@ def _collector(recipe, context, progress, store, *, data, states, replay, max_st
         readers["generator"].load_state_dict(data["generator"])
     if replay is None:
         maker = RolloutMaker(
-            recipe=copy.deepcopy(recipe) if max_staleness else recipe,
-            readers=readers,
-            context=context,
-            prompts_per_iteration=10,
-        )
+            recipe=recipe, readers=readers, context=context, prompts_per_iteration=10, max_staleness=max_staleness
+        )  # fmt: skip
     else:
         maker = ReplayMaker(readers=readers, recorded=IterationStore(replay))
     credit = CreditStage(recipe, lag=max_staleness)

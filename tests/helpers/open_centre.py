@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,8 +84,12 @@ class _Given:
 
     prompts: list[Prompt]
 
-    def take(self, count: int | None = None) -> list[Prompt]:
-        return self.prompts
+    @property
+    def prompts_per_iteration(self) -> int:
+        return len(self.prompts)
+
+    def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
+        return [*filter(fits, self.prompts)]
 
 
 @within(25)

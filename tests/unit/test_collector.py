@@ -3,6 +3,7 @@ readers exact."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from itertools import islice
 
@@ -52,10 +53,10 @@ class Counting:
         self.collected, self.begun_at, self.trained, self.fails_at = 0, list[int](), 0, fails_at
         self.began = threading.Condition()
 
-    def make(self, iteration: Iteration, recipe_state):
+    def make(self, iteration: Iteration, recipe_state, turn):
         if iteration.number == self.fails_at:
             raise RuntimeError(f"no rollouts for iteration {iteration.number}")
-        with self.began:
+        with turn(), self.began:
             self.begun_at.append(self.trained)
             self.collected += 1
             self.began.notify_all()
@@ -67,6 +68,9 @@ class Counting:
 
     def restore(self, positions):
         self.collected = positions["collected"]
+
+    def close(self):
+        pass
 
     def wait_until_began(self, count: int) -> None:
         with self.began:
@@ -178,6 +182,7 @@ def test_a_failure_is_raised_where_its_iteration_is_taken(tmp_path, k):
     collector.trained()
     with pytest.raises(RuntimeError, match="iteration 1"):
         collector.take(second)
+    collector.close()
 
 
 @pytest.mark.parametrize("k", [0, 1])
@@ -203,9 +208,9 @@ def test_what_needs_all_ranks_has_its_chance_while_rollouts_are_waited_for(tmp_p
     asked, allowed = threading.Event(), threading.Event()
 
     class Slow(Counting):
-        def make(self, iteration, recipe_state):
+        def make(self, iteration, recipe_state, turn):
             assert allowed.wait(30)
-            return super().make(iteration, recipe_state)
+            return super().make(iteration, recipe_state, turn)
 
     def idle():
         asked.set()
@@ -218,31 +223,26 @@ def test_what_needs_all_ranks_has_its_chance_while_rollouts_are_waited_for(tmp_p
     collector.close()
 
 
-class Watched(threading.Condition):
-    """A condition that tells when somebody begins to wait for it without a time limit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = threading.Semaphore(0)
-
-    def wait(self, timeout=None):
-        if timeout is None:
-            self.waits.release()
-        return super().wait(timeout)
+def join_workers() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("rollouts"):
+            thread.join(30)
+            assert not thread.is_alive(), thread.name
 
 
-def test_a_thread_that_waits_to_collect_goes_on_after_an_update_and_ends_when_the_collector_is_closed(tmp_path):
+def test_an_iteration_begins_after_an_update_and_none_after_the_collector_was_closed(tmp_path):
     maker = Counting()
     collector = make(tmp_path, maker, k=1)
-    change = collector._change = Watched()
     collector.take(next(upcoming(SCHEDULE, START)))
-    assert change.waits.acquire(timeout=30) and maker.collected == 2, "it waits for the first update"
+    join_workers()
+    assert maker.collected == 2, "the third waits for the first update"
     collector.trained()
-    maker.wait_until_began(3)
-    assert change.waits.acquire(timeout=30) and maker.collected == 3
+    join_workers()
+    assert maker.collected == 3
     collector.close()
-    collector._thread.join(30)
-    assert not collector._thread.is_alive() and maker.collected == 3
+    collector.trained()
+    join_workers()
+    assert maker.collected == 3
 
 
 def test_closing_waits_for_an_iteration_that_is_being_written(tmp_path):
@@ -269,27 +269,19 @@ def test_closing_waits_for_an_iteration_that_is_being_written(tmp_path):
 
 
 def test_an_iteration_that_is_collected_after_closing_is_not_written(tmp_path):
-    allowed, done = threading.Event(), threading.Event()
+    allowed = threading.Event()
 
     class SlowSecond(Counting):
-        def make(self, iteration, recipe_state):
+        def make(self, iteration, recipe_state, turn):
+            found = super().make(iteration, recipe_state, turn)
             assert iteration.number == 0 or allowed.wait(30)
-            return super().make(iteration, recipe_state)
-
-        def positions(self):
-            if self.collected == 2:
-                done.set()
-            return super().positions()
+            return found
 
     collector = make(tmp_path, SlowSecond(), k=1)
     collector.take(next(upcoming(SCHEDULE, START)))
     collector.close()
     allowed.set()
-    assert done.wait(30)
-    collector.close()
-    for thread in threading.enumerate():
-        if thread.name == "rollouts":
-            thread.join(30)
+    join_workers()
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["iteration_000000.parquet"]
 
 
@@ -305,6 +297,11 @@ class Numbers:
         self.place += count
         return [Prompt(id=f"{self.name}{i}", tokens=[i]) for i in range(self.place - count, self.place)]
 
+    def beside(self, name: str, taken: list[Prompt]) -> Numbers:
+        other = Numbers(self.name)
+        other.place = int(taken[-1].tokens[0]) + 1
+        return other
+
     def state_dict(self):
         return {"place": self.place}
 
@@ -318,6 +315,11 @@ class Greedy(Given):
 
     def __init__(self, wrong=None) -> None:
         self.seen, self.wrong, self.saw = list[str](), wrong or {}, dict[int, int]()
+
+    def __deepcopy__(self, memo):
+        other = copy.copy(self)  # `saw` is of all copies
+        other.seen = list(self.seen)
+        return other
 
     def rollout(self, iteration, source, context):
         self.saw[iteration.number] = len(self.seen)
@@ -403,7 +405,7 @@ def test_metrics_are_the_rollouts_and_what_the_recipe_added_has_the_last_word():
     assert collected.metrics["a"]["taken"] == 4.0 and collected.metrics["a"]["samples"] == -1.0
     assert collected.metrics["b"]["samples"] == 4.0 and collected.metrics["b"]["groups_without_signal"] == 0.0
     assert "seconds/rollout" not in collected.metrics["a"]  # the run's own watch has it
-    beside = credited(rollout_maker(own_watch=Stopwatch()), iteration)
+    beside = credited(rollout_maker(max_staleness=1), iteration)
     assert beside.metrics["a"]["seconds/rollout"] > 0 and "seconds/rollout" not in beside.metrics["b"]
 
 
@@ -411,10 +413,10 @@ def test_metrics_are_the_rollouts_and_what_the_recipe_added_has_the_last_word():
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_resume_takes_up_readers_and_recipe_where_the_checkpoint_was(tmp_path, k, cut):
     """Also where iterations ahead were collected and lost: another directory is a store without them."""
-    first = rollout_maker()
+    first = rollout_maker(max_staleness=k)
     whole, end = play_all(first, tmp_path / "whole", MIXED, k=k)
     assert first.recipe.saw == {n: 4 * max(0, n - k) for n in range(5)}, "the state after iteration n - 1 - k"
-    before, state = play_all(rollout_maker(), tmp_path / "cut", MIXED, k=k, cut_at=cut)
+    before, state = play_all(rollout_maker(max_staleness=k), tmp_path / "cut", MIXED, k=k, cut_at=cut)
     iterations = list(upcoming(MIXED, START))
     progress = {
         "cycle": iterations[cut].cycle,
@@ -423,7 +425,7 @@ def test_resume_takes_up_readers_and_recipe_where_the_checkpoint_was(tmp_path, k
         "iterations": dict(iterations[cut].updates),
     }
     for directory in (tmp_path / "cut", tmp_path / "empty"):
-        maker, credit = rollout_maker(), stage(k=k)
+        maker, credit = rollout_maker(max_staleness=k), stage(k=k)
         maker.restore(state["data"])
         credit.restore(state["recipe"], cut)
         collector = Collector(maker, credit, upcoming(MIXED, progress), IterationStore(directory), max_staleness=k)
@@ -449,7 +451,7 @@ def test_the_state_given_to_a_checkpoint_does_not_change_with_the_recipe(tmp_pat
 
 
 def test_a_replay_gives_the_same_rollouts_and_moves_readers_and_recipe(tmp_path):
-    whole, end = play_all(rollout_maker(own_watch=Stopwatch()), tmp_path / "run", MIXED)
+    whole, end = play_all(rollout_maker(max_staleness=1), tmp_path / "run", MIXED)
     maker = ReplayMaker(readers=rollout_maker().readers, recorded=IterationStore(tmp_path / "run"))
     again, state = play_all(maker, tmp_path / "again", MIXED)
     assert groups(again) == groups(whole) and state == end and end["data"] == maker.positions()

@@ -44,7 +44,9 @@ def test_an_iteration_whose_credit_needs_scores_is_credited_after_they_are_compu
     def begin(every=1):
         store = IterationStore(tmp_path, keep_every=every)
         credit = stage(recipe=Scored(), k=k, after_scores=True)
-        return Collector(rollout_maker(Scored()), credit, upcoming(MIXED, START), store, max_staleness=k), store
+        return Collector(
+            rollout_maker(Scored(), max_staleness=k), credit, upcoming(MIXED, START), store, max_staleness=k
+        ), store
 
     def score(collected):
         valued = {
@@ -87,7 +89,8 @@ class ScoredSometimes(Scored):
 def test_iterations_are_credited_in_order_also_if_only_some_need_scores(tmp_path):
     """One that needs none was credited as soon as its rollouts were there, before the iteration that is due."""
     store, credit = IterationStore(tmp_path), stage(recipe=ScoredSometimes(), k=1, after_scores=True)
-    collector = Collector(rollout_maker(ScoredSometimes()), credit, upcoming(MIXED, START), store, max_staleness=1)
+    maker = rollout_maker(ScoredSometimes(), max_staleness=1)
+    collector = Collector(maker, credit, upcoming(MIXED, START), store, max_staleness=1)
     for iteration in islice(upcoming(MIXED, START), 3):
         taken = collector.take(iteration)
         assert not taken.credited

@@ -192,7 +192,7 @@ def test_answers_are_dated_by_the_version_that_was_asked(run_engines: RunEngines
         def ready(self) -> bool:
             return True
 
-        async def generate(self, prompt, sampling, *, seed, timeout_s) -> list[Completion]:
+        async def generate(self, prompt, sampling, *, seed, timeout_s, priority=0) -> list[Completion]:
             self.asked.set()
             assert await asyncio.to_thread(self.go.wait, 30)
             return [Completion(tokens=[1], logprobs=[0.0], stop=Stop.EOS)] * sampling.n

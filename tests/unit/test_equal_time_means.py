@@ -22,9 +22,9 @@ class Counted(Problems):
     """A source of ever new problems, which counts them."""
 
     def __init__(self, first):
-        self.first, self.taken = first, 0
+        self.first, self.taken, self.prompts_per_iteration = first, 0, first
 
-    def take(self, count=None):
+    def take(self, count=None, fits=None):
         start, self.taken = self.taken, self.taken + (count or self.first)
         return problems(self.taken)[start:]
 

@@ -133,8 +133,9 @@ def run(template, options, directory, *, staleness, iterations, state=None, rows
     reader = reader_of(rows, shuffle=True, solution="because")
     progress = dict(START)
     maker = RolloutMaker(
-        recipe=recipe, readers={"generator": reader}, context=context_of(lucky), prompts_per_iteration=3
-    )
+        recipe=recipe, readers={"generator": reader}, context=context_of(lucky), prompts_per_iteration=3,
+        max_staleness=staleness,
+    )  # fmt: skip
     credit = CreditStage(Dapo(updates=8, group_size=GROUP, template=template, **RECIPES[options]), lag=staleness)
     if state is not None:
         kept = json.loads(json.dumps(state["collector"]))
@@ -200,7 +201,8 @@ def test_with_iterations_ahead_those_before_the_last_problem_was_retired_are_tra
     """The iterations that were collected come first, and then the reason why there are no more."""
     recipe = Dapo(updates=8, group_size=GROUP, template=template, curriculum=Curriculum())
     maker = RolloutMaker(
-        recipe=recipe, readers={"generator": reader_of(4)}, context=context_of(by_row([4] * 4)), prompts_per_iteration=3
+        recipe=recipe, readers={"generator": reader_of(4)}, context=context_of(by_row([4] * 4)),
+        prompts_per_iteration=3, max_staleness=3,
     )  # fmt: skip
     credit = CreditStage(dataclasses.replace(recipe), lag=3)
     iterations = upcoming(recipe.schedule(), START)

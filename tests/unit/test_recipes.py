@@ -84,9 +84,10 @@ class Problems:
 
     def __init__(self, prompts):
         self.prompts = problems(prompts) if isinstance(prompts, int) else prompts
+        self.prompts_per_iteration = len(self.prompts)
 
-    def take(self, count=None):
-        return self.prompts
+    def take(self, count=None, fits=lambda prompt: True):
+        return [*filter(fits, self.prompts)]
 
 
 def iteration(role, number=0, update=0):
@@ -239,7 +240,7 @@ def test_samples_are_graded_and_judged_while_others_are_written(texts):
     judged = threading.Event()
 
     class Slow(ScriptedEngine):
-        def session(self):
+        def session(self, priority=0):
             inner = super().session()
             answers = inner.answers
 

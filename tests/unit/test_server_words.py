@@ -14,9 +14,9 @@ EVAL = ["model.path=m", "data.path=d"]
 TRAIN = ["roles={a: {model: {path: m}}}", "recipe={target: 'a.b:C'}", "data.path=d"]
 
 
-def words(settings, tmp_path, *, on_gpu=True):
+def words(settings, tmp_path, *, on_gpu=True, **own):
     start = ServerStart(
-        python="python", model=tmp_path, dtype="bfloat16", port=9, token_file=tmp_path / "token", on_gpu=on_gpu
+        python="python", model=tmp_path, dtype="bfloat16", port=9, token_file=tmp_path / "token", on_gpu=on_gpu, **own
     )
     return kind_of(settings).command(settings, start).words
 

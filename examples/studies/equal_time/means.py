@@ -7,7 +7,7 @@ begins without what they remember.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.engines.protocol import Sampling
@@ -26,9 +26,13 @@ class Given:
         self._prompts: list[Prompt] | None = list(prompts)
         self._source = source
 
-    def take(self, count: int | None = None) -> list[Prompt]:
+    @property
+    def prompts_per_iteration(self) -> int:
+        return self._source.prompts_per_iteration
+
+    def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
         prompts, self._prompts = self._prompts, None
-        return self._source.take(count) if prompts is None else prompts
+        return self._source.take(count, fits) if prompts is None else prompts
 
 
 @dataclass(kw_only=True)

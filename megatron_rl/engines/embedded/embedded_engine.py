@@ -125,7 +125,7 @@ class EmbeddedEngine:
         """
         self.load(hf_model.read_tensors(self._directory), version=0)
 
-    def session(self) -> BatchedSession:
+    def session(self, priority: int = 0) -> BatchedSession:
         """Returns a new session. Its `ask` raises the errors of `check_ask`, and its `answers` raises those of
         `generate_rows`.
         """

@@ -46,12 +46,14 @@ class Request(Generic[T]):
     `what`: description of the request, for error messages.
     `sequences`: number of sequences that a server works on concurrently for this request.
     `prefer`: the server that has the request's prefix in its cache.
+    `priority`: requests with a lower number are served first.
     """
 
     ask: Callable[[Member, int], Awaitable[T]]
     what: str
     sequences: int
     prefer: Member | None = None
+    priority: int = 0
 
 
 class Outstanding:
@@ -143,7 +145,8 @@ class Dispatcher:
         lost = 0  # number of servers that were lost while they worked on this request
         failed: set[Member] = set()
         while True:
-            place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
+            over, priority = lambda: work.over, request.priority
+            place = Waiter(request.sequences, failed, request.prefer, over=over, priority=priority)
             member, version = await self._queue.wait(place)
             try:
                 return await request.ask(member, version), member

@@ -41,9 +41,9 @@ class _Asked:
 class PoolSession(SessionBase):
     """Implements engines.protocol.Session with a pool of servers. `dispatcher`: sends the requests to the servers."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, priority: int = 0) -> None:
         super().__init__()
-        self._dispatcher = dispatcher
+        self._dispatcher, self._priority = dispatcher, priority
         self._asked: dict[int, _Asked] = {}  # unanswered requests, by key
         # by key of a request: the server that answered it, which has the request's prefix in its cache
         self._homes: dict[int, Member] = {}
@@ -75,7 +75,7 @@ class PoolSession(SessionBase):
             while True:
                 with self._change:
                     work, pending = self._work, bool(self._asked)
-                    if not pending and not self._askers:
+                    if self._closed or (not pending and not self._askers):
                         ended = True
                         return
                 finished = self._dispatcher.wait(work, waiting if pending else None)
@@ -152,11 +152,14 @@ class PoolSession(SessionBase):
 
         async def ask(member: Member, version: int) -> list[Completion]:
             timeout_s, sleep_count = members.limits.request_timeout_s, members.sleep_count
-            answers = await member.server.generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
+            answers = await member.server.generate(
+                prompt, sampling, seed=seed, timeout_s=timeout_s, priority=self._priority
+            )
             return [self._checked(member, version, answer, sleep_count) for answer in answers]
 
         what = f"a prompt of {len(prompt)} tokens"
-        answers, member = await self._dispatcher.send(asked.work, Request(ask, what, sampling.n, asked.prefer))
+        request = Request(ask, what, sampling.n, asked.prefer, self._priority)
+        answers, member = await self._dispatcher.send(asked.work, request)
         with self._change:
             self._homes[asked.key] = member
         return answers

@@ -1,10 +1,10 @@
-"""The queue of requests that wait for capacity at a server, the longest-waiting first."""
+"""The queue of requests that wait for capacity at a server: by priority, and the longest-waiting first."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,14 +29,20 @@ class Waiter:
     `failed`: servers that failed the request, which are used only if there is no other server.
     `prefer`: the server that has the request's prefix in its cache.
     `over`: returns whether the caller has stopped waiting.
+    `priority`: requests with a lower number are served first.
     """
 
     sequences: int
     failed: set[Member]
     prefer: Member | None
     over: Callable[[], bool]
+    priority: int = 0
     place: asyncio.Future[Place] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     number: int = 0  # position of the request in the order of arrival
+
+    def __lt__(self, other: Waiter) -> bool:
+        """Returns whether this request is served before `other`."""
+        return (self.priority, self.number) < (other.priority, other.number)
 
 
 class RequestQueue:
@@ -49,8 +55,8 @@ class RequestQueue:
         self._members, self._shared = members, shared
         self._came = 0
         self._again: list[Waiter] = []  # requests that a server has failed
-        # requests that no server has failed yet, by their number of sequences
-        self._first: dict[int, deque[Waiter]] = {}
+        # requests that no server has failed yet, by their number of sequences: heaps
+        self._first: dict[int, list[Waiter]] = {}
 
     async def wait(self, waiter: Waiter) -> Place:
         """Waits until a server has free capacity for the request, and reserves this capacity. Raises EngineError if no
@@ -62,7 +68,7 @@ class RequestQueue:
         if waiter.failed:
             self._again.append(waiter)
         else:
-            self._first.setdefault(waiter.sequences, deque()).append(waiter)
+            heapq.heappush(self._first.setdefault(waiter.sequences, []), waiter)
         self.admit()
         try:
             return await waiter.place
@@ -91,8 +97,10 @@ class RequestQueue:
             except EngineError as error:
                 waiter.place.set_exception(error)
         self._again = [each for each in self._again if not each.place.done()]
-        left = {n: deque(each for each in line if not each.place.done()) for n, line in self._first.items()}
+        left = {n: [each for each in line if not each.place.done()] for n, line in self._first.items()}
         self._first = {n: line for n, line in left.items() if line}
+        for line in self._first.values():
+            heapq.heapify(line)
         self.admit()
 
     def admit(self) -> None:
@@ -104,12 +112,15 @@ class RequestQueue:
                     self._again.remove(waiter)
             open_lines = {n: line for n, line in self._first.items() if line}
             while open_lines:
-                n, line = min(open_lines.items(), key=lambda item: item[1][0].number)
-                # The later requests in this line need the same capacity, so they cannot be assigned either.
+                n, line = min(open_lines.items(), key=lambda item: item[1][0])
                 if not self._join_member(line[0], serving):
-                    del open_lines[n]
+                    # The later requests in this line need the same capacity, so they cannot be assigned either.
+                    # Requests of a higher priority number wait, so that they do not use the capacity that is freed.
+                    open_lines = {
+                        k: own for k, own in open_lines.items() if k != n and own[0].priority <= line[0].priority
+                    }
                     continue
-                line.popleft()
+                heapq.heappop(line)
                 if not line:
                     del open_lines[n], self._first[n]
 

@@ -49,9 +49,9 @@ class ServerEngine:
         """Number of times that a request failed at a server and was sent again."""
         return self._dispatcher.failures
 
-    def session(self) -> PoolSession:
+    def session(self, priority: int = 0) -> PoolSession:
         """Returns a new session. For the exceptions see PoolSession.answers."""
-        return PoolSession(self._dispatcher)
+        return PoolSession(self._dispatcher, priority)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Implements `engines.protocol.Engine.score`. The sequences are distributed over the servers. Raises the same

@@ -62,7 +62,7 @@ class SglangServer(Server):
         self._change, self._under_way = threading.Condition(), 0
 
     async def generate(
-        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
     ) -> list[Completion]:
         """Implements `Server.generate`. Also raises ValueError for truncation settings for which SGLang does not return
         log-probs. SGLang keeps a few tokens of the context free.
@@ -74,6 +74,8 @@ class SglangServer(Server):
             return [empty(sampling)] * sampling.n
         n = 1 if sampling.greedy else sampling.n
         body = self._request(prompt.tolist(), sampling, n, seed, facts)
+        if priority:  # the default; SGLang can be configured to refuse priorities
+            body["priority"] = priority
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
         found = await self._ask(body, n, timeout_s, longest)

@@ -26,6 +26,11 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     ]  # fmt: skip
     words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--ep-size", str(settings.tp)] if settings.expert_parallel else []
+    if start.by_priority:
+        # Requests that state no priority, such as scoring requests, are served first. Running requests are not
+        # interrupted for them, because their tokens would be computed again.
+        words += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
+        words += ["--default-priority-value", "0", "--disable-priority-preemption"]
     if settings.colocate:
         if not start.on_gpu:
             raise ConfigError(

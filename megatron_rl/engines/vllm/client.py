@@ -41,7 +41,7 @@ class VllmServer(Server):
         self._agreed: dict[Strategy, frozenset[int]] = {}
 
     async def generate(
-        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
     ) -> list[Completion]:
         """Implements `Server.generate`. A request for many samples is divided into several requests to the server."""
         sampling_seeds.check(sampling)
@@ -53,11 +53,13 @@ class VllmServer(Server):
         # vLLM samples only one completion if a greedy request has n > 1
         at_once = 1 if sampling.greedy else self._at_once
         if sampling.greedy and sampling.tandem is None:
-            return await self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
+            parameters = self._parameters(sampling, 1, seed, room) | {"priority": priority}
+            return await self._draw(prompt, sampling, parameters, timeout_s) * sampling.n
         out: list[Completion] = []
         while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
             n = min(sampling.n - len(out), at_once)
-            out += await self._draw(prompt, sampling, n, seed + len(out), room, timeout_s)
+            parameters = self._parameters(sampling, n, seed + len(out), room) | {"priority": priority}
+            out += await self._draw(prompt, sampling, parameters, timeout_s)
         return out
 
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
@@ -125,12 +127,12 @@ class VllmServer(Server):
         return {}
 
     async def _draw(
-        self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
+        self, prompt: np.ndarray, sampling: Sampling, parameters: Mapping[str, Any], timeout_s: float
     ) -> list[Completion]:
-        parameters = self._parameters(sampling, n, seed, room) | self._adapter()
-        room = parameters["max_tokens"]
+        """Sends one request. `parameters`: result of `_parameters`, and the priority of the request."""
+        n, room, seed = parameters["n"], parameters["max_tokens"], parameters["seed"]
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
-        answer = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
+        answer = await self._exchange(GENERATE, parameters | self._adapter(), prompt, timeout_s, longest)
         with self._understood():
             parts = frames.unpack_parts(answer)
             self._check_count(parts, n)

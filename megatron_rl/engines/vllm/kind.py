@@ -38,6 +38,7 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--enable-expert-parallel"] if settings.expert_parallel else []
     words += ["--enable-sleep-mode"] if settings.colocate else []
+    words += ["--scheduling-policy", "priority"] if start.by_priority else []
     environment = {
         TOKEN_FILE: str(start.token_file),
         "VLLM_SERVER_DEV_MODE": "1",

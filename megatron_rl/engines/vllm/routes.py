@@ -31,8 +31,9 @@ class Routes:
     """An ASGI application that wraps another application. It handles requests to PATH and SCORE_PATH, and forwards all
     other requests. The bodies of requests and answers are frames (frames.py).
 
-    A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `lora`: the name,
-    id, directory and version of a LoRA adapter. Each sample is a part of the answer, with `finish_reason`,
+    A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `priority` (requests
+    with a lower number first, if the server has `--scheduling-policy priority`) and `lora`: the name, id, directory and
+    version of a LoRA adapter. Each sample is a part of the answer, with `finish_reason`,
     `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32, `logprobs`
     float32 if requested, and `experts` int16 [rows, layers, k] if the server returns them.
 
@@ -72,8 +73,8 @@ class Routes:
 
     async def _generate(self, engine: Any, body: bytes) -> bytes:
         parameters, tokens = _unpacked(body)
-        adapter = parameters.pop("lora", None)
-        result = await self._ask(engine, tokens.tolist(), parameters, adapter)
+        adapter, priority = parameters.pop("lora", None), parameters.pop("priority", 0)
+        result = await self._ask(engine, tokens.tolist(), parameters, adapter, priority)
         parts = [_told(output) for output in sorted(result.outputs, key=lambda output: output.index)]
         if adapter is not None:  # vLLM reports the version of the base model, which does not change
             for about, _ in parts:
@@ -118,7 +119,9 @@ class Routes:
         logprobs[-1, 0] = drawn.logprobs[drawn.token_ids.index(last)]
         return logprobs, ids[:, 1:]
 
-    async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any], adapter: list[Any] | None) -> Any:
+    async def _ask(
+        self, engine: Any, prompt: list[int], parameters: dict[str, Any], adapter: list[Any] | None, priority: int = 0
+    ) -> Any:
         """Runs a request in vLLM's engine and returns the RequestOutput. Raises _Refused for a request that vLLM
         refuses, RuntimeError for a request that ended with an error, and other exceptions of the engine.
         """
@@ -136,9 +139,9 @@ class Routes:
         except (TypeError, ValueError, VLLMClientError) as error:
             raise _Refused(f"{type(error).__name__}: {error}") from error
         try:
-            (result,) = [
-                one async for one in engine.generate(inputs, params, f"rollout-{next(self._numbers)}", lora_request=own)
-            ]
+            name = f"rollout-{next(self._numbers)}"
+            answers = engine.generate(inputs, params, name, lora_request=own, priority=priority)
+            (result,) = [one async for one in answers]
         except VLLMClientError as error:
             raise _Refused(f"{type(error).__name__}: {error}") from error
         if any(output.finish_reason == "error" for output in result.outputs):

@@ -1,0 +1,66 @@
+"""The engines as one iteration that is generated ahead of training uses them: with the iteration's priority, and with
+sessions that another thread can close.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.engines.protocol import Engine, EngineError, Session, Tokens, TopScores
+
+
+@dataclass(frozen=True)
+class OpenSessions:
+    """The sessions of all iterations that are being generated. Thread-safe."""
+
+    _sessions: weakref.WeakSet[Session] = field(default_factory=weakref.WeakSet)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def add(self, session: Session) -> Session:
+        """Adds a session and returns it. Raises EngineError after `close`."""
+        with self._lock:
+            if self._closed.is_set():
+                raise EngineError("the run ends: no further rollouts are generated")
+            self._sessions.add(session)
+        return session
+
+    def close(self) -> None:
+        """Cancels the requests of all sessions, and refuses further sessions."""
+        with self._lock:
+            self._closed.set()
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
+
+
+@dataclass(frozen=True)
+class IterationEngine:
+    """An engine for one iteration; implements engines.protocol.Engine. Its sessions have the iteration's `priority` and
+    are added to `sessions`. Scoring requests have the default priority, which is the highest: they are short.
+    """
+
+    engine: Engine
+    priority: int
+    sessions: OpenSessions
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def session(self, priority: int = 0) -> Session:
+        return self.sessions.add(self.engine.session(priority or self.priority))
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        return self.engine.score(sequences)
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        return self.engine.score_top(sequences, k)
+
+    def tend(self) -> None:
+        self.engine.tend()
