@@ -1,4 +1,4 @@
-"""Co-training of a generator and a generative verifier by reinforcement learning on Megatron-core.
+"""Training of several language models together by reinforcement learning on Megatron-core.
 
 Usage from Python: `from megatron_rl import Trainer`. The names in `__all__` are imported on first access, so that
 importing the package is fast.

@@ -5,14 +5,32 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start ranks or are executed by ranks
+INTERRUPTED = 130  # exit status after SIGINT
 
 
 def program() -> int:
-    """Runs the command that the process arguments specify. Returns the exit status."""
+    """Runs the command that the process arguments specify. Returns the exit status. Ctrl-C, and a closed pipe such as
+    that of `megatron-rl settings | head`, end the program without a traceback.
+    """
+    try:
+        status = _program()
+        sys.stdout.flush()  # a closed pipe raises an error here, not while the interpreter exits
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the handlers that run at exit
+        return status
+    except KeyboardInterrupt:
+        print("megatron-rl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout when it exits
+        return 1
+
+
+def _program() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # printing a character outside the locale's encoding must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")

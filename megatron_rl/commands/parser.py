@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import __version__
 from megatron_rl.commands import arguments
 from megatron_rl.config.base import field_comments
 
-DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
+DESCRIPTION = """Train several language models together by reinforcement learning on Megatron-core.
 
 Settings come from YAML files, left to right, then from a.b=c arguments:
   megatron-rl train examples/miniatures/last_letter/tango.yaml run.seed=1
 Ranks are those of torchrun or srun; else launch.nproc ranks are started here.
-To begin: megatron-rl init grpo my.yaml. From Python: from megatron_rl import Trainer."""
+To begin: megatron-rl init grpo my.yaml --tiny tiny. From Python: from megatron_rl import Trainer."""
 OF_SETTINGS = """
 
 Settings come from YAML files, left to right, then from a.b=c words:
@@ -63,6 +64,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in [command] if command is not None and command in COMMANDS else COMMANDS:
         if name != "convert":

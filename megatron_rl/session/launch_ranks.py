@@ -136,7 +136,10 @@ def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: i
     end_with_parent(signal.SIGTERM, launcher)
     give_caches_back()
     os.environ.update(variables)
-    sys.exit(rank())
+    try:
+        sys.exit(rank())
+    except KeyboardInterrupt:  # Ctrl-C before the rank handles the signal itself: no traceback
+        sys.exit(128 + signal.SIGINT)
 
 
 def _wait(children: Sequence[BaseProcess]) -> int:

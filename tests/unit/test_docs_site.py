@@ -88,7 +88,7 @@ def test_the_tables_of_settings_hold_every_setting(command):
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 @pytest.fixture(scope="module")
