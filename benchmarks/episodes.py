@@ -39,7 +39,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, Engine, SampleLog, Sampling, Tokens, TopScores
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.environments.environment import Environment, EpisodeSettings
 from megatron_rl.environments.episode_types import EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Said
@@ -70,7 +70,7 @@ class StandIn:
     def __init__(self, answer: Sequence[int], seconds: float = 0.0, at_once: int = AT_ONCE) -> None:
         self.answer, self.seconds, self.at_once = np.array(answer, np.int32), seconds, at_once
 
-    def session(self, priority: int = 0) -> StandInSession:
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> StandInSession:
         return StandInSession(self)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:

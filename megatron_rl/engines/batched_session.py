@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, Sampling, Tokens
-from megatron_rl.engines.session_base import SessionBase
+from megatron_rl.engines.protocol import Completion, SampleLog, Sampling, Tokens
+from megatron_rl.engines.session_base import Asked, SessionBase
 
 # Seconds to wait for further requests. If no request arrives in this time, all pending requests are sampled.
 SETTLE_S = 0.01
@@ -34,17 +34,18 @@ Check = Callable[[np.ndarray, Sampling, int], None]
 
 class BatchedSession(SessionBase):
     """Implements engines.protocol.Session in rounds. Each round samples the completions of all pending requests in one
-    call of `run`.
+    call of `run`, and adds them to the log together: a log has all samples of a round or none of them. So a round that
+    is repeated after a kill has the same rows as before, which matters to the last bits of the log-probs.
 
     Rounds run in the thread that iterates over `answers`.
     `check`: raises an error if the engine cannot answer a request.
     `full`: counts the prompts that fill the engine's context.
     """
 
-    def __init__(self, run: Run, check: Check, full: FullPrompts) -> None:
-        super().__init__()
+    def __init__(self, run: Run, check: Check, full: FullPrompts, log: SampleLog | None = None) -> None:
+        super().__init__(log)
         self._run, self._check, self._full = run, check, full
-        self._pending: list[tuple[int, np.ndarray, Sampling]] = []
+        self._pending: list[Asked] = []
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
         """Adds a request to the next round, which samples all pending requests together. The argument `after` has no
@@ -57,7 +58,7 @@ class BatchedSession(SessionBase):
         self._check(prompt, sampling, key)
         with self._change:
             self._use_key(key)
-            self._pending.append((key, prompt, sampling))
+            self._pending.append(Asked(key, prompt, sampling, *self._log.known(key, prompt, sampling)))
             self._wake()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
@@ -69,14 +70,17 @@ class BatchedSession(SessionBase):
         ended = False
         try:
             while asks := self._next_round():
-                rows = [Row(tokens, key, j, sampling) for key, tokens, sampling in asks for j in range(sampling.n)]
-                drawn = iter(self._run(rows))
-                for key, prompt, sampling in asks:
-                    completions = [next(drawn) for _ in range(sampling.n)]
-                    self._full.look(len(prompt), completions)
+                wanted = [(asked, j) for asked in asks for j in asked.missing]
+                rows = [Row(asked.tokens, asked.key, j, asked.sampling) for asked, j in wanted]
+                drawn = self._run(rows) if rows else []
+                self._log.add([(asked.address, j, one) for (asked, j), one in zip(wanted, drawn, strict=True)])
+                for (asked, j), completion in zip(wanted, drawn, strict=True):
+                    asked.found[j] = completion
+                for asked in asks:
+                    self._full.look(len(asked.tokens), asked.completions)
                     if self._closed:
                         return
-                    yield key, completions
+                    yield asked.key, asked.completions
             ended = True
         finally:
             if not ended:
@@ -88,7 +92,7 @@ class BatchedSession(SessionBase):
             self._closed = True
         self._call_off()
 
-    def _next_round(self) -> list[tuple[int, np.ndarray, Sampling]]:
+    def _next_round(self) -> list[Asked]:
         """Waits for requests and returns all pending requests, which are then sampled together. Returns an empty list
         if there is no request and no thread is inside `asking`. While a thread is inside `asking`, waits until no more
         requests arrive, because sampling many requests together costs little more than sampling one request.

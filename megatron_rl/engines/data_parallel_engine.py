@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, SampleLog, Tokens, TopScores
 from megatron_rl.world import World
 
 
@@ -46,9 +46,9 @@ class DataParallelEngine:
         """
         self._engine.load(weights, version=version)
 
-    def session(self, priority: int = 0) -> BatchedSession:
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
         """Returns a new session, whose requests are divided among all ranks."""
-        return BatchedSession(self.generate_rows, self._engine.check_ask, self._full)
+        return BatchedSession(self.generate_rows, self._engine.check_ask, self._full, log)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
         """Samples one completion per row. The rows are divided among all ranks. Returns [R] completions in the order of

@@ -16,6 +16,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineError",
+    "SampleLog",
     "Sampling",
     "Session",
     "TandemSampling",
@@ -29,6 +30,24 @@ Tokens = Sequence[int] | np.ndarray  # [T] token ids
 
 class EngineError(RuntimeError):
     """Raised when an engine cannot continue. The message says which engine failed, why, and what to do."""
+
+
+class SampleLog(Protocol):
+    """A durable log of finished samples. A session takes the samples of a request that the log has from the log, asks
+    the engine for the others only, and adds every sample as soon as it is finished. Thread-safe.
+    """
+
+    def known(self, key: int, tokens: np.ndarray, sampling: Sampling) -> tuple[bytes, dict[int, Completion]]:
+        """Returns the address of a request in the log, and the request's finished samples by sample index. Called once
+        per request.
+        """
+        ...
+
+    def add(self, samples: Sequence[tuple[bytes, int, Completion]]) -> None:
+        """Adds finished samples: (address of the request, sample index, completion). If the process is killed
+        meanwhile, the log has either all of the samples or none of them.
+        """
+        ...
 
 
 class Session(Protocol):
@@ -77,8 +96,11 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
 
-    def session(self, priority: int = 0) -> Session:
-        """Returns a new session. An engine with a queue serves requests of a session with a lower `priority` first."""
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> Session:
+        """Returns a new session. An engine with a queue serves requests of a session with a lower `priority` first.
+
+        `log`: a log of finished samples, which the session reads and extends.
+        """
         ...
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:

@@ -1,18 +1,54 @@
-"""The part that the sessions of all engines share: the keys of requests, and the threads that may send more."""
+"""The part that the sessions of all engines share: the requests and their keys, the log of finished samples, and the
+threads that may send more requests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from megatron_rl.engines.protocol import EngineError
+import numpy as np
+
+from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Sampling
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of a session that has not been answered completely."""
+
+    key: int
+    tokens: np.ndarray  # prompt, [T] int32
+    sampling: Sampling
+    address: bytes  # address of the request in the session's log
+    found: dict[int, Completion]  # finished completions by sample index
+
+    @property
+    def missing(self) -> list[int]:
+        """The sample indices without a finished completion."""
+        return [j for j in range(self.sampling.n) if j not in self.found]
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The n completions in the order of their sample indices. All must be finished."""
+        return [self.found[j] for j in range(self.sampling.n)]
+
+
+class NoLog:
+    """A log of samples that is always empty. Implements engines.protocol.SampleLog."""
+
+    def known(self, key: int, tokens: np.ndarray, sampling: Sampling) -> tuple[bytes, dict[int, Completion]]:
+        return b"", {}
+
+    def add(self, samples: Sequence[tuple[bytes, int, Completion]]) -> None: ...
 
 
 class SessionBase:
-    """The base of engine sessions. Thread-safe."""
+    """The base of engine sessions. Thread-safe. `log`: the log of finished samples, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: SampleLog | None) -> None:
+        self._log = NoLog() if log is None else log
         self._change = threading.Condition()  # guards the fields of the session
         self._keys: set[int] = set()  # keys of all requests so far
         self._askers = 0  # number of open `asking` blocks

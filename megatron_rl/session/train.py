@@ -235,6 +235,7 @@ def _collector(
             context=context,
             prompts_per_iteration=spec.run.prompts_per_iteration,
             max_staleness=ahead,
+            ahead=store.ahead,
         )
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
     return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
@@ -259,6 +260,8 @@ def _store(parts: _Parts, *, fresh: bool) -> IterationStore:
             f"{left.kept} iterations come from the store, where the run collected them before it stopped; --fresh "
             "collects them again"
         )
+    if left.begun:
+        driver.say(f"{left.begun} iterations go on from the samples that were finished when the run stopped")
     if left.dropped:
         driver.say(
             f"{left.dropped} iterations that the run collected before it stopped are collected again: "

@@ -27,6 +27,7 @@ from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
 from megatron_rl.training.iteration_engines import IterationEngine, OpenSessions
 from megatron_rl.training.store import IterationStore, State
+from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import Prompt, Rollout
 
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
@@ -114,6 +115,7 @@ class RolloutMaker(IterationMaker):
     prompts_per_iteration: int
     max_staleness: int = 0
     sessions: OpenSessions = field(default_factory=OpenSessions)  # of the iterations that are being generated
+    ahead: WriteAhead | None = None  # files of finished samples and gradings; None: nothing is written ahead
 
     def __post_init__(self) -> None:
         if self.max_staleness:  # the credit stage changes the original while iterations make their copies
@@ -128,14 +130,20 @@ class RolloutMaker(IterationMaker):
         """
         recipe, context, reader = self.recipe, self.context, self.readers[iteration.role]
         context = replace(context, metrics={}, handed_over={})
+        log = None if self.ahead is None else self.ahead.open(iteration.number)
+        if log is not None:
+            context = replace(context, grade=log.grader(context.grade))
+        own = {
+            role: IterationEngine(
+                engine, iteration.number + 1 if self.max_staleness else 0, self.sessions, log and log.samples(role)
+            )
+            for role, engine in context.engines.items()
+        }
+        context = replace(context, engines=own)
         source = ReaderSource(reader, self.prompts_per_iteration)
         if self.max_staleness:
             recipe = copy.deepcopy(recipe)
-            own = {
-                role: IterationEngine(engine, iteration.number + 1, self.sessions)
-                for role, engine in context.engines.items()
-            }
-            context = replace(context, engines=own, watch=Stopwatch(context.watch.beat))
+            context = replace(context, watch=Stopwatch(context.watch.beat))
             source = ReaderSource(
                 reader, self.prompts_per_iteration, turn=turn, name=f"iteration {iteration.number}"
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The engines as one iteration that is generated ahead of training uses them: with the iteration's priority, and with
+"""The engines as one iteration uses them: with the iteration's priority, with a log of finished samples, and with
 sessions that another thread can close.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_rl.engines.protocol import Engine, EngineError, Session, Tokens, TopScores
+from megatron_rl.engines.protocol import Engine, EngineError, SampleLog, Session, Tokens, TopScores
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,21 @@ class OpenSessions:
 @dataclass(frozen=True)
 class IterationEngine:
     """An engine for one iteration; implements engines.protocol.Engine. Its sessions have the iteration's `priority` and
-    are added to `sessions`. Scoring requests have the default priority, which is the highest: they are short.
+    `log`, and are added to `sessions`. Scoring requests have the default priority, which is the highest: they are
+    short.
     """
 
     engine: Engine
     priority: int
     sessions: OpenSessions
+    log: SampleLog | None = None
 
     @property
     def version(self) -> int:
         return self.engine.version
 
-    def session(self, priority: int = 0) -> Session:
-        return self.sessions.add(self.engine.session(priority or self.priority))
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> Session:
+        return self.sessions.add(self.engine.session(priority or self.priority, log or self.log))
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         return self.engine.score(sequences)

@@ -33,6 +33,7 @@ from megatron_rl.training.rollout_parquet import (
     pieces_of,
     to_table,
 )
+from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import STEP, Rollout
 
 FORMAT = 6  # version of the file format; files of other versions are rejected
@@ -78,11 +79,13 @@ class _FileHead:
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Numbers of iterations that a stopped run had generated ahead of its last checkpoint. `kept`: number of files that
-    the resumed run uses. `dropped`: number of files that were removed.
+    the resumed run uses. `dropped`: number of files that were removed. `begun`: number of iterations that were not
+    complete, and whose finished samples the resumed run uses.
     """
 
     kept: int
     dropped: int
+    begun: int = 0
 
 
 class IterationStore:
@@ -91,7 +94,7 @@ class IterationStore:
     A file is kept until a checkpoint that is completely written covers its iteration, so a run that is killed and
     resumed does not generate an iteration twice. Then the file is removed, unless the iteration's number is a multiple
     of `keep_every` (0: all files are removed). The texts of permanently kept iterations are decoded with `decode`, for
-    the report.
+    the report. `ahead` has the write-ahead files of iterations that are not complete yet.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class IterationStore:
         """
         self.directory = Path(directory)
         self._fingerprint, self._every, self._decode = fingerprint, keep_every, decode
+        self.ahead = WriteAhead(self.directory, fingerprint)
         self._dropped = 0  # number of the iteration before which `drop` has already removed all files
 
     def path(self, number: int) -> Path:
@@ -112,8 +116,8 @@ class IterationStore:
         return self._every > 0 and number % self._every == 0
 
     def put(self, iteration: Iteration, collected: Collected, state: State) -> Path:
-        """Writes the file of an iteration atomically. `state`: state of the recipe and the prompt readers after the
-        iteration.
+        """Writes the file of an iteration atomically, and removes the iteration's write-ahead file. `state`: state of
+        the recipe and the prompt readers after the iteration.
 
         Raises TypeError if a payload, metric or the state is not JSON, and DiskError if the file cannot be written.
         """
@@ -135,6 +139,7 @@ class IterationStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             _write(path, json.dumps(head), tables)
+            self.ahead.drop(iteration.number)
         except OSError as error:
             raise DiskError(f"{path} cannot be written ({_one_line(error)}): {RESUME}") from error
         return path
@@ -207,7 +212,7 @@ class IterationStore:
         files of iterations from `number` on that are damaged or were written under other settings.
 
         With `fresh`, removes the files of all iterations from `number` on. Returns the numbers of files from `number`
-        on that were kept and removed.
+        on that were kept and removed. Also removes write-ahead files that are not needed.
         """
         kept = dropped = 0
         for path in self.directory.glob(".iteration_*.tmp"):
@@ -221,7 +226,8 @@ class IterationStore:
                 dropped += 1
             else:
                 kept += 1
-        return Waiting(kept, dropped)
+        begun = self.ahead.clean(lambda own: not fresh and own >= number and not self.path(own).exists())
+        return Waiting(kept, dropped, begun)
 
 
 def open_replay(place: Path, *, own: Path) -> IterationStore:

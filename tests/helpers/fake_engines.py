@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, Sampling, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, SampleLog, Sampling, Tokens, TopScores
 from megatron_rl.types import Stop
 
 Answer = Callable[[list[int], int, int, Sampling], list[int]]  # prompt, key, sample, sampling -> tokens
@@ -32,8 +32,8 @@ class TableEngine:
         self._table = dict(weights)["table"].log_softmax(-1)
         self._rows, self.version = self._table.tolist(), version
 
-    def session(self, priority: int = 0) -> BatchedSession:
-        return BatchedSession(self.generate_rows, self.check_ask, FullPrompts("a fake"))
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
+        return BatchedSession(self.generate_rows, self.check_ask, FullPrompts("a fake"), log)
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
         if len(tokens) < 2:
@@ -100,8 +100,8 @@ class ScriptedEngine:
         dict(weights)
         self.version = version
 
-    def session(self, priority: int = 0) -> BatchedSession:
-        return BatchedSession(self.generate_rows, self.check_ask, FullPrompts("a fake"))
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
+        return BatchedSession(self.generate_rows, self.check_ask, FullPrompts("a fake"), log)
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
         self.asked.append((tokens.tolist(), sampling))

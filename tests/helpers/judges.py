@@ -9,7 +9,7 @@ from fake_engines import ScriptedEngine
 from stages import credited
 from toys import EOS, characters
 
-from megatron_rl.engines.protocol import Sampling
+from megatron_rl.engines.protocol import SampleLog, Sampling
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.types import Prompt
 
@@ -23,8 +23,8 @@ def ids(text):
 class Backwards(ScriptedEngine):
     """Gives the answers that came last first."""
 
-    def session(self, priority: int = 0) -> Any:
-        session = super().session()
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> Any:
+        session = super().session(log=log)
         answers = session.answers
 
         def backwards() -> Iterator[Any]:

@@ -22,7 +22,7 @@ from megatron_rl.engines.embedded.scheduler import ContinuousBatch
 from megatron_rl.engines.embedded.stop_conditions import Ends
 from megatron_rl.engines.embedded.tandem_writers import Writers, pens_of
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, EngineError, Sampling, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Sampling, Tokens, TopScores
 from megatron_rl.host_to_device import upload
 from megatron_rl.weights import hf_model
 
@@ -125,11 +125,11 @@ class EmbeddedEngine:
         """
         self.load(hf_model.read_tensors(self._directory), version=0)
 
-    def session(self, priority: int = 0) -> BatchedSession:
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
         """Returns a new session. Its `ask` raises the errors of `check_ask`, and its `answers` raises those of
         `generate_rows`.
         """
-        return BatchedSession(self.generate_rows, self.check_ask, self._full)
+        return BatchedSession(self.generate_rows, self.check_ask, self._full, log)
 
     def tend(self) -> None:
         """No-op: there are no servers."""

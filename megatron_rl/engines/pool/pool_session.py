@@ -5,7 +5,8 @@ answered in the order in which they finish.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,23 +15,19 @@ from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.pool.continuation import dated, joined, nothing_of, seed_after
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import Member, Waiting
-from megatron_rl.engines.protocol import Completion, Sampling, Tokens
-from megatron_rl.engines.session_base import SessionBase
+from megatron_rl.engines.protocol import Completion, SampleLog, Sampling, Tokens
+from megatron_rl.engines.session_base import Asked, SessionBase
 from megatron_rl.types import Stop
 
 Finished = tuple[int, dict[int, Completion]]  # key of a request, and its newly finished completions by sample index
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Asked(Asked):
     """One request that has not been answered completely. `work` holds the tasks of all requests of the session."""
 
-    key: int
-    tokens: np.ndarray  # [T] int32
-    sampling: Sampling
     work: Outstanding
     prefer: Member | None
-    found: dict[int, Completion] = field(default_factory=dict)  # completions by sample index
 
     @property
     def seed(self) -> int:
@@ -39,10 +36,14 @@ class _Asked:
 
 
 class PoolSession(SessionBase):
-    """Implements engines.protocol.Session with a pool of servers. `dispatcher`: sends the requests to the servers."""
+    """Implements engines.protocol.Session with a pool of servers. `dispatcher`: sends the requests to the servers.
 
-    def __init__(self, dispatcher: Dispatcher, priority: int = 0) -> None:
-        super().__init__()
+    Samples are added to the log when a server has sent them, in the thread of the dispatcher: a finished sample does
+    not have to wait until the caller reads `answers`.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, priority: int = 0, log: SampleLog | None = None) -> None:
+        super().__init__(log)
         self._dispatcher, self._priority = dispatcher, priority
         self._asked: dict[int, _Asked] = {}  # unanswered requests, by key
         # by key of a request: the server that answered it, which has the request's prefix in its cache
@@ -58,9 +59,18 @@ class PoolSession(SessionBase):
         with self._change:
             self._use_key(key)
             prefer = None if after is None else self._homes.get(after)
-            asked = _Asked(key, prompt, sampling, self._work, prefer)
+            address, known = self._log.known(key, prompt, sampling)
+            whole = not known
+            asked = _Asked(key, prompt, sampling, address, known, self._work, prefer)
             self._asked[key] = asked
-        self._dispatcher.submit(asked.work, self._write, asked)
+            missing = asked.missing
+        # The n samples of a request are one request to a server, unless some of them are known.
+        for samples in [range(sampling.n)] if whole else [range(j, j + 1) for j in missing]:
+            self._dispatcher.submit(asked.work, self._write, asked, samples)
+        if not missing:
+            done: Future[Finished] = Future()
+            done.set_result((key, {}))
+            asked.work.add(done)
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """Implements `engines.protocol.Session.answers`.
@@ -105,9 +115,8 @@ class PoolSession(SessionBase):
             if len(asked.found) < asked.sampling.n:
                 return None
             del self._asked[key]
-        whole = [asked.found[j] for j in range(asked.sampling.n)]
-        self._dispatcher.full.look(len(asked.tokens), whole)
-        return whole
+        self._dispatcher.full.look(len(asked.tokens), asked.completions)
+        return asked.completions
 
     def _call_off(self) -> None:
         """Cancels all requests. Completions that still arrive are discarded."""
@@ -117,17 +126,19 @@ class PoolSession(SessionBase):
         over.over = True
         self._dispatcher.look()
 
-    async def _write(self, asked: _Asked) -> Finished:
-        """Sends one request to a server and returns its finished completions. A completion that a weight sync (refit)
-        interrupted is continued in a separate task.
+    async def _write(self, asked: _Asked, samples: range) -> Finished:
+        """Sends one request for consecutive samples to a server and returns the finished completions. A completion that
+        a weight sync (refit) interrupted is continued in a separate task.
         """
         finished = {}
-        for j, completion in enumerate(await self._send(asked, asked.tokens, asked.sampling, asked.seed)):
+        sampling = replace(asked.sampling, n=len(samples))
+        answers = await self._send(asked, asked.tokens, sampling, asked.seed + samples.start)
+        for j, completion in zip(samples, answers, strict=True):
             if completion.stop is Stop.ABORTED:
                 self._dispatcher.submit(asked.work, self._complete, asked, j, completion)
             else:
                 finished[j] = completion
-        return asked.key, finished
+        return self._logged(asked, finished)
 
     async def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
         """Continues an interrupted completion until it ends, even if weight syncs (refits) interrupt it several
@@ -145,7 +156,11 @@ class PoolSession(SessionBase):
             prompt = np.concatenate([asked.tokens, kept.tokens])
             [more] = await self._send(asked, prompt, sampling, seed_after(seed, written))
             begun = joined(kept, more)
-        return asked.key, {sample: begun}
+        return self._logged(asked, {sample: begun})
+
+    def _logged(self, asked: _Asked, finished: dict[int, Completion]) -> Finished:
+        self._log.add([(asked.address, j, completion) for j, completion in finished.items()])
+        return asked.key, finished
 
     async def _send(self, asked: _Asked, prompt: np.ndarray, sampling: Sampling, seed: int) -> list[Completion]:
         members = self._dispatcher.members

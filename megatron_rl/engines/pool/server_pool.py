@@ -18,7 +18,7 @@ from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members, Waiting
 from megatron_rl.engines.pool.pool_session import PoolSession
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
-from megatron_rl.engines.protocol import Tokens, TopScores
+from megatron_rl.engines.protocol import SampleLog, Tokens, TopScores
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
@@ -49,9 +49,9 @@ class ServerEngine:
         """Number of times that a request failed at a server and was sent again."""
         return self._dispatcher.failures
 
-    def session(self, priority: int = 0) -> PoolSession:
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> PoolSession:
         """Returns a new session. For the exceptions see PoolSession.answers."""
-        return PoolSession(self._dispatcher, priority)
+        return PoolSession(self._dispatcher, priority, log)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Implements `engines.protocol.Engine.score`. The sequences are distributed over the servers. Raises the same
