@@ -103,11 +103,11 @@ def _played(context, policies, fakes, events):
     for name, engine in context.engines.items():
         asked = engine.session
 
-        def session(asked=asked, name=name):
+        def session(priority=0, log=None, asked=asked, name=name):
             assert all(policy.away and policy.asleep for policy in policies.values()), "a policy beside engines"
             assert not any(fake.sleeping for fake in fakes.values()), "an engine was asked that sleeps"
             events.append(f"play {name}")
-            return asked()
+            return asked(priority, log)
 
         engine.session = session
 

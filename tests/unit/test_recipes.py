@@ -240,8 +240,8 @@ def test_samples_are_graded_and_judged_while_others_are_written(texts):
     judged = threading.Event()
 
     class Slow(ScriptedEngine):
-        def session(self, priority=0):
-            inner = super().session()
+        def session(self, priority=0, log=None):
+            inner = super().session(priority, log)
             answers = inner.answers
 
             def slowly():
