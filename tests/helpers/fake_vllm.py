@@ -74,6 +74,7 @@ class FakeVllm:
         self.loaded: list[bool] = [True]  # what its ranks answer when they are to load an adapter
         self.seen: list[str] = []  # paths, without /health
         self.prompts: list[tuple[int, ...]] = []  # that it was asked
+        self.priorities: list[int] = []  # of these requests
         self.scored: list[int] = []  # sequences of each request
         self.running = self.most_running = 0  # requests that generate
         self.sleeping: set[str] = set()  # what /sleep has given back: weights, kv_cache
@@ -199,6 +200,7 @@ class FakeVllm:
         prompt = arrays["tokens"].tolist()
         with self._change:
             self.prompts.append(tuple(prompt))
+            self.priorities.append(params["priority"])
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             texts, spans, end = self._write(prompt, params)

@@ -132,7 +132,7 @@ class VllmServer(Server):
         """Sends one request. `parameters`: result of `_parameters`, and the priority of the request."""
         n, room, seed = parameters["n"], parameters["max_tokens"], parameters["seed"]
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
-        answer = await self._exchange(GENERATE, parameters | self._adapter(), prompt, timeout_s, longest)
+        answer = await self._exchange(GENERATE, {**parameters, **self._adapter()}, prompt, timeout_s, longest)
         with self._understood():
             parts = frames.unpack_parts(answer)
             self._check_count(parts, n)

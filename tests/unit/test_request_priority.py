@@ -1,0 +1,112 @@
+"""Requests by priority: an evaluation before all iterations, the oldest iteration before later ones, in the queue of a
+pool and in its servers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_servers import RunEngines, engines_in
+from test_server_words import words
+
+from megatron_rl.engines.pool.membership import Limits, Members
+from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
+from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.protocol import Sampling
+from megatron_rl.engines.sglang.settings import Sglang
+from megatron_rl.engines.vllm.settings import Vllm
+
+
+class Queue:
+    """A queue before one server, and the names of requests in the order in which they were assigned."""
+
+    def __init__(self, at_once: int) -> None:
+        server: Any = SimpleNamespace(url="")
+        self.members = Members("generator", Limits(servers=1, at_once=at_once), servers=[server])
+        self.queue, self.served = RequestQueue(self.members, SharedGpus()), list[str]()
+
+    async def ask(
+        self, name: str, priority: int, sequences: int = 1, kind: type[Waiter] = Waiter
+    ) -> asyncio.Task[None]:
+        async def wait() -> None:
+            await self.queue.wait(kind(sequences, set(), None, lambda: False, priority))
+            self.served.append(name)
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        return task
+
+    async def leave(self, sequences: int = 1) -> None:
+        self.queue.leave(self.members.by_replica[0], sequences)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+def test_an_evaluation_is_served_first_and_then_the_oldest_iteration():
+    async def run() -> list[str]:
+        own = Queue(1)
+        tasks = [await own.ask("running", 5)]
+        for name, priority in (("3a", 3), ("1a", 1), ("3b", 3), ("evaluation", 0), ("2", 2), ("1b", 1)):
+            tasks.append(await own.ask(name, priority))
+        own.queue.look()
+        while len(own.served) < len(tasks):
+            await own.leave()
+        return own.served
+
+    assert asyncio.run(run()) == ["running", "evaluation", "1a", "1b", "2", "3a", "3b"]
+
+
+def test_small_requests_of_a_later_iteration_do_not_take_what_a_large_one_of_an_earlier_waits_for():
+    async def run() -> list[str]:
+        own = Queue(4)
+        for place in range(4):
+            await own.ask(f"running {place}", 1)
+        tasks = [await own.ask("large", 1, 4), *[await own.ask(f"later {i}", 2) for i in range(4)]]
+        tasks.append(await own.ask("of the same iteration", 1))
+        for _ in range(4):
+            await own.leave()
+        served = own.served[4:]
+        for task in tasks:
+            task.cancel()
+        return served
+
+    assert asyncio.run(run()) == ["of the same iteration"]
+
+
+def test_a_request_costs_the_logarithm_of_those_that_wait():
+    class Counted(Waiter):
+        compared = 0
+
+        def __lt__(self, other: Waiter) -> bool:
+            Counted.compared += 1
+            return super().__lt__(other)
+
+    async def run(count: int) -> None:
+        own = Queue(1)
+        tasks = [await own.ask(str(place), place % 5, kind=Counted) for place in range(count)]
+        for _ in range(count):
+            await own.leave()
+        assert all(task.done() for task in tasks)
+
+    asyncio.run(run(2000))
+    assert Counted.compared < 2 * 2000 * math.log2(2000)
+
+
+def test_the_requests_of_a_session_have_its_priority(tmp_path):
+    run_engines: RunEngines
+    with engines_in(tmp_path) as run_engines:
+        fake = run_engines.start(0)
+        pool = run_engines.serving(1)
+        for priority in (0, 7):
+            session = pool.session(priority)
+            session.ask(0, [1, 2, 3], Sampling(max_tokens=2))
+            assert len(dict(session.answers())) == 1
+        assert fake.priorities == [0, 7]
+
+
+@pytest.mark.parametrize(("kind", "word"), [(Vllm, "--scheduling-policy"), (Sglang, "--enable-priority-scheduling")])
+def test_servers_schedule_by_priority_where_several_iterations_are_generated_at_once(kind, word, tmp_path):
+    assert word in words(kind(), tmp_path, by_priority=True) and word not in words(kind(), tmp_path)
