@@ -32,7 +32,7 @@ def run(last_letter, tmp_path_factory):
     out = tmp_path_factory.mktemp("served")
     arguments = [
         *tango_settings(last_letter, out, "run"), "engine.kind=vllm", f"engine.python={PYTHON}", "engine.start=false",
-        "rollouts.max_staleness=1", "run.save_every=2", "evaluation.every=0",
+        "rollouts.max_staleness=2", "run.save_every=2", "evaluation.every=0",
     ]  # fmt: skip
     servers = [
         subprocess.Popen(
@@ -90,7 +90,7 @@ def rows(directory: Path) -> list[dict]:
 
 def test_rollouts_ahead_are_never_staler_than_allowed_and_some_are_stale(run):
     ages = [row["metrics"]["staleness"] for row in rows(run[0]) if row["scope"] in ROLES]
-    assert len(ages) == 7 and max(ages) == 1.0, (
+    assert len(ages) == 7 and 1.0 <= max(ages) <= 2.0, (
         "the verifier's warm-up, five of the generator, one of the verifier in between"
     )
 

@@ -20,7 +20,8 @@ from test_methods_sampling import RECIPES
 from test_recipes import mixed_verifier, says, solution
 from toys import graded
 
-from megatron_rl.config.schema import Use
+from megatron_rl.config.files import load
+from megatron_rl.config.schema import TrainConfig, Use
 from megatron_rl.engines.batched_session import BatchedSession
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import EngineError, Sampling
@@ -31,6 +32,7 @@ from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.tags import boxed
+from megatron_rl.spec.resolve import specify
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.store import IterationStore
@@ -441,3 +443,19 @@ def test_copies_of_a_recipe_share_the_environment_and_nothing_else(methods):
         assert other is not recipe and other.state_dict() == recipe.state_dict()
     agents = methods["agents"][0]()
     assert copy.deepcopy(agents)._maker is agents._maker
+
+
+class Locked(Grpo):
+    """A recipe that cannot be copied."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "lock", threading.Lock())
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_recipe_that_cannot_be_copied_is_refused_with_iterations_ahead(k):
+    words = [f"recipe.target={__name__}:Locked", f"rollouts.max_staleness={k}", "recipe.args.updates=3"]
+    roles = "roles={generator: {model: {path: m}}}"
+    _, problems = specify(load(TrainConfig, [], [roles, "data.path=d", "engine.kind=vllm", *words]), 1)
+    assert len(problems) == k and all("copy.deepcopy fails" in text for text in problems)
