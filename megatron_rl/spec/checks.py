@@ -5,6 +5,7 @@ Constraints within a single section of the config are checked by the section its
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -77,6 +78,14 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
     settings, ahead = spec.engine.settings, spec.loop.rollouts.max_staleness
     if not spec.roles:
         yield "roles is empty: name at least one role"
+    if ahead:
+        try:
+            copy.deepcopy(spec.recipe)
+        except TypeError as error:
+            yield (
+                f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on this recipe, and each iteration needs a copy "
+                f"({error}); leave out of the recipe's attributes what cannot be copied, or set it to 0"
+            )
     if isinstance(settings, Embedded):
         if ahead:
             yield (

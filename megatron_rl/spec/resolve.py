@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, overload
 
 from megatron_rl.config import files, plugins
-from megatron_rl.config.base import ConfigError, refuse, refusing, sections
+from megatron_rl.config.base import ConfigError, refuse, sections
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
@@ -85,12 +84,6 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     recipe, problems = None, list[str]()
     try:
         recipe = plugins.build(config.recipe)
-        if config.rollouts.max_staleness:
-            said = f"recipe.target = {config.recipe.target!r} with rollouts.max_staleness above 0: copy.deepcopy fails"
-            with refusing(
-                lambda error: f"{said}, by which each iteration gets a recipe of its own: {error}", TypeError
-            ):
-                copy.deepcopy(recipe)
     except ConfigError as error:
         problems.append(str(error))
     shared["roles"] = _with_references(shared["roles"], {} if recipe is None else recipe.roles())
