@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import RoleConfig
 from megatron_rl.planning import compute, memory
@@ -97,6 +98,11 @@ def plan_iteration(
     phases = _generation(case, work, costs)
     reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
     phases["reward"] = reward_s / (1 if case.servers is None else 8)
+    for scored in work.scores:
+        owner = roles[scored.by].owner
+        batch = batch_of(roles[scored.by], scored.draw, scored.draw.samples)
+        seconds = compute.pass_seconds(actors[owner], case.cluster, batch, backward=False)
+        phases[str(scored)] = seconds + (_reference_swap(actors[owner]) if scored.reference else 0.0)
     trained: dict[str, list[Draw]] = {}
     for draw in work.trained:
         trained.setdefault(roles[draw.role].owner, []).append(draw)
@@ -214,19 +220,23 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
     )  # fmt: skip
 
 
+def _reference_swap(actor: Actor) -> float:
+    """Returns the seconds of putting the weights of a frozen reference into the place of an actor's, and back."""
+    stage = counting.heaviest(actor.shape, actor.parallel)
+    return 4 * actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage)) / HOST
+
+
 def _training(role: RoleSpec, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:
-    """Returns {phase: seconds} of training a role on all of `draws`, without the time of rollouts and weight sync."""
+    """Returns {phase: seconds} of training a role on all of `draws`, without the time of rollouts, scores and weight
+    sync."""
     stage = counting.heaviest(actor.shape, actor.parallel)
     samples = sum(draw.samples for draw in draws)
     steps = -(-samples // (role.samples_per_optimizer_step or samples))
     batches = [batch_of(role, draw, draw.samples) for draw in draws]
     forward = sum(compute.pass_seconds(actor, cluster, batch, backward=False) for batch in batches)
-    weights = actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage))
     phases: dict[str, float] = {}
-    if role.head is not None:
-        phases["values"] = forward
-    elif role.loss.kl_coef > 0 or role.reference:
-        phases["reference log-probs"] = forward + 4 * weights / HOST
+    if "reference" in loss_of(role).needs:
+        phases["reference log-probs"] = forward + _reference_swap(actor)
     if steps > 1 and role.head is None:
         phases["old log-probs"] = forward
     again, each = memory.recomputed(role.model), [batch_of(role, draw, -(-draw.samples // steps)) for draw in draws]

@@ -47,12 +47,25 @@ class Draw:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScorePass:
+    """A forward pass of the score stage: the model of the role `by`, or its frozen reference, reads `draw`."""
+
+    draw: Draw
+    by: str
+    reference: bool
+
+    def __str__(self) -> str:
+        return f"score {self.draw.role} by {'the reference of ' if self.reference else ''}{self.by}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationWork:
-    """The samples that one iteration draws and trains on. A cycle (item of the schedule) contains `times` such
+    """The samples that one iteration draws, scores and trains on. A cycle (item of the schedule) contains `times` such
     iterations.
     """
 
     draws: Sequence[Draw]
+    scores: Sequence[ScorePass]
     # samples that the iteration trains on, for each trained role; `draws` may hold more samples of these roles
     trained: Sequence[Draw]
     times: int
@@ -101,7 +114,18 @@ def cycle_work(
             replace(one, samples=max(1, round(one.samples * parts[one.role].samples / said[one.role])))
             for one in found if one.role in roles
         ]  # fmt: skip
-        out.append(IterationWork(draws=found, trained=trained, times=iterations.count(roles)))
+        scores = spec.recipe.scores_of(roles)
+        # a critic is trained on the samples that it scores
+        read = {score.by: score.role for score in scores if score.name == "value"}
+        trained += [replace(one, role=name) for name in roles for one in trained if read.get(name) == one.role != name]
+        # the texts that a reward model scores are not drawn; they have the samples of the first role
+        sizes = {one.role: one for one in [*found, *trained]}
+        passes = dict.fromkeys((score.role, score.by, score.name == "reference_logprobs") for score in scores)
+        scored = [
+            ScorePass(draw=replace(sizes.get(role, trained[0]), role=role), by=by, reference=reference)
+            for role, by, reference in passes
+        ]
+        out.append(IterationWork(draws=found, scores=scored, trained=trained, times=iterations.count(roles)))
     return out
 
 

@@ -220,7 +220,7 @@ def _collector(
     spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
-    scored = any(recipe.scores(Iteration(cycle=0, index=0, roles=roles, number=0)) for roles in kinds)
+    scored = any(recipe.scores_of(roles) for roles in kinds)
     credit = CreditStage(recipe, lag=ahead, after_scores=scored, uncredited=builders.uncredited(spec))
     if parts.recipe_states:
         credit.restore(parts.recipe_states, parts.progress.number)

@@ -395,7 +395,7 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found += _said(recipe.check, spec)
     for name, role in spec.roles.items():
         found += _said(loss_of, role, place=f"roles.{name}: ")
-    found += [] if found else _pair_problems(spec)
+    found += [] if found else [*_pair_problems(spec), *_score_problems(spec)]
     return found or [*_signal_problems(spec)]
 
 
@@ -414,6 +414,23 @@ def _pair_problems(spec: RunSpec) -> Iterator[str]:
             )
         if part.paired and not compares:
             yield f"{place}{spec.roles[name].loss.objective!r}: this recipe gives pairs; take dpo, ipo or simpo"
+
+
+def _score_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields an error message for each score that the recipe requests and that the run cannot compute."""
+    kinds, target = {roles for cycle in spec.recipe.schedule() for roles in cycle}, spec.settings["recipe"]["target"]
+    for score in sorted({score for roles in kinds for score in spec.recipe.scores_of(roles)}, key=str):
+        place = f"recipe {target} requests the score {score.name!r} of {score.role}'s rollouts by {score.by}, "
+        if unknown := [name for name in (score.role, score.by) if name not in spec.roles]:
+            yield f"{place}and {unknown[0]} is not one of its roles: name it in the recipe's method `roles`"
+            continue
+        owner = spec.roles[spec.roles[score.by].owner]
+        if not owner.has_policy:
+            yield f"{place}and roles.{owner.name}.policy = {owner.policy!r} has no model: set policy to own"
+        elif (score.name == "value") != (spec.roles[score.by].head is not None):
+            yield f"{place}and a role has values if it has a head, and log-probs if it has none"
+        elif score.name == "reference_logprobs" and not owner.reference and "reference" not in loss_of(owner).needs:
+            yield f"{place}which keeps no reference: set `reference` of the role in the recipe's method `roles`"
 
 
 def _signal_problems(spec: RunSpec) -> Iterator[str]:

@@ -223,6 +223,10 @@ class Recipe(ABC):
         """Returns the values that `credit` needs and only the trainer can compute. The default requests none."""
         return ()
 
+    def scores_of(self, roles: tuple[str, ...]) -> Sequence[Score]:
+        """Returns the `scores` of an iteration that trains `roles`."""
+        return self.scores(Iteration(cycle=0, index=0, roles=roles, number=0))
+
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         """Computes advantages and updates the recipe's state. Called once per iteration, in order. Returns the rollouts
         to train on, in the order of training, for every role that the iteration trains.

@@ -15,6 +15,13 @@ from megatron_rl.spec.resolve import specify
 from megatron_rl.spec.run_spec import RunSpec
 
 
+class Unscored:
+    """A recipe of a test that asks the trainer for no scores."""
+
+    def scores_of(self, roles):
+        return ()
+
+
 def spec_of(config: TrainConfig, recipe: Any = None) -> RunSpec:
     """Returns the specification of a config, unchecked; with `recipe` in place of the recipe that the config names."""
     spec, problems = specify(config, 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
-from plan_cases import case_of, spec_of
+from plan_cases import Unscored, case_of, spec_of
 from ranks import run_ranks
 from tiny_models import make_model
 
@@ -36,7 +36,7 @@ OWN_GPUS = "colocate: false, memory_share: 0.9"  # of servers, in place of the e
 BF16 = Precision.gpu("bfloat16")
 
 
-class Duet:
+class Duet(Unscored):
     """A recipe with two generator iterations and one verifier iteration in a cycle.
 
     A generator iteration draws 4 samples of each role; a verifier iteration draws 1 of the generator and 4 of the
@@ -370,7 +370,7 @@ def test_lengths_and_counts_of_one_role_can_be_said():
 
 
 def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
-    class Plain:
+    class Plain(Unscored):
         def roles(self):
             return {"generator": RecipeRole(samples=7)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_rl.config.base import Use
 from megatron_rl.config.files import load
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.recipes.ppo import Ppo
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.checks import recipe_problems
 from megatron_rl.spec.resolve import specify
@@ -172,6 +174,35 @@ def test_a_run_whose_critic_cannot_read_its_role_is_refused(settings, says):
     spec, problems = specify(load(TrainConfig, [EXAMPLES / "methods/ppo.yaml"], settings), 8)
     found = recipe_problems(spec)
     assert not problems and len(found) == 1 and says in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (("generator", "value", "judge"), "by judge, and judge is not one of its roles"),
+        (("solver", "value", "critic"), "of solver's rollouts by critic, and solver is not one of its roles"),
+        (("generator", "entropy", "critic"), "log-probs if it has none"),
+        (("generator", "value", "generator"), "a role has values if it has a head"),
+        (("generator", "reference_logprobs", "generator"), "by generator, which keeps no reference: set `reference`"),
+    ],
+)
+def test_a_score_that_the_run_cannot_compute_is_refused(score, says):
+    """It failed in the first iteration, after the rollouts."""
+
+    class Late(Ppo):
+        def scores(self, iteration):
+            return [Score(role=score[0], name=score[1], by=score[2])]
+
+    spec, problems = specify(load(TrainConfig, [EXAMPLES / "methods/ppo.yaml"], ["recipe.args.estimator=gae"]), 8)
+    assert not problems and not recipe_problems(spec)
+    found = recipe_problems(replace(spec, recipe=Late(updates=1)))
+    assert len(found) == 1 and says in found[0], found
+
+
+def test_a_reward_model_without_a_model_is_refused():
+    file = EXAMPLES.parent / "miniatures/reward_model/scored.yaml"
+    spec, problems = specify(load(TrainConfig, [file], ["roles.reward.policy=none"]), 1)
+    assert not problems and "roles.reward.policy = 'none' has no model" in "".join(recipe_problems(spec))
 
 
 def test_a_penalty_in_the_reward_keeps_the_reference():

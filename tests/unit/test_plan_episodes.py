@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_cases import case_of, spec_of
+from plan_cases import Unscored, case_of, spec_of
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -35,7 +35,7 @@ THREE = Draw(
 def planned(*, episode: EpisodeEstimate, settings=("engine={kind: vllm, replicas: 2}",)):
     """The plan of the paper's run in which the generator alone is trained, 5 samples of each of 256 problems."""
 
-    class Solo:
+    class Solo(Unscored):
         def roles(self):
             return {
                 "generator": RecipeRole(samples=5, drawn={"generator": 5}, episode=episode),

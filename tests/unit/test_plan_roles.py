@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_cases import case_of, spec_of
+from plan_cases import Unscored, case_of, spec_of
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -27,7 +27,7 @@ def load(example: str, *settings: str) -> TrainConfig:
     return config_files.load(TrainConfig, [EXAMPLES / f"{example}.yaml"], list(settings))
 
 
-class Apart:
+class Apart(Unscored):
     """The recipe of a config with one iteration for each of its roles in place of one iteration for all."""
 
     def __init__(self, config: TrainConfig) -> None:
@@ -76,6 +76,36 @@ def test_an_iteration_updates_and_refits_every_policy_that_it_trains():
     assert one.role == each.role == "proposer + solver + judge" and three.iterations[0].times == 1
     assert each.sent == pytest.approx(3 * one.sent) and each.trained == one.trained
     assert each.phases["forward and backward"] == pytest.approx(one.phases["forward and backward"], rel=0.1)
+
+
+def test_a_critic_is_trained_and_scores_are_passes():
+    """The plan took a critic for a frozen model, without an optimizer and without seconds of training, and left out
+    the score stage."""
+    ppo = "published/methods/ppo"
+    with_kl, without = made(load(ppo)), made(load(ppo, "recipe.args.estimator=gae"))
+    alone = made(load("published/methods/grpo", *(f"roles.generator.{setting}" for setting in (
+        "sampling.max_tokens=512", "samples_per_optimizer_step=256")), "run.prompts_per_iteration=1024",
+        "recipe.args.group_size=1", "recipe.args.estimator=reinforce_pp"))  # fmt: skip
+    for plan in (with_kl, without):
+        [iteration] = plan.iterations
+        assert iteration.role == "generator + critic" and iteration.trained == 2 * alone.iterations[0].trained
+        both = iteration.phases["forward and backward"] / alone.iterations[0].phases["forward and backward"]
+        assert both == pytest.approx(2, rel=0.05), "the critic has the generator's layout, and no output layer"
+        generator, critic = (role.training for role in plan.roles)
+        assert 0.9 * generator.optimizer < critic.optimizer < generator.optimizer
+    passes = [{name: s for name, s in p.iterations[0].phases.items() if "score" in name} for p in (with_kl, without)]
+    assert list(passes[1]) == ["score generator by critic"]
+    own, reference = (f"score generator by {of}generator" for of in ("", "the reference of "))
+    assert list(passes[0]) == ["score generator by critic", own, reference]
+    assert passes[0][reference] > passes[0][own] == pytest.approx(without.iterations[0].phases["old log-probs"])
+    assert "reference log-probs" not in with_kl.iterations[0].phases
+
+
+def test_a_reward_models_pass_and_the_reference_of_a_loss_on_pairs_are_counted():
+    texts = made(load("miniatures/reward_model/scored", "roles.reward.model.path=Qwen/Qwen2.5-0.5B"))
+    assert texts.iterations[0].phases["score reward by reward"] > 0 == texts.roles[1].training.optimizer
+    pairs = made(load("miniatures/last_letter/online_dpo", "roles.generator.model.path=Qwen/Qwen2.5-0.5B"))
+    assert pairs.iterations[0].phases["reference log-probs"] > 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
+ALONE = {"grpo": "GRPO", "ppo": "PPO", "online_dpo": "online DPO"}  # arms without a verifier: NAME.yaml
+ARMS = ("tango", "frozen_verifier", "frozen_generator", *ALONE)
 SFT_SEED = 1
 POOL = 512  # sampled solutions that the verifier's SFT judges
 ENGINES = {"embedded": [], "vllm": ["engine.kind=vllm"], "sglang": ["engine.kind=sglang", "engine.kv_cache_gib=0.25"]}
@@ -64,13 +65,13 @@ class Stages:
                 sys.exit(status)
 
 
-def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
+def prepare(base: Path, name: str, stages: Stages, *, heads: int, verifier: bool = True) -> None:
     """Makes the task's files, then the SFT models of generator and verifier, under `base`. What is there is kept.
 
     Regime b takes regime a's verifier: b's own generator is correct too seldom for a verifier to learn from its
-    solutions.
+    solutions. With `verifier` False, the generator alone is made.
     """
-    if name == "b":
+    if name == "b" and verifier:
         prepare(base.parent / "a", "a", stages, heads=heads)
     regime, files = task.regimes()[name], base / "task"
     if not (base / "ready").exists():
@@ -86,7 +87,7 @@ def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
     if not (base / "generator/model/model.safetensors").exists():
         console.print("The last 100 of 400 steps teach a misconception on purpose: the loss rises there.")
         stages.command("SFT of the generator", "sft", *sft(base, "generator", files / "model", 400))
-    if name != "b" and not (base / "verifier/model/model.safetensors").exists():
+    if verifier and name != "b" and not (base / "verifier/model/model.safetensors").exists():
         pool = base / "pool"
         stages.command(
             "solutions for the verifier to judge",
@@ -117,14 +118,17 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
         f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
         f"roles.generator.model.path={base}/generator/model",
-        f"roles.generator.optimizer.lr={regime.generator_lr}",
         f"evaluation.every={options.evaluate_every}",
         *ENGINES[options.engine],
     ]
     if options.engine != "embedded":
         settings += [f"engine.python={options.python}"]
-    if options.arm == "grpo":
-        stages.command("GRPO", "train", str(HERE / "grpo.yaml"), *settings, f"recipe.args.updates={updates}")
+    if options.arm != "online_dpo":  # which has a rate of its own
+        settings += [f"roles.generator.optimizer.lr={regime.generator_lr}"]
+    if name := ALONE.get(options.arm):
+        settings += [f"roles.critic.model.path={base}/generator/model"] if options.arm == "ppo" else []
+        config = str(HERE / f"{options.arm}.yaml")
+        stages.command(name, "train", config, *settings, f"recipe.args.updates={updates}")
         return
     settings += [
         f"roles.verifier.model.path={base.parent}/a/verifier/model",
@@ -225,7 +229,7 @@ def main() -> None:
         Stages(),
         Path("runs/last_letter" if heads == 4 else f"runs/last_letter_{heads}_heads") / options.regime,
     )
-    prepare(base, options.regime, stages, heads=heads)
+    prepare(base, options.regime, stages, heads=heads, verifier=options.arm not in ALONE)
     reinforce(base, options, stages)
     finish(options, stages)
     if options.engine == "sglang":
