@@ -221,7 +221,10 @@ class BaseTango(WithCritics):
         self._follow(solutions)
         if self._critics.critic_of:
             mix = partial(mix_steps, alpha=alphas, steps=self.step_credit)
-            return self._critics.credit(iteration, rollouts, context, reward=self.reward(self.solver), finish=mix)
+            read = {self.solver: solutions}
+            found = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
+            # a role whose critic warms up has no rollouts
+            return {r: self.share_credit(own, rollouts[self.solver]) if own else [] for r, own in found.items()}
         credited = assign_advantages(
             solutions,
             reward=self.reward(self.solver),

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.estimators import GAE, word_of
 from megatron_rl.config.base import Count, refuse
 from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.protocol import Sampling
@@ -42,8 +41,6 @@ class TangoAgents(OverEpisodes, BaseTango):
         yield from super().problems()
         if self.role == VERIFIER:
             yield f"recipe.args.role = {self.role!r} is the verifier's: give the generator another"
-        if word_of(self.estimator) == GAE:
-            yield f"recipe.args.estimator = {GAE!r}: TangoAgents has no critics; take Tango or Agents"
         for name, form in (("turn_form", self.turn_form), ("told_form", self.told_form)):
             if "{text}" not in form:
                 yield f"recipe.args.{name} = {form!r}: it needs {{text}}"

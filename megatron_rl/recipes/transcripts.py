@@ -105,7 +105,7 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
         logprobs=np.concatenate([sample.logprobs for sample in samples]),
         spans=np.concatenate(spans),
         annotations={},
-        values={},
+        values={name: np.concatenate([sample.values[name] for sample in samples]) for name in samples[0].values},
         experts=None,
     )
 
@@ -139,16 +139,21 @@ def rejoined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def with_credit(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the samples with the advantages and the reward TRAINED of their joined rollout `whole`."""
-    ends, given = np.cumsum([len(sample.tokens) for sample in samples]), whole.advantages
-    return [
-        replace(
-            sample,
-            rewards={**sample.rewards, TRAINED: whole.rewards[TRAINED]},
-            advantages=given[end - len(sample.tokens) : end] if isinstance(given, np.ndarray) else given,
+    """Returns the samples with the role, the advantages, the values and the reward TRAINED of their joined rollout
+    `whole`."""
+    ends, given, parts = np.cumsum([len(sample.tokens) for sample in samples]), whole.advantages, list[Rollout]()
+    for sample, end in zip(samples, ends.tolist(), strict=True):
+        own = slice(end - len(sample.tokens), end)
+        parts.append(
+            replace(
+                sample,
+                role=whole.role,
+                rewards={**sample.rewards, **{n: whole.rewards[n] for n in (TRAINED,) if n in whole.rewards}},
+                advantages=given[own] if isinstance(given, np.ndarray) else given,
+                values={name: values[own] for name, values in whole.values.items()},
+            )
         )
-        for sample, end in zip(samples, ends.tolist(), strict=True)
-    ]
+    return parts
 
 
 def annotate_turns(rollout: Rollout) -> Rollout:

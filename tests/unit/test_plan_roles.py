@@ -102,9 +102,10 @@ def test_a_critic_is_trained_and_scores_are_passes():
 
 
 def test_a_reward_models_pass_and_the_reference_of_a_loss_on_pairs_are_counted():
-    texts = made(load("miniatures/reward_model/scored", "roles.reward.model.path=Qwen/Qwen2.5-0.5B"))
+    paths = [f"roles.{name}.model.path=Qwen/Qwen2.5-0.5B" for name in ("generator", "reward")]
+    texts = made(load("miniatures/reward_model/scored", *paths))
     assert texts.iterations[0].phases["score reward by reward"] > 0 == texts.roles[1].training.optimizer
-    pairs = made(load("miniatures/last_letter/online_dpo", "roles.generator.model.path=Qwen/Qwen2.5-0.5B"))
+    pairs = made(load("miniatures/last_letter/online_dpo", paths[0]))
     assert pairs.iterations[0].phases["reference log-probs"] > 0
 
 
