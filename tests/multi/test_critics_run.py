@@ -1,5 +1,5 @@
 """Recipes with critics, trained by `megatron-rl train`'s own code on 2 ranks: the values that a critic learns where the
-true values are known, and Tango and Agents with a critic for each role. Exact resume is tested in test_open_centre.py
+true values are known, and Tango, TangoAgents and Agents with a critic for each role. Exact resume is tested in test_open_centre.py
 and test_resume_methods.py.
 """
 
@@ -91,13 +91,21 @@ def agents(base):
     return config(base, "agents", "megatron_rl.recipes.agents:Agents", roles, args=args, save_every=0)
 
 
+def tango_agents(base):
+    own = cut_runs.tango_agents(base, "tango_agents")
+    own["recipe"]["args"] |= {"estimator": "gae"}
+    for name, part in list(own["roles"].items()):
+        own["roles"][f"{name}_critic"] = {**part, "head": "value", "loss": {}}
+    return own | {"run": own["run"] | {"save_every": 0}}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """All runs, by one start of two ranks. -> the directory of the runs."""
     base = tmp_path_factory.mktemp("critics")
     cut_runs.write_data(base, [{"criterion": "a"}])
     cut_runs.write_players(base)
-    cut_runs.run_all(base, [(one(base), None) for one in (chain, tango, agents)])
+    cut_runs.run_all(base, [(one(base), None) for one in (chain, tango, agents, tango_agents)])
     return base / "runs"
 
 
@@ -121,12 +129,13 @@ def test_a_critic_learns_the_values_of_a_chain(runs):
     assert set(series(runs / "chain", "generator", "skipped")) == {1.0}, "the critic warms up in the whole run"
 
 
-def test_tango_trains_a_critic_for_each_role(runs):
-    for name in ("generator", "verifier"):
-        assert series(runs / "tango", name, "skipped") == series(runs / "tango", f"{name}_critic", "skipped")
-        assert all(np.isfinite(series(runs / "tango", f"{name}_critic", "explained_variance")))
-    assert series(runs / "tango", "generator_critic", "update") == [1.0, 2.0]
-    assert series(runs / "tango", "verifier_critic", "update") == [1.0, 2.0, 3.0]
+@pytest.mark.parametrize(("run", "solver"), [("tango", "generator"), ("tango_agents", "agent")])
+def test_tango_trains_a_critic_for_each_role(runs, run, solver):
+    for name in (solver, "verifier"):
+        assert series(runs / run, name, "skipped") == series(runs / run, f"{name}_critic", "skipped")
+        assert all(np.isfinite(series(runs / run, f"{name}_critic", "explained_variance")))
+    assert series(runs / run, f"{solver}_critic", "update") == [1.0, 2.0]
+    assert series(runs / run, "verifier_critic", "update") == [1.0, 2.0, 3.0]
 
 
 def test_agents_have_one_value_and_one_advantage_per_turn(runs):
