@@ -1,6 +1,6 @@
 """Recipes with critics, trained by `megatron-rl train`'s own code on 2 ranks: the values that a critic learns where the
-true values are known, and Tango, TangoAgents and Agents with a critic for each role. Exact resume is tested in test_open_centre.py
-and test_resume_methods.py.
+true values are known, and Tango, TangoAgents and Agents with a critic for each role. Exact resume
+is tested in test_open_centre.py and test_resume_methods.py.
 """
 
 from __future__ import annotations
