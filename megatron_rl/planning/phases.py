@@ -13,7 +13,7 @@ from megatron_rl.planning.case import Case
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import HOST, Cluster
 from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
-from megatron_rl.planning.workload import Draw, IterationWork, longest_context
+from megatron_rl.planning.workload import Draw, IterationWork, ScorePass, longest_context
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
@@ -98,11 +98,7 @@ def plan_iteration(
     phases = _generation(case, work, costs)
     reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
     phases["reward"] = reward_s / (1 if case.servers is None else 8)
-    for scored in work.scores:
-        owner = roles[scored.by].owner
-        batch = batch_of(roles[scored.by], scored.draw, scored.draw.samples)
-        seconds = compute.pass_seconds(actors[owner], case.cluster, batch, backward=False)
-        phases[str(scored)] = seconds + (_reference_swap(actors[owner]) if scored.reference else 0.0)
+    phases |= {str(scored): _scoring(case, scored, actors[roles[scored.by].owner]) for scored in work.scores}
     trained: dict[str, list[Draw]] = {}
     for draw in work.trained:
         trained.setdefault(roles[draw.role].owner, []).append(draw)
@@ -224,6 +220,13 @@ def _reference_swap(actor: Actor) -> float:
     """Returns the seconds of putting the weights of a frozen reference into the place of an actor's, and back."""
     stage = counting.heaviest(actor.shape, actor.parallel)
     return 4 * actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage)) / HOST
+
+
+def _scoring(case: Case, scored: ScorePass, actor: Actor) -> float:
+    """Returns the seconds of a forward pass of the score stage by the model `actor`."""
+    batch = batch_of(case.roles[scored.by], scored.draw, scored.draw.samples)
+    seconds = compute.pass_seconds(actor, case.cluster, batch, backward=False)
+    return seconds + (_reference_swap(actor) if scored.reference else 0.0)
 
 
 def _training(role: RoleSpec, cluster: Cluster, draws: Sequence[Draw], actor: Actor) -> dict[str, float]:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import THINKING, chat_tokenizer
+from test_recipes import Problems
+from test_recipes_tango_agents import WRITES, by_thought, context_of, problems, thinks, writer
 
 from megatron_rl.algorithms.gae import Gae, assign_gae, mix_steps
 from megatron_rl.config.base import Use
@@ -129,6 +132,43 @@ def test_class_weights_of_the_verifier_leave_its_critic_alone():
         np.testing.assert_array_equal(own.values["returns"], wanted.values["returns"])
     rests = one.credit(iteration("verifier", "verifier_critic"), {"verifier": []}, CreditContext())
     assert rests == {"verifier": [], "verifier_critic": []}
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_critic_credits_a_transcript_that_was_cut_as_a_whole(tmp_path, warmup):
+    """Its returns go over the cut to the outcome; each part has its own tokens' advantages, and so has the critic."""
+    tokenizer, draw = chat_tokenizer(THINKING), np.random.default_rng(0)
+    writes = tuple(tuple(thinks(k, texts) for k in range(len(texts))) for texts in WRITES)
+    context = context_of(writer(writes, tokenizer), by_thought, tokenizer)
+    estimator = Use(target="gae", args={"lam": 0.5, "whiten": False, "critic_warmup": warmup})
+    (tmp_path / "v.txt").write_text("Q {question} S {solution} K {num_steps}.")
+    own = made(
+        "tango_agents:TangoAgents", estimator, environment=Use(target="test_recipes_tango_agents:Asks"), group_size=3,
+        verifier_template=str(tmp_path / "v.txt"), turn_form="{number}) {text} ", told_form="tool: {text} ",
+        dialogue="chat", alpha_start=0.0, alpha_min=0.0,
+    )  # fmt: skip
+    now = iteration("generator", "generator_critic", updates=0)
+    rollouts = [
+        replace(r, values={"value": draw.normal(size=len(r.tokens)).astype(np.float32)})
+        for r in own.rollout(now, Problems(problems(1)), context)["generator"]
+    ]
+    handed = CreditContext(handed_over=context.handed_over)
+    found = own.credit(now, {"generator": rollouts}, handed)
+    assert [len(found[name]) for name in now.roles] == [0 if warmup else 5, 5]
+    for outcome, places in ((1.0, [0, 1]), (0.0, [2]), (0.0, [3, 4])):
+        value = np.concatenate([rollouts[place].values["value"][rollouts[place].trainable] for place in places])
+        advantage = np.zeros(len(value) + 1)
+        for t in reversed(range(len(value))):
+            last = t + 1 == len(value)
+            advantage[t] = (outcome if last else value[t + 1]) - value[t] + 0.5 * advantage[t + 1]
+        read = [found["generator_critic"][place] for place in places]
+        returns = np.concatenate([r.values["returns"][r.trainable] for r in read])
+        np.testing.assert_allclose(returns, advantage[:-1] + value, atol=1e-6)
+        assert {r.role for r in read} == {"generator_critic"}
+        if not warmup:
+            credit = [found["generator"][place] for place in places]
+            given = np.concatenate([r.advantages[r.trainable] for r in credit])
+            np.testing.assert_allclose(given, advantage[:-1], atol=1e-6)
 
 
 def test_agents_have_a_critic_each():

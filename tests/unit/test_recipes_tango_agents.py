@@ -32,7 +32,7 @@ from megatron_rl.recipes.transcripts import TranscriptForm, annotate_turns, join
 from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
-from megatron_rl.training.iteration import CreditContext, RolloutContext
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import STEP, Annotations, Author, Outcome, Prompt, Rollout
 
 TEXT = characters()
@@ -253,38 +253,6 @@ def test_a_transcript_that_was_cut_is_judged_and_credited_as_a_whole(recipe, alp
     )
     assert len(whole) == 3, "the same conversations, and the same credit, where the template forgets nothing"
     assert [turn_credit(r) for r in whole] == [pytest.approx(values, abs=1e-6) for values in expected]
-
-
-@pytest.mark.parametrize("warmup", [0, 1])
-def test_a_critic_credits_a_transcript_that_was_cut_as_a_whole(recipe, warmup):
-    """Its returns go over the cut to the outcome; each part has its own tokens' advantages, and so has the critic."""
-    tokenizer, draw = chat_tokenizer(THINKING), np.random.default_rng(0)
-    writes = tuple(tuple(thinks(k, texts) for k in range(len(texts))) for texts in WRITES)
-    context = context_of(writer(writes, tokenizer), by_thought, tokenizer)
-    estimator = Use(target="gae", args={"lam": 0.5, "whiten": False, "critic_warmup": warmup})
-    own = recipe(dialogue="chat", alpha_start=0.0, alpha_min=0.0, estimator=estimator)
-    now = replace(iteration("generator"), roles=("generator", "generator_critic"))
-    rollouts = [
-        replace(r, values={"value": draw.normal(size=len(r.tokens)).astype(np.float32)})
-        for r in own.rollout(now, Problems(problems(1)), context)["generator"]
-    ]
-    handed = CreditContext(handed_over=context.handed_over)
-    found = own.credit(now, {"generator": rollouts}, handed)
-    assert [len(found[name]) for name in now.roles] == [0 if warmup else 5, 5]
-    for outcome, places in ((1.0, [0, 1]), (0.0, [2]), (0.0, [3, 4])):
-        value = np.concatenate([rollouts[place].values["value"][rollouts[place].trainable] for place in places])
-        advantage = np.zeros(len(value) + 1)
-        for t in reversed(range(len(value))):
-            last = t + 1 == len(value)
-            advantage[t] = (outcome if last else value[t + 1]) - value[t] + 0.5 * advantage[t + 1]
-        read = [found["generator_critic"][place] for place in places]
-        returns = np.concatenate([r.values["returns"][r.trainable] for r in read])
-        np.testing.assert_allclose(returns, advantage[:-1] + value, atol=1e-6)
-        assert {r.role for r in read} == {"generator_critic"}
-        if not warmup:
-            credit = [found["generator"][place] for place in places]
-            given = np.concatenate([r.advantages[r.trainable] for r in credit])
-            np.testing.assert_allclose(given, advantage[:-1], atol=1e-6)
 
 
 def test_no_turn_can_end_the_verifiers_prompt_and_speak_in_its_place(recipe):
