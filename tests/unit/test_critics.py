@@ -140,10 +140,10 @@ def test_a_critic_credits_a_transcript_that_was_cut_as_a_whole(tmp_path, warmup)
     tokenizer, draw = chat_tokenizer(THINKING), np.random.default_rng(0)
     writes = tuple(tuple(thinks(k, texts) for k in range(len(texts))) for texts in WRITES)
     context = context_of(writer(writes, tokenizer), by_thought, tokenizer)
-    estimator = Use(target="gae", args={"lam": 0.5, "whiten": False, "critic_warmup": warmup})
+    estimator = {"target": "gae", "args": {"lam": 0.5, "whiten": False, "critic_warmup": warmup}}
     (tmp_path / "v.txt").write_text("Q {question} S {solution} K {num_steps}.")
     own = made(
-        "tango_agents:TangoAgents", estimator, environment=Use(target="test_recipes_tango_agents:Asks"), group_size=3,
+        "tango_agents:TangoAgents", estimator, environment={"target": "test_recipes_tango_agents:Asks"}, group_size=3,
         verifier_template=str(tmp_path / "v.txt"), turn_form="{number}) {text} ", told_form="tool: {text} ",
         dialogue="chat", alpha_start=0.0, alpha_min=0.0,
     )  # fmt: skip
