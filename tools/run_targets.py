@@ -63,6 +63,8 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     ),
     "fuzz": "make fuzz",
     "mutants": "make mutants",
+    # runs killed at 200 random instants; 15 to 25 minutes on two cores
+    "durable": "python -m pytest tests/multi/test_durable_runs.py -m matrix --durations=0",
     # every method cut in the middle and resumed, against the whole run
     "resume": "python -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py -m matrix",
     # every axis and every pair of axes on four ranks, packed and padded, dense and with experts

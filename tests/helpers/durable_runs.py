@@ -101,7 +101,7 @@ class Servers:
 
     def engine(self) -> dict[str, Any]:
         urls = {name: [f"http://127.0.0.1:{port}" for port in ports] for name, ports in self._ports.items()}
-        more = {"wait_s": 120.0, "lost_after_s": 30.0, "token_file": f"{self._base}/token"}
+        more = {"replicas": 2, "wait_s": 120.0, "lost_after_s": 30.0, "token_file": f"{self._base}/token"}
         return {"kind": "vllm", "urls": urls, "start": False, **more}
 
     def kill(self, rng: random.Random) -> None:
@@ -141,12 +141,16 @@ class Noted(write_ahead.RoleLog):
         os.close(descriptor)
 
 
-def slowly(self: EmbeddedEngine, rows: Any) -> list[Completion]:
-    time.sleep(random.random() * PAUSE_S)
-    return GENERATE(self, rows)
+def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with a pause before it and behind it."""
 
+    def slow(*arguments: Any) -> Any:
+        time.sleep(random.random() * PAUSE_S)
+        found = function(*arguments)
+        time.sleep(random.random() * PAUSE_S)
+        return found
 
-GENERATE = EmbeddedEngine.generate_rows
+    return slow
 
 
 def train(words: Sequence[str], notes: str | None) -> None:
@@ -158,12 +162,15 @@ def train(words: Sequence[str], notes: str | None) -> None:
     if notes is not None:
         Noted.notes = Path(notes)
         mock.patch.object(write_ahead, "RoleLog", Noted).start()
-        mock.patch.object(EmbeddedEngine, "generate_rows", slowly).start()
+        mock.patch.object(EmbeddedEngine, "generate_rows", slowly(EmbeddedEngine.generate_rows)).start()
+        grader = write_ahead.LogFile.grader
+        mock.patch.object(write_ahead.LogFile, "grader", lambda self, grade: slowly(grader(self, grade))).start()
     os._exit(main(["train", *words]))
 
 
 class KilledRun:
-    """A run of `settings` in the directory `base`. `written`: by iteration, the samples that its log had at a kill."""
+    """A run of `settings` in the directory `base`. `written`: by iteration, the samples that its log had at a kill.
+    `kills`: how many there were, by who was killed."""
 
     def __init__(self, base: Path, settings: Mapping[str, Any]) -> None:
         self.name, self.kills, self.ended = settings["run"]["name"], Counter[str](), False
@@ -193,8 +200,13 @@ class KilledRun:
         if who == "server":
             assert servers is not None
             servers.kill(rng)
+            if rng.random() < 0.5:  # the run goes on with the others
+                process.join(RUN_S)
+                assert process.exitcode == 0, self._log()
+                self.ended = True
+                return
             process.join(rng.random() * WITHIN_S)
-            who = "all"  # for the next kill, the run starts again
+            who = "all"
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [child for child in family if child.ppid() == process.pid and "python" in child.name()]
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):
