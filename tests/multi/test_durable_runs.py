@@ -70,7 +70,11 @@ def killed(home: Path, method: str, served: bool, kills: int, seed: int) -> Coun
 
 def trained_again(home: Path, run: KilledRun, own: dict[str, Any]) -> None:
     """Fails unless the stored iterations of a run lead to its weights."""
-    again = KilledRun(home, own | {"debug": {"replay": str(run.directory)}})
+    replayed = {
+        "engine": {"kind": "vllm", "start": False},
+        "debug": {"replay": str(run.directory)},
+    }  # it opens no servers
+    again = KilledRun(home, own | replayed)
     again.finish(disturbed=False)
     for name in own["roles"]:
         files = [each.directory / "models" / name / "model.safetensors" for each in (run, again)]
