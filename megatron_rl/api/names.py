@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.api.config import Config
 from megatron_rl.api.recipes import count_of
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.other_names import TRL
 from megatron_rl.config.schema import TrainConfig
 
 UPDATES = "updates"
@@ -35,21 +36,13 @@ SHORT: Mapping[str, str] = {
     "micro_batch_tokens": "roles.*.micro_batch_tokens",
     "dtype": "roles.*.model.dtype",
 }
-TRL: Mapping[str, str] = {
+# {argument or setting in TRL: the Trainer's argument}
+TRAINER: Mapping[str, str] = {
     "args": "config",
     "reward_funcs": "reward",
     "reward_weights": "reward=[(function, weight), ...]",
     "train_dataset": "dataset",
-    "num_generations": "group_size",
-    "learning_rate": "lr",
-    "beta": "kl_coef",
-    "max_completion_length": "max_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "max_steps": UPDATES,
-    "output_dir": "dir",
-    "run_name": "name",
-    "eval_steps": "evaluate_every",
-    "save_steps": "save_every",
+    "eval_dataset": "eval_dataset",
 }
 
 
@@ -76,10 +69,12 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
 
 
 def _unknown(name: str, sections: set[str]) -> str:
+    if name in TRAINER:
+        return f"this is TRL's name; here it is {TRAINER[name]}"
     if name in TRL:
-        key = SHORT.get(TRL[name])
-        return f"this is TRL's name; here it is {TRL[name]}" + (f" ({key})" if key else "")
-    close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections, *TRL], n=1)
+        short = next((short for short, key in SHORT.items() if key == TRL[name]), None)
+        return "this is TRL's name; here it is " + (f"{short} ({TRL[name]})" if short else TRL[name])
+    close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections], n=1)
     if close:
-        return f"unknown setting; did you mean {TRL.get(close[0], close[0])!r}?"
+        return f"unknown setting; did you mean {close[0]!r}?"
     return f"unknown setting; there are {', '.join(SHORT)}, the sections of the config, and dotted keys"

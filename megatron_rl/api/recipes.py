@@ -13,20 +13,8 @@ import pydantic
 from megatron_rl.api import by_value
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, hint
+from megatron_rl.config.other_names import RECIPES
 
-# {short name of a recipe: its class}. Other recipes are given as package.module:Class or as an object.
-WORDS: Mapping[str, str] = {
-    "grpo": "megatron_rl.recipes.grpo:Grpo",
-    "dapo": "megatron_rl.recipes.dapo:Dapo",
-    "ppo": "megatron_rl.recipes.ppo:Ppo",
-    "remax": "megatron_rl.contrib.remax:Remax",
-    "lean_tango": "megatron_rl.recipes.tango:LeanTango",
-    "tango": "megatron_rl.recipes.tango:Tango",
-    "agents": "megatron_rl.recipes.agents:Agents",
-    "rubric": "megatron_rl.contrib.rubric:Rubric",
-    "pairwise": "megatron_rl.contrib.pairwise:Pairwise",
-    "distil": "megatron_rl.recipes.distil:Distil",
-}
 # Names of recipe arguments that set the length of a run; the first argument that a recipe has is used
 _COUNTS = ("updates", "generator_updates")
 
@@ -40,17 +28,17 @@ def use_of(recipe: Any) -> dict[str, Any]:
     if isinstance(recipe, str) and ":" in recipe:
         return {"target": recipe}
     if isinstance(recipe, str):
-        if recipe not in WORDS:
-            close = hint(recipe, WORDS, f"known: {', '.join(WORDS)};")
+        if recipe not in RECIPES:
+            close = hint(recipe, RECIPES, f"known: {', '.join(RECIPES)};")
             raise ConfigError(f"recipe {recipe!r} is not known; {close} Others are named as package.module:Class")
-        return {"target": WORDS[recipe]}
+        return {"target": RECIPES[recipe]}
     if isinstance(recipe, Mapping):
         return dict(recipe)
     if isinstance(recipe, Use):
         return {"target": recipe.target, "args": recipe.args}
     if not dataclasses.is_dataclass(recipe) or isinstance(recipe, type):
         raise ConfigError(
-            f"recipe {recipe!r}: give a word ({', '.join(WORDS)}), package.module:Class, or an object such as "
+            f"recipe {recipe!r}: give a word ({', '.join(RECIPES)}), package.module:Class, or an object such as "
             "Grpo(updates=100)"
         )
     kind = type(recipe)

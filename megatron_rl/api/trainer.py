@@ -64,7 +64,7 @@ class Trainer:
             reward: A function, or a list of functions or pairs (function, weight), see docs/python_api.md.
             dataset: The training problems: rows (a list of mappings, or a datasets.Dataset), a path or a hub name.
             eval_dataset: The held-out problems, in the same forms as `dataset`.
-            recipe: A short name in api.recipes.WORDS (default: grpo), package.module:Class, or a recipe object.
+            recipe: A short name such as ppo (default: grpo), package.module:Class, or a recipe object.
             config: A YAML file's path, a mapping or a Config. All other arguments override it.
             callbacks: Callbacks that are called during `train`.
             settings: Short names such as lr (see api.names.SHORT), sections (`run={"seed": 1}`), or dotted keys.

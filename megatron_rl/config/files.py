@@ -21,6 +21,7 @@ import pydantic
 import yaml
 
 from megatron_rl.config.base import UNREADABLE, ConfigError, hint, refuse, refusing, without_passwords
+from megatron_rl.config.other_names import named_elsewhere
 
 T = TypeVar("T")
 MAX_DEPTH = 64  # maximum nesting depth of values
@@ -328,7 +329,8 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> Ite
                 f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind) if f.init
             ]
             cure = hint(place[-1], known, f"known here: {', '.join(known)}")
-            yield f"{origin}: {name}: unknown key; {cure}"
+            for key, words in [*named_elsewhere(name, problem["input"])] or [(name, cure)]:
+                yield f"{origin}: {key}: unknown key; {words}"
         case "missing" | "missing_argument":
             yield f"{origin}: {name}: missing; it has no default, so give it"
         case "value_error":

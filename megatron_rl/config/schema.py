@@ -33,6 +33,7 @@ from megatron_rl.config.model import (
     Strategy,
     TandemConfig,
 )
+from megatron_rl.config.other_names import RecipeUse
 from megatron_rl.config.run import Debug, JobConfig, Launch, Preflight, Run, Sinks
 
 HELD_OUT = "evaluation.prompts"  # the setting that names the held-out problems
@@ -47,7 +48,7 @@ class TrainConfig:
 
     roles: dict[str, RoleConfig]  # the models that generate rollouts, by the role names that the recipe uses
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
-    recipe: Use  # the algorithm: which role generates and which role is trained in each iteration
+    recipe: RecipeUse  # the algorithm: which role generates and which role is trained in each iteration
     data: PromptSet  # the problems to train on
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
     # The engine that writes rollouts.

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from megatron_rl import Config, ConfigError
-from megatron_rl.api.names import SHORT, TRL, settings_of
-from megatron_rl.api.recipes import WORDS, use_of
+from megatron_rl.api.names import SHORT, settings_of
+from megatron_rl.api.recipes import use_of
 from megatron_rl.commands import init
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.describe import settings_of as listed
 from megatron_rl.config.files import dump, load
+from megatron_rl.config.other_names import RECIPES, TRL, VERL
 from megatron_rl.config.plugins import find
 from megatron_rl.config.schema import LossConfig, Optimizer, TrainConfig
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
@@ -96,7 +97,7 @@ def test_a_part_that_is_missing_is_named_when_the_whole_is_asked_for():
 
 def test_short_names_are_settings_that_exist():
     given = {"updates": 7, "lr": 0.5, "ranks": 2, "temperature": 0.25, "run": {"seed": 5}, "roles.b.chat": True}
-    config = settings_of(given, WORDS["lean_tango"], ["a", "b"])
+    config = settings_of(given, RECIPES["lean_tango"], ["a", "b"])
     assert config.settings == {
         "recipe": {"args": {"generator_updates": 7}},
         "launch": {"nproc": 2},
@@ -109,7 +110,10 @@ def test_short_names_are_settings_that_exist():
     known = {text.partition(" = ")[0] for text, _ in listed(TrainConfig)}
     for name, key in SHORT.items():
         assert key.startswith("recipe.args.") or key.replace("*", "NAME") in known, name
-    assert all(name in SHORT or "=" in name or name in ("config", "reward", "dataset") for name in TRL.values())
+    for name, text in {**TRL, **VERL}.items():
+        keys = re.findall(r"\b(?:roles|run|engine|reward|data|evaluation|launch|job|sinks)\.[\w.*]+", text)
+        assert keys or text.startswith(("recipe.args.", "evaluation", "no setting:")), name
+        assert {key.replace("*", "NAME").replace("roles.critic", "roles.NAME") for key in keys} <= known, name
 
 
 @pytest.mark.parametrize(
@@ -117,20 +121,43 @@ def test_short_names_are_settings_that_exist():
     [
         ("num_generations", "this is TRL's name; here it is group_size (recipe.args.group_size)"),
         ("train_dataset", "here it is dataset"),
+        ("peft_config", "here it is roles.*.lora"),
+        ("per_device_train_batch_size", "here it is run.prompts_per_iteration"),
+        ("learning_rate", "here it is lr (roles.*.optimizer.lr)"),
         ("update", "did you mean 'updates'?"),
         ("xyzzy", "unknown setting; there are updates"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_one_that_is_meant(name, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        settings_of({name: 1}, WORDS["grpo"], ["a"])
+        settings_of({name: 1}, RECIPES["grpo"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learning_rate=1e-5", "learning_rate: unknown key; this is TRL's name; here it is roles.NAME.optimizer.lr"),
+        ("roles.generator.lora.r=4", "r: unknown key; this is TRL's name; here it is roles.NAME.lora.rank"),
+        ("trainer={save_freq: 2, nnodes: 3}", "trainer.nnodes: unknown key; this is verl's name; here it is job.nodes"),
+        ("trainer={save_freq: 2, nnodes: 3}", "trainer.save_freq: unknown key; this is verl's name"),
+        ("data.train_batch_size=4", "data.train_batch_size: unknown key; this is verl's name"),
+        ("actor_rollout_ref.actor.optim.lr=1", "this is verl's name; here it is roles.NAME.optimizer.lr"),
+        ("actor_rollout_ref.odd=1", "actor_rollout_ref: unknown key; known here: roles"),
+        ("recipe.target=grppo", "target = 'grppo' is no recipe; did you mean 'grpo'?"),
+    ],
+)
+def test_a_config_with_a_name_of_another_library_says_the_name_here(override, words):
+    tree = {"recipe": {"target": "grpo"}, "roles": {"generator": {"model": {"path": "x"}}}, "data": {"path": "y"}}
+    assert load(TrainConfig, trees=[("own", tree)]).recipe.target == RECIPES["grpo"]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(TrainConfig, overrides=[override], trees=[("own", tree)])
 
 
 def test_recipes_are_words_names_or_objects():
-    for word, target in WORDS.items():
+    for word, target in RECIPES.items():
         assert issubclass(find(target), Recipe) and use_of(word) == {"target": target}
     made = use_of(Grpo(updates=3, group_size=4))
-    assert made["target"] == WORDS["grpo"] and made["args"]["updates"] == 3 and made["args"]["group_size"] == 4
+    assert made["target"] == RECIPES["grpo"] and made["args"]["updates"] == 3 and made["args"]["group_size"] == 4
     for wrong, words in (
         ("grpoo", "did you mean 'grpo'?"),
         (Grpo, "give a word"),
