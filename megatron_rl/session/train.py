@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from megatron_rl.config import sources
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.rewards.grading_pool import Graded, GradePool
+from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
@@ -34,7 +33,8 @@ from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.iteration import Grade, Iteration, RolloutContext
+from megatron_rl.training.iteration import Iteration, RolloutContext
+from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
@@ -96,10 +96,12 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
         if driver.tracker is not None:
             driver.tracker.watch(run_engines.loads)
-        context = builders.context(spec, run_engines.engines, parts.tokenizers, _one_at_a_time(pool.grade), driver)
+        turns = GradeTurns(pool.grade)
+        context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver)
         collector = None
         if world.rank == 0:
-            collector = _collector(parts, context, _store(parts, fresh=fresh), idle=run_engines.tend)
+            store = _store(parts, fresh=fresh)
+            collector = _collector(parts, context, store, turns=turns, idle=run_engines.tend)
             stack.callback(collector.close)
         trainees = {
             name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
@@ -212,11 +214,11 @@ def freeze_garbage_collector() -> Iterator[None]:
 
 
 def _collector(
-    parts: _Parts, context: RolloutContext, store: IterationStore, *, idle: Callable[[], None]
-) -> Collector:  # fmt: skip
+    parts: _Parts, context: RolloutContext, store: IterationStore, *, turns: GradeTurns, idle: Callable[[], None]
+) -> Collector:
     """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
 
-    `idle`: function that the collector calls while it waits."""
+    `turns`: the grader of `context`. `idle`: function that the collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
@@ -235,6 +237,7 @@ def _collector(
             context=context,
             prompts_per_iteration=spec.run.prompts_per_iteration,
             max_staleness=ahead,
+            turns=turns,
             ahead=store.ahead,
         )
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
@@ -280,18 +283,6 @@ def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> st
     plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
     plain["roles"] = {name: {**role, "mean_tokens": None} for name, role in settings["roles"].items()}
     return fingerprint(f"{plain}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")
-
-
-def _one_at_a_time(grade: Grade) -> Grade:
-    """Returns `grade` wrapped in a lock, because the generation of rollouts and an evaluation may grade
-    concurrently."""
-    lock = threading.Lock()
-
-    def locked(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        with lock:
-            return grade(responses, payloads)
-
-    return locked
 
 
 def _plan(parts: _Parts) -> loop.Plan:

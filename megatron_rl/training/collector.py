@@ -25,7 +25,7 @@ from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
-from megatron_rl.training.iteration_engines import IterationEngine, OpenSessions
+from megatron_rl.training.iteration_engines import GradeTurns, IterationEngine, OpenSessions
 from megatron_rl.training.store import IterationStore, State
 from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import Prompt, Rollout
@@ -107,7 +107,7 @@ class RolloutMaker(IterationMaker):
 
     `max_staleness`: number of iterations that may be generated beside the first one. If above 0, each iteration uses a
         copy of the recipe and has a stopwatch of its own, whose times are logged with the metrics of the iteration's
-        first role, and the engines serve the requests of earlier iterations first.
+        first role, and engines and the grader serve earlier iterations first.
     """
 
     recipe: Recipe
@@ -115,6 +115,7 @@ class RolloutMaker(IterationMaker):
     prompts_per_iteration: int
     max_staleness: int = 0
     sessions: OpenSessions = field(default_factory=OpenSessions)  # of the iterations that are being generated
+    turns: GradeTurns | None = None  # the context's grader by priority; None: grading has no priorities
     ahead: WriteAhead | None = None  # files of finished samples and gradings; None: nothing is written ahead
 
     def __post_init__(self) -> None:
@@ -129,14 +130,14 @@ class RolloutMaker(IterationMaker):
         Raises RolloutError if the recipe changes its state.
         """
         recipe, context, reader = self.recipe, self.context, self.readers[iteration.role]
-        context = replace(context, metrics={}, handed_over={})
+        priority = iteration.number + 1 if self.max_staleness else 0
+        grade = context.grade if self.turns is None else self.turns.at(priority)
+        context = replace(context, metrics={}, handed_over={}, grade=grade)
         log = None if self.ahead is None else self.ahead.open(iteration.number)
         if log is not None:
             context = replace(context, grade=log.grader(context.grade))
         own = {
-            role: IterationEngine(
-                engine, iteration.number + 1 if self.max_staleness else 0, self.sessions, log and log.samples(role)
-            )
+            role: IterationEngine(engine, priority, self.sessions, log and log.samples(role))
             for role, engine in context.engines.items()
         }
         context = replace(context, engines=own)
@@ -144,9 +145,8 @@ class RolloutMaker(IterationMaker):
         if self.max_staleness:
             recipe = copy.deepcopy(recipe)
             context = replace(context, watch=Stopwatch(context.watch.beat))
-            source = ReaderSource(
-                reader, self.prompts_per_iteration, turn=turn, name=f"iteration {iteration.number}"
-            )  # fmt: skip
+            name = f"iteration {iteration.number}"
+            source = ReaderSource(reader, self.prompts_per_iteration, turn=turn, name=name)
         recipe.load_state_dict(recipe_state)
         found = recipe.rollout(iteration, source, context)
         with turn():

@@ -1,17 +1,22 @@
-"""The engines as one iteration uses them: with the iteration's priority, with a log of finished samples, and with
-sessions that another thread can close.
+"""The engines and the grader as one iteration uses them: with the iteration's priority, with a log of finished samples,
+and with sessions that another thread can close.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from megatron_rl.engines.protocol import Engine, EngineError, SampleLog, Session, Tokens, TopScores
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.training.iteration import Grade
 
 
 @dataclass(frozen=True)
@@ -66,3 +71,32 @@ class IterationEngine:
 
     def tend(self) -> None:
         self.engine.tend()
+
+
+class GradeTurns:
+    """Calls a grader for one thread at a time. Of the threads that wait, the one with the lowest priority number is
+    next.
+    """
+
+    def __init__(self, grade: Grade) -> None:
+        self._grade, self._change, self._busy = grade, threading.Condition(), False
+        self._waiting: list[tuple[int, int]] = []  # a heap of (priority, position in the order of arrival)
+        self._numbers = itertools.count()
+
+    def at(self, priority: int) -> Grade:
+        """Returns the grader for calls of this priority."""
+
+        def grade(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+            with self._change:
+                heapq.heappush(self._waiting, own := (priority, next(self._numbers)))
+                self._change.wait_for(lambda: not self._busy and self._waiting[0] == own)
+                heapq.heappop(self._waiting)
+                self._busy = True
+            try:
+                return self._grade(responses, payloads)
+            finally:
+                with self._change:
+                    self._busy = False
+                    self._change.notify_all()
+
+        return grade

@@ -10,6 +10,7 @@ import random
 import threading
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ class Gated:
     def __init__(self, engine: ScriptedEngine, gate: Gate) -> None:
         self._engine, self._gate = engine, gate
 
-    def session(self, priority: int = 0) -> BatchedSession:
+    def session(self, priority: int = 0, log: Any = None) -> BatchedSession:
         def run(rows):
             self._gate.wait(priority - 1)
             return self._engine.generate_rows(rows)
@@ -322,7 +323,7 @@ def virtual_duration(build, directory, k, *, iterations, places, training) -> tu
     clock, alone = VirtualTime(places), list[int]()
 
     class Engine(Gated):
-        def session(self, priority: int = 0) -> BatchedSession:
+        def session(self, priority: int = 0, log: Any = None) -> BatchedSession:
             def run(rows):
                 draws = [random.Random(f"{row.sampling.seed}/{row.key}/{row.sample}") for row in rows]
                 lengths = [int(min(30_000, own.lognormvariate(6.0, 1.3))) + 1 for own in draws]
@@ -373,7 +374,7 @@ class Stuck(Gated):
     def __init__(self) -> None:
         self.asked = threading.Semaphore(0)
 
-    def session(self, priority: int = 0) -> BatchedSession:
+    def session(self, priority: int = 0, log: Any = None) -> BatchedSession:
         stuck, closed = self, threading.Event()
 
         class Session(BatchedSession):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,9 @@ from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.training.iteration_engines import GradeTurns
+from megatron_rl.types import Outcome
 
 
 class Queue:
@@ -110,3 +114,35 @@ def test_the_requests_of_a_session_have_its_priority(tmp_path):
 @pytest.mark.parametrize(("kind", "word"), [(Vllm, "--scheduling-policy"), (Sglang, "--enable-priority-scheduling")])
 def test_servers_schedule_by_priority_where_several_iterations_are_generated_at_once(kind, word, tmp_path):
     assert word in words(kind(), tmp_path, by_priority=True) and word not in words(kind(), tmp_path)
+
+
+def test_a_grader_grades_for_an_evaluation_first_and_then_for_the_oldest_iteration():
+    order, working, allowed = list[str](), threading.Event(), threading.Event()
+
+    def grade(responses, payloads):
+        working.set()
+        assert allowed.wait(30)
+        order.extend(responses)
+        if responses == ["fails"]:
+            raise RuntimeError("a grader that fails lets the next one in")
+        return [Graded(Outcome.SCORE)]
+
+    turns = GradeTurns(grade)
+
+    def call(name, priority):
+        try:
+            turns.at(priority)([name], [{}])
+        except RuntimeError:
+            assert name == "fails"
+
+    threads = [threading.Thread(target=call, args=pair) for pair in (("fails", 9), ("4", 4), ("0", 0), ("2", 2))]
+    threads[0].start()
+    assert working.wait(30)
+    for thread in threads[1:]:
+        thread.start()
+    while len(turns._waiting) < 3:
+        threading.Event().wait(0.001)
+    allowed.set()
+    for thread in threads:
+        thread.join(30)
+    assert order == ["fails", "0", "2", "4"]
