@@ -39,34 +39,38 @@ SEED_MASK = (1 << 62) - 1  # as the pool cuts its seeds
 def open_pool(
     directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: Callable[[Any], frozenset[int]] | None = None
 ) -> Iterator[tuple[Pool, int]]:
-    """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategies, the
-    model is its own junior.
+    """A pool whose servers (engine.replicas of them) are ready, and the process of the last one. With `boundaries`, of
+    its tandem's strategies, the model is its own junior.
     """
     token_file = directory / "token"
-    token, port = make_token(token_file), free_port(settings.host)
+    token = make_token(token_file)
     assert settings.python is not None
-    tandem = {} if boundaries is None else {"junior": model, "tokenizer": model}
-    start = ServerStart(
-        python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False, **tandem
-    )
-    log = directory / "server.log"
-    process = ServerProcess(command(settings, start), log, os.environ, imports=directory / "imports")
-    listing = Listing(role=ROLE, replica=0, url=f"http://{settings.host}:{port}", incarnation="one", log=str(log))
-
+    tandem: dict[str, Any] = {} if boundaries is None else {"junior": model, "tokenizer": model}
     facts = ModelFacts(ends=frozenset({eos}), boundaries=boundaries)
 
     def connect(found: Listing) -> VllmServer:
         return VllmServer(found.url, token, settings, 60.0, facts)
 
     registry = ServerRegistry(directory / "engines")
-    try:
-        process.wait_until(connect(listing).ready, START_S)
-        with Announcement(registry, listing, alive=lambda: process.ended() is None):
-            pool = Pool(ROLE, settings, registry, connect, fixed=True)
-            yield pool, process.pid
-            pool.close()
-    finally:
-        process.stop()
+    with contextlib.ExitStack() as stack:
+        process = None
+        for replica in range(settings.replicas):
+            port = free_port(settings.host)
+            start = ServerStart(
+                python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False,
+                **tandem,
+            )  # fmt: skip
+            log = directory / f"server_{replica}.log"
+            process = ServerProcess(command(settings, start), log, os.environ, imports=directory / f"imports_{replica}")
+            stack.callback(process.stop)
+            url = f"http://{settings.host}:{port}"
+            listing = Listing(role=ROLE, replica=replica, url=url, incarnation=f"start {replica}", log=str(log))
+            process.wait_until(connect(listing).ready, START_S)
+            stack.enter_context(Announcement(registry, listing, alive=lambda own=process: own.ended() is None))
+        assert process is not None
+        pool = Pool(ROLE, settings, registry, connect, fixed=True)
+        yield pool, process.pid
+        pool.close()
 
 
 class Offline:

@@ -9,11 +9,12 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_rl.commands import staleness
 from megatron_rl.commands.settings import load
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
-from megatron_rl.config.schema import EvalConfig, Model
+from megatron_rl.config.schema import EvalConfig, Model, TrainConfig
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.explain import explain, explain_recipe
@@ -26,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     """Validates a config and prints explanations of its settings. Returns 0. Raises ConfigError for an invalid
     config."""
     command, config = load(args.settings, args.schema)
-    ranks = args.ranks or config.launch.nproc
+    ranks, said = args.ranks or config.launch.nproc, ""
+    if isinstance(config, TrainConfig):
+        config, said = staleness.chosen(config, ranks)
     # If torchrun or srun will start the ranks, only one rank is known to run on this host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
     spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
         for name in config.benchmarks:
             benchmark(name)
-    lines = explain(spec) + gpu_notes(spec, host)
+    lines = [*filter(None, [said]), *explain(spec), *gpu_notes(spec, host)]
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
     if args.deep:

@@ -16,6 +16,7 @@ from megatron_rl.planning.alternatives import alternatives
 from megatron_rl.planning.case import Case, own_cluster, trainer_gpus
 from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.plan import make
+from megatron_rl.planning.schedule import best_staleness, schedules
 from megatron_rl.spec.resolve import engine_of, resolve
 from megatron_rl.spec.run_spec import ClusterSpec
 
@@ -41,11 +42,17 @@ def run(args: argparse.Namespace) -> int:
     )
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
     made = make(case)
+    found_schedules, auto = schedules(case, made), config.rollouts.max_staleness == "auto"
+    if auto:
+        case = case.with_staleness(best_staleness(found_schedules))
+        made = make(case)
     found = searching.search(case) if args.search else []
     said = searching.advice(case, made)
     others = alternatives(case)
     if args.json:
         told = made.to_json() | {
+            "schedules": [asdict(one) for one in found_schedules],
+            "max_staleness": case.spec.loop.rollouts.ahead,
             "advice": said,
             "engines": [asdict(one) for one in others],
             "search": [one.plan.to_json() | {"overrides": [*one.overrides]} for one in found],
@@ -54,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         console = Console(soft_wrap=False, width=None if Console().is_terminal else 130)
         tables.show(made, said, console, notes=workload.guess_notes(models))
+        tables.show_schedules(found_schedules, case.spec.loop.rollouts.ahead, console, auto=auto)
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(found, made, console)

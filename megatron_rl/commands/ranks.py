@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.slurm_job import job_from
-from megatron_rl.commands import settings
+from megatron_rl.commands import settings, staleness
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import refusing, without_passwords
@@ -71,7 +71,12 @@ def run(args: argparse.Namespace) -> int:
         host = Host(
             launch_ranks.ranks_on_host(place, config.launch.nproc, os.environ), launch_ranks.has_gpu(os.environ)
         )
-    spec = resolve(config, place.world_size if place else config.launch.nproc, here=host)
+    ranks = place.world_size if place else config.launch.nproc
+    if isinstance(config, configs.TrainConfig):
+        config, said = staleness.chosen(config, ranks)
+        if said and host is not None:
+            tell(args.command, said)
+    spec = resolve(config, ranks, here=host)
     if host is not None:
         if isinstance(spec, TrainingSpec):  # checks the run directory now, because later imports take half a minute
             job = job_from(os.environ)

@@ -162,11 +162,17 @@ class Rollouts:
 
     # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. k
     # above 0: the rollouts of k + 1 iterations are generated at once, the oldest first, and none are discarded; the
-    # importance weights of each role, loss.correction, are {kind: truncate, high: 2.0} by default.
-    max_staleness: NonNegativeInt = 0
+    # importance weights of each role, loss.correction, are {kind: truncate, high: 2.0} by default. auto: the smallest
+    # number within 5 % of the highest rate that `megatron-rl plan` predicts.
+    max_staleness: NonNegativeInt | Literal["auto"] = 0
     # What to do with a rollout that was generated with several weight versions. keep: use the log-probs that the engine
     # returned. rescore: recompute all of its log-probs with the trainer. drop: leave the rollout out of the update.
     mixed: Literal["keep", "rescore", "drop"] = "keep"
+
+    @property
+    def ahead(self) -> int:
+        """Returns max_staleness; 1 if it is `auto` and no number has been chosen yet."""
+        return 1 if self.max_staleness == "auto" else self.max_staleness
 
 
 @config

@@ -11,7 +11,7 @@ from megatron_rl.planning.plan import make_or_none
 from megatron_rl.planning.search import engine_choices, overrides
 
 SERVED = 3  # maximum number of server configurations that are shown, fastest first
-AHEAD = "iterations generated beside training (rollouts.max_staleness=1)"
+AHEAD = "iterations generated beside training (rollouts.max_staleness={})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def alternatives(asked: Case) -> list[Alternative]:
     first = _alternative(asked, asked)
     if first is None:
         return []
-    found, servers, staleness = [first], asked.servers, asked.spec.loop.rollouts.max_staleness
+    found, servers, staleness = [first], asked.servers, asked.spec.loop.rollouts.ahead
     if servers is not None:  # the embedded engine does not support staleness
         embedded = _alternative(asked.with_engine(Embedded()).with_staleness(0), asked)
         found += [] if embedded is None else [embedded]
@@ -100,4 +100,5 @@ def _words(case: Case) -> str:
     whom = " for each role" if len(case.spec.engine.server_roles) > 1 else ""
     where = ", in the trainer's GPUs" * engine.colocate
     said = f"{engine.replicas} {engine.kind} server{many} of {gpus}{whom}{where}"
-    return f"{said}; {AHEAD}" if case.spec.loop.rollouts.max_staleness else said
+    ahead = case.spec.loop.rollouts.ahead
+    return f"{said}; {AHEAD.format(ahead)}" if ahead else said

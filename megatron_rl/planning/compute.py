@@ -278,6 +278,8 @@ class RolloutCost:
     # whether the KV cache of a sample's context is kept between its answers; False if each answer computes it again
     kept: bool
     longest: float  # seconds of generating the longest answer while other samples fill the batch
+    places: float  # number of sequences that all engines can decode at once
+    step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with as many as possible
     waiting: float = 0.0  # part of `seconds` in which the engines are idle because tools run
 
 
@@ -297,10 +299,14 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     per_prompt = draw.per_prompt if engine.shares_prompt else 1.0
     held = draw.length - draw.prompt * (1 - 1 / per_prompt)
     room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / held
-    rows = max(1.0, min(own, engine.max_batch, room))
+    most = max(1.0, min(engine.max_batch, room))
+    rows = max(1.0, min(own, most))
     waves = own / rows
     context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # mean over all answers
-    full = decode_step_seconds(shape, engine, cluster, rows=rows, context=context, width=width)
+    full, first, last = (
+        decode_step_seconds(shape, engine, cluster, rows=count, context=context, width=width)
+        for count in (rows, 1.0, most)
+    )
     behind = (
         max(0.0, draw.longest - response) * answers
     )  # number of tokens of the longest sample that are decoded after most samples are done
@@ -313,6 +319,7 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     return RolloutCost(
         seconds=prefill + waves * one + behind * late, rows=rows, waves=waves,
         alone=prefill / waves + one + behind * late, kept=kept, longest=draw.longest * full,
+        places=most * engine.replicas, step_s=(first, last),
     )  # fmt: skip
 
 

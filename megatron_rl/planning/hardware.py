@@ -56,6 +56,13 @@ DEVICES = {
 OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40", "H100-80": "H100", "H200-141": "H200"}
 
 
+def device_name(name: str, memory_gib: float) -> str:
+    """Returns the name in DEVICES of the device that torch calls `name`, such as "NVIDIA H100 80GB HBM3"; "" if DEVICES
+    has no device of this name with about as much memory."""
+    near = (d.name for d in DEVICES.values() if d.name.partition("-")[0] in name and abs(d.memory_gib - memory_gib) < 8)
+    return next(near, "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A cluster of identical nodes. Each has `per_node` GPUs connected by NVLink, and one network adapter per GPU."""

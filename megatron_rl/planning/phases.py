@@ -61,6 +61,23 @@ class EpisodePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What the samples of one role in an iteration need of the engines, for the simulation of planning/schedule.py."""
+
+    role: str
+    policy: str  # policy that generates the samples
+    engine: str  # role whose servers generate the samples
+    samples: int
+    answer: float  # mean number of tokens of an answer
+    longest: int  # maximum number of tokens of an answer
+    answers: int  # number of answers of a sample
+    tool_s: float  # seconds between two answers of a sample
+    calls_at_once: int  # maximum number of concurrent calls of the environment
+    places: float  # number of sequences that all engines can decode at once
+    step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with as many as possible
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationPlan:
     """The estimate for one iteration: seconds of each phase in order of execution, and token counts."""
 
@@ -75,6 +92,8 @@ class IterationPlan:
     rows: Mapping[str, float]  # role -> number of sequences decoded together by one engine
     longest: Mapping[str, float]  # role -> seconds of generating its longest answer in a full batch
     episodes: Sequence[EpisodePlan] = ()  # estimates of the roles that answer several times per sample
+    policies: Sequence[str] = ()  # policies that the iteration updates
+    generation: Sequence[Generation] = ()  # samples of each role that generates with engines of the run
 
     @property
     def seconds(self) -> float:
@@ -118,7 +137,7 @@ def plan_iteration(
     ]
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
-    ahead = case.spec.loop.rollouts.max_staleness > 0
+    ahead = case.spec.loop.rollouts.ahead > 0
     batches = [(d.role, batch_of(roles[d.role], d, d.samples)) for d in work.trained]
     flops = [compute.train_flops(case.models[name], batch, roles[name].lora) for name, batch in batches]
     return IterationPlan(
@@ -130,6 +149,15 @@ def plan_iteration(
         rows={name: cost.rows for name, cost in costs.items()},
         longest={name: cost.longest for name, cost in costs.items()},
         episodes=[_episode(roles[d.role], d, costs[d.role]) for d in own if d.episode.answers > 1],
+        policies=list(trained),
+        generation=[
+            Generation(
+                role=d.role, policy=roles[d.role].owner, engine=roles[d.role].servers, samples=d.samples,
+                answer=d.response, longest=d.longest, answers=d.episode.answers, tool_s=d.episode.tool_s,
+                calls_at_once=d.episode.calls_at_once, places=costs[d.role].places, step_s=costs[d.role].step_s,
+            )
+            for d in own
+        ],
     )  # fmt: skip
 
 

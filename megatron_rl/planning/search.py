@@ -162,7 +162,7 @@ def engine_choices(case: Case) -> Iterator[Case]:
         seen.add((replicas, tp))
         own = {"colocate": False, "memory_share": OWN_SHARE} if settings.colocate else {}
         yield case.with_engine(replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own)).beside_trainer()
-    if case.spec.loop.rollouts.max_staleness or any(role.lora is not None for role in case.roles.values()):
+    if case.spec.loop.rollouts.ahead or any(role.lora is not None for role in case.roles.values()):
         return
     # colocated servers: each role has servers on all of the trainer's GPUs, with any tp within a node
     share = settings.memory_share if settings.colocate else round(COLOCATED_SHARE / len(names), 2)

@@ -11,6 +11,7 @@ from rich.table import Table
 from megatron_rl.planning.alternatives import Alternative
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.plan import RunPlan
+from megatron_rl.planning.schedule import Schedule
 from megatron_rl.planning.search import Proposal
 from megatron_rl.weights import counting
 
@@ -52,6 +53,21 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
             markup=False,  # printed without markup, because the text may contain brackets such as [mlp]
             soft_wrap=True,
         )
+
+
+def show_schedules(found: Sequence[Schedule], own: int, console: Console, *, auto: bool) -> None:
+    """Prints the simulated schedules. `own`: max_staleness of the run. `auto`: whether the plan chose it."""
+    table = Table(
+        "rollouts.max_staleness", "iterations an hour", "engines idle", "trainer idle",
+        "samples trained 0, 1, ... updates after their start", title="iterations in flight, simulated",
+        title_justify="left",
+    )  # fmt: skip
+    for one in found:
+        mark = "" if one.max_staleness != own else " (auto)" if auto else " (configured)"
+        ages = ", ".join(f"{share:.0%}" for share in one.staleness)
+        idle = f"{one.engines_idle:.0%}", f"{one.trainer_idle:.0%}"
+        table.add_row(f"{one.max_staleness}{mark}", f"{one.iterations_per_hour:.3g}", *idle, ages)
+    console.print(table, highlight=False)
 
 
 def show_alternatives(found: Sequence[Alternative], console: Console) -> None:

@@ -38,7 +38,7 @@ _SORTED = (
     (LEARN, r"accuracy|outcome|score|success|exploitab|validation_loss|train_loss"),
     (
         UPDATE,
-        r"^loss|^kl|^value|^returns|entropy|clip|^ratio|grad|^engine_|^lr$|skipped|optimizer_steps|alpha|staleness|version|advant",
+        r"^loss|^kl|^value|^returns|entropy|clip|^ratio|grad|^engine_|^lr$|skipped|optimizer_steps|alpha|staleness|^trained_late|version|advant",
     ),
     (UPDATE, r"logprob|mask|reject|truncat|weight|^preflight"),
     (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
@@ -74,9 +74,10 @@ MEANINGS = {
     "verdicts_match": "share of verifications with one verdict for each step",
     "step_agreement": "share of the verdicts on steps that are true",
     "staleness": "updates that a rollout has missed since it was written",
+    "trained_late": "share of rollouts by the number of updates that they have missed since they were begun",
     "length": "tokens that a model wrote, mean",
     "seconds": "measured seconds of an iteration",
-    "speed": "of an update: operations and tokens a second of one device, and seconds of its parts",
+    "speed": "of an update: operations and tokens a second of one device, and seconds of its parts; idle shares",
 }
 
 

@@ -46,9 +46,11 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
         "headline": run_sections.headline(run),
         "confusions": run_sections.confusions(run),
         "seconds": run_sections.seconds(run),
+        "schedules": run_sections.schedules(run),
+        "schedule_names": run_sections.SCHEDULE_FIGURES,
         "refits": run_sections.refits(run),
         "refit_names": [name.replace("_", " ") for name in run_sections.REFIT_FIGURES],
-        "summary": flatten(run.summary),
+        "summary": flatten({name: value for name, value in run.summary.items() if name != "schedule"}),
         "duration": duration,
     })  # fmt: skip
     return target

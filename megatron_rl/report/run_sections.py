@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeGuard
 
 from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics
 from megatron_rl.run.console import COLUMNS, duration
-from megatron_rl.run.metrics import EVAL
+from megatron_rl.run.metrics import EVAL, SPEED
 from megatron_rl.run.run_directory import flatten
 
 # Patterns of the names of settings that are shown at the top of the page.
@@ -26,6 +27,7 @@ FACTS = (
     r"(samples_per_step|epochs)",
     r"launch\.nproc",
     r"recipe\.args\.\w+",
+    r"rollouts\.max_staleness",
 )
 # Fraction of all iterations at the start of a run ("first iterations") and at its end ("last iterations") over which
 # means are taken
@@ -48,6 +50,10 @@ LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|nu
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
 # Maximum number of held-out metrics that are shown as a card, a box with the metric's change
 MAX_CARDS = 4
+SCHEDULE_FIGURES = (
+    *("iterations an hour", "engines idle", "trainer idle"),
+    "rollouts trained 0, 1, ... updates after their start",
+)
 SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
     *("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
@@ -202,6 +208,41 @@ def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
     for (scope, phase), curve in run.seconds.items():
         found.setdefault(scope, {})[phase] = sum(curve.values)
     return found if sum(sum(own.values()) for own in found.values()) > 0 else {}
+
+
+def schedules(run: RunMetrics) -> dict[str, list[str]]:
+    """Returns {label: row of a table with SCHEDULE_FIGURES}: the rates that were predicted at the start of the run for
+    each rollouts.max_staleness, and the measured rates."""
+    found: dict[str, list[str]] = {}
+    told, own = run.summary.get("schedule", {}), run.settings.get("rollouts.max_staleness", 0)
+    with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):  # the summary is damaged
+        for one in told.get("predicted", ()):
+            k, rate = int(one["max_staleness"]), float(one["iterations_per_hour"])
+            label = f"predicted for max_staleness {k}, {told['cluster']}"
+            idle = float(one["engines_idle"]), float(one["trainer_idle"])
+            found[label] = _schedule_row(rate, *idle, list(map(float, one["staleness"])))
+    speed: dict[str, list[float]] = {"iteration_seconds": [], "trainer_idle": [], "engines_idle": []}
+    for (_, name), curve in run.curves.items():
+        if name.removeprefix(SPEED) in speed:  # the first iteration is left out, before which nothing is in flight
+            speed[name.removeprefix(SPEED)] += [v for i, v in zip(curve.iterations, curve.values, strict=True) if i]
+    if seconds := speed["iteration_seconds"]:
+        late, lines = (
+            dict[int, float](),
+            sum(len(c.values) for (_, name), c in run.curves.items() if name == "staleness"),
+        )
+        for (_, name), curve in run.curves.items():
+            if re.fullmatch(r"trained_late/\d{1,4}", name):
+                age = int(name.partition("/")[2])
+                late[age] = late.get(age, 0.0) + sum(curve.values) / max(1, lines)
+        ages = [1 - sum(late.values()), *(late.get(age, 0.0) for age in range(1, max(late, default=0) + 1))]
+        engines, trainer = (fmean(speed[n]) if speed[n] else None for n in ("engines_idle", "trainer_idle"))
+        found[f"measured with max_staleness {own}"] = _schedule_row(3600 / fmean(seconds), engines, trainer, ages)
+    return found
+
+
+def _schedule_row(rate: float, engines_idle: float | None, trainer_idle: float | None, ages: list[float]) -> list[str]:
+    idle = ["" if share is None else f"{share:.0%}" for share in (engines_idle, trainer_idle)]
+    return [f"{rate:,.4g}", *idle, ", ".join(f"{share:.0%}" for share in ages)]
 
 
 def refits(run: RunMetrics) -> dict[str, list[str]]:

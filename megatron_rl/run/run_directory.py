@@ -188,7 +188,10 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
 
 
 def config_changes(old_text: str, new_text: str) -> list[str]:
-    """Returns `key: old -> new` for every setting that differs between two YAML configs, except FREE_KEYS."""
+    """Returns `key: old -> new` for every setting that differs between two YAML configs, except FREE_KEYS.
+
+    The new value `auto` of rollouts.max_staleness equals any old value, because a run keeps the number that was chosen.
+    """
     try:
         old, new = (flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
     except ConfigError as error:
@@ -198,6 +201,7 @@ def config_changes(old_text: str, new_text: str) -> list[str]:
         f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key, absent) != new.get(key, absent)
+        and not (key == "rollouts.max_staleness" and new.get(key) == "auto")
         and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     ]
 

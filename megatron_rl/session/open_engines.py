@@ -59,6 +59,13 @@ class RunEngines:
         """Returns the state of each server, such as the number of running requests, keyed by server name."""
         return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
 
+    def occupied_s(self) -> float | None:
+        """Returns the seconds for which the places of the servers' batches were occupied so far, as a mean over all
+        places; None without servers."""
+        members = [pool.members for pool in self.pools.values()]
+        places = sum(one.limits.places for one in members)
+        return sum(one.occupied_s() for one in members) / places if places else None
+
     def tend(self) -> None:
         """Sends the current weights to servers that were restarted. Called while the driver (rank 0) waits."""
         for engine in self.engines.values():

@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config import sources
+from megatron_rl.config.base import ConfigError
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.planning import schedule
+from megatron_rl.planning.hardware import GIB, device_name
 from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
@@ -90,6 +95,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             pool.start()  # the grading workers import the reward function while this process loads models
         for line in explain_recipe(spec):
             driver.say(line)
+        if world.rank == 0:
+            driver.summary({"schedule": _predicted_schedule(spec)})
         parts = _open_parts(spec, world, driver, interrupts)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
@@ -108,7 +115,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             for name, policy in parts.policies.items()
         }
         memory = DeviceMemory(trainees, run_engines.colocated)
-        hooks = _hooks(parts, collector, memory)
+        hooks = dataclasses.replace(_hooks(parts, collector, memory), occupied_s=run_engines.occupied_s)
         if listener is not None:
             hooks = listening(hooks, listener, parts.progress, iterations)
         setup = loop.Setup(
@@ -117,6 +124,20 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             iterations=collector, held_out=parts.held_out, hooks=hooks,
         )  # fmt: skip
         return _train(parts, setup, listener)
+
+
+def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
+    """Returns the predicted rates of the run by rollouts.max_staleness, and the name of the cluster that they hold for;
+    the reason if they cannot be predicted."""
+    device = ""
+    if torch.cuda.is_available():
+        own = torch.cuda.get_device_properties(0)
+        device = device_name(own.name, own.total_memory / GIB)
+    try:
+        cluster, found = schedule.predicted(spec, device)
+    except (ConfigError, ArithmeticError, LookupError, ValueError) as error:
+        return {"not_predicted": str(error)}
+    return {"cluster": cluster, "predicted": [dataclasses.asdict(one) for one in found]}
 
 
 def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
@@ -220,7 +241,7 @@ def _collector(
 
     `turns`: the grader of `context`. `idle`: function that the collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
-    recipe, ahead = spec.recipe, spec.loop.rollouts.max_staleness
+    recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
     scored = any(recipe.scores_of(roles) for roles in kinds)
     credit = CreditStage(recipe, lag=ahead, after_scores=scored, uncredited=builders.uncredited(spec))

@@ -75,7 +75,7 @@ def _said(check: Callable[..., object], *args: object, place: str = "") -> list[
 
 
 def _run_problems(spec: RunSpec) -> Iterator[str]:
-    settings, ahead = spec.engine.settings, spec.loop.rollouts.max_staleness
+    settings, ahead = spec.engine.settings, spec.loop.rollouts.ahead
     if not spec.roles:
         yield "roles is empty: name at least one role"
     if ahead:
@@ -111,7 +111,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
 def _served_adapter_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
     """Yields error messages about settings that are invalid if servers apply LoRA adapters at inference
     (engine.adapters = 'served')."""
-    ahead = spec.loop.rollouts.max_staleness
+    ahead = spec.loop.rollouts.ahead
     if all(role.lora is None for role in spec.roles.values()):
         yield ("engine.adapters = 'served', and no role has lora: set it to merged")
     if settings.urls:
@@ -157,9 +157,9 @@ def _colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
             f"{place} engine.memory_share = {settings.memory_share}: servers of {sets} roles stand in each GPU and "
             f"would take {shares:g} of it; lower it to {0.9 / sets:.2g}"
         )
-    if spec.loop.rollouts.max_staleness:
+    if spec.loop.rollouts.ahead:
         yield (
-            f"{place} rollouts.max_staleness = {spec.loop.rollouts.max_staleness}: servers in the trainer's GPUs sleep "
+            f"{place} rollouts.max_staleness = {spec.loop.rollouts.ahead}: servers in the trainer's GPUs sleep "
             "while it trains, so that no iteration can be written beside training; set one of them to its default"
         )
     if spec.engine.refit.delta:

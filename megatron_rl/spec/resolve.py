@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from megatron_rl.config import files, plugins
 from megatron_rl.config.base import ConfigError, refuse, sections
@@ -59,6 +59,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     """Returns (specification of a config before any check, list of errors from building the training recipe).
 
     `recipe` is None in the specification if it cannot be built."""
+    config = with_staleness(config)
     shared: dict[str, Any] = {
         "roles": roles_of(config),
         "engine": None if isinstance(config, SftConfig) else engine_of(config),
@@ -103,6 +104,19 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     return spec, problems
 
 
+C = TypeVar("C", bound=Config)
+
+
+def with_staleness(config: C, number: int | None = None) -> C:
+    """Returns the config with a number in place of rollouts.max_staleness = auto: `number` if it is given; otherwise 0
+    if the engines cannot generate beside training, and else 1."""
+    if not isinstance(config, TrainConfig) or config.rollouts.max_staleness != "auto":
+        return config
+    apart = isinstance(config.engine, Servers) and not config.engine.colocate
+    number = int(apart) if number is None else number
+    return dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_staleness=number))
+
+
 def _with_references(roles: Mapping[str, RoleSpec], parts: Mapping[str, Any]) -> dict[str, RoleSpec]:
     """Returns the roles with the field `reference` set. `parts`: the recipe's description of the roles, by name."""
     read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
@@ -117,7 +131,7 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
     more: dict[str, Any] = {}
     if isinstance(config, TrainConfig):
         roles = {} if config.debug.replay else roles
-        more = {"refit": config.refit, "trains": True, "by_priority": config.rollouts.max_staleness > 0}
+        more = {"refit": config.refit, "trains": True, "by_priority": config.rollouts.ahead > 0}
     else:
         roles.pop("base", None)  # the base model needs no engine: only its probabilities are compared
     output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory
@@ -130,8 +144,9 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     For other commands, returns each model as a role named after its setting: `model`, `junior`, `verifier` or `base`.
     Models with equal settings share one engine."""
     ahead = served = False
+    config = with_staleness(config)
     if isinstance(config, TrainConfig):
-        ahead, roles = config.rollouts.max_staleness > 0, config.roles
+        ahead, roles = config.rollouts.ahead > 0, config.roles
         served = isinstance(config.engine, Servers) and config.engine.serves_adapters
     elif isinstance(config, SftConfig):
         roles = {"model": config.trained}

@@ -4,6 +4,7 @@ specific recipe.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl.batches.packed_batch import VALUE
+from megatron_rl.run.metrics import SPEED
 from megatron_rl.spec.run_spec import first_iterations
 from megatron_rl.training import preflight
 from megatron_rl.training.collector import Collector, upcoming
@@ -73,6 +75,9 @@ class Hooks:
     # returns True if the run should save a checkpoint and exit (signal, time limit, remote request)
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # shows the user a progress message about the current operation
+    # returns the seconds for which the places of the engines' batches were occupied so far, as a mean over all places;
+    # None if it is unknown; called on the driver only
+    occupied_s: Callable[[], float | None] = lambda: None
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
     show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
 
@@ -250,13 +255,14 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
     every policy whose usable rollouts have a signal (a nonzero advantage).
     """
     collected, usable = Collected(rollouts={}, metrics={}), dict[str, list[Rollout]]()  # filled on the driver only
+    clock = _Clock(setup)
 
     def take() -> list[tuple[str, bool]]:
         """Takes the iteration's rollouts. Returns (name, whether it has something to learn from) of each policy."""
         nonlocal collected
         assert setup.iterations is not None, "iterations are taken on the driver"
         if not scores:
-            collected = setup.iterations.take(iteration)
+            collected = clock.take(iteration)
         if not collected.credited:
             collected = setup.iterations.credit(iteration, collected)
         usable.update(_usable(setup, plan, iteration, collected))
@@ -264,9 +270,10 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
 
     setup.memory.generate()
     if scores := setup.recipe.scores(iteration):
-        collected = _scored(setup, iteration, scores)
+        collected = _scored(setup, iteration, scores, clock)
     found = setup.world.from_driver(take)
     learning = [name for name, signal in found if signal]
+    last = [role for name, _ in found for role in iteration.roles if setup.policy_of[role] == name][-1:]
     for name, signal in found:
         version = progress.updates.get(name, 0)
         # the update is skipped if there is no signal: all rewards are equal, or there are no rollouts
@@ -286,7 +293,8 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
             ages = {} if VALUE in setup.trainees[name].loss.needs else _ages(own or (), version)
             shown = {} if own is None else {**collected.metrics.get(role, {}), **ages}
             progress.last_metrics[role] = shown
-            setup.hooks.log(iteration.cycle, role, shown | metrics, iteration=iteration.number)
+            speed = clock.speed() if setup.world.rank == 0 and role in last else {}
+            setup.hooks.log(iteration.cycle, role, shown | metrics | speed, iteration=iteration.number)
     if setup.world.rank == 0:
         setup.hooks.show(iteration, collected.rollouts)
     progress.iteration_done(iteration)
@@ -310,7 +318,32 @@ def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected
     return usable
 
 
-def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score]) -> Collected:
+class _Clock:
+    """Measures on the driver how long an iteration takes, and how long the trainer and the engines are idle in it.
+    Evaluations and checkpoints are outside of iterations."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._waited_s, self._start = setup, 0.0, time.perf_counter()
+        self._occupied_s = setup.hooks.occupied_s() if setup.world.rank == 0 else None
+
+    def take(self, iteration: Iteration) -> Collected:
+        """Takes the iteration's rollouts from the collector. Meanwhile, the trainer is idle."""
+        assert self._setup.iterations is not None, "iterations are taken on the driver"
+        start = time.perf_counter()
+        collected = self._setup.iterations.take(iteration)
+        self._waited_s += time.perf_counter() - start
+        return collected
+
+    def speed(self) -> dict[str, float]:
+        """Returns metrics: seconds since the iteration began, and the idle shares of the trainer and the engines."""
+        seconds, occupied_s = time.perf_counter() - self._start, self._setup.hooks.occupied_s()
+        found = {"iteration_seconds": seconds, "trainer_idle": self._waited_s / seconds}
+        if occupied_s is not None and self._occupied_s is not None:
+            found["engines_idle"] = 1 - (occupied_s - self._occupied_s) / seconds
+        return {f"{SPEED}{name}": value for name, value in found.items()}
+
+
+def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score], clock: _Clock) -> Collected:
     """Takes the iteration's rollouts and adds the requested scores to their `values`. Collective. Returns the scored
     rollouts on the driver, and nothing on other ranks.
     """
@@ -318,8 +351,7 @@ def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score]) -> Coll
 
     def take() -> dict[str, int]:
         nonlocal collected
-        assert setup.iterations is not None, "iterations are taken on the driver"
-        collected = setup.iterations.take(iteration)
+        collected = clock.take(iteration)
         return {role: len(rollouts) for role, rollouts in collected.rollouts.items()}
 
     counts = setup.world.from_driver(take)
@@ -405,8 +437,10 @@ def _complete(setup: Setup, number: int | None) -> None:
 
 def _ages(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
     """Returns metrics: the mean and the maximum age of the rollouts (number of updates of their policy since their
-    oldest token was generated), and the share of rollouts generated by several weight versions.
+    oldest token was generated), the share of rollouts of each age above 0, and the share of rollouts generated by
+    several weight versions.
     """
     ages = [float(version - r.version) for r in rollouts if r.num_trainable] or [0.0]
     mixed = fmean(float(len(r.versions) > 1) for r in rollouts) if rollouts else 0.0
-    return {"version_lag": fmean(ages), "staleness": max(ages), "mixed_versions": mixed}
+    late = {f"trained_late/{age:g}": count / len(ages) for age, count in sorted(Counter(ages).items()) if age}
+    return {"version_lag": fmean(ages), "staleness": max(ages), "mixed_versions": mixed, **late}

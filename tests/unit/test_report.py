@@ -337,6 +337,27 @@ def test_smoothing_shifts_nothing():
     assert report_png.smooth([]) == []
 
 
+def test_predicted_and_measured_rates_stand_beside_each_other(tmp_path):
+    run = make_run(tmp_path, iterations=1, rollouts=False)
+    tracker = Tracker(run / "metrics.jsonl")
+    for iteration, (seconds, idle) in enumerate([(100.0, 0.9), (4.0, 0.25), (6.0, 0.35)]):
+        speed = {"iteration_seconds": seconds, "trainer_idle": idle, "engines_idle": idle / 2}
+        ages = {"staleness": 2.0, "trained_late/1": 0.5, "trained_late/2": 0.25} if iteration else {"staleness": 0.0}
+        metrics = {**ages, **{f"speed/{name}": value for name, value in speed.items()}}
+        tracker.log(iteration, "generator", metrics, iteration=iteration)
+    one = {"max_staleness": 1, "iterations_per_hour": 700, "engines_idle": 0.1, "trainer_idle": 0.2}
+    summary = {"schedule": {"cluster": "1x8xH100", "predicted": [{**one, "staleness": [0.5, 0.5]}]}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    found = report_tables.schedules(read_run(run))
+    # the first iteration waits for rollouts that nothing was generated beside
+    assert [*found.values()] == [["700", "10%", "20%", "50%, 50%"], ["720", "15%", "30%", "50%, 33%, 17%"]]
+    assert [*found] == ["predicted for max_staleness 1, 1x8xH100", "measured with max_staleness 0"]
+    assert "Iterations in flight" in write_report(run).read_text()
+    for damaged in ({"schedule": {"predicted": 7}}, {"schedule": [1]}, {"schedule": {"not_predicted": "why"}}):
+        (run / "summary.json").write_text(json.dumps(damaged))
+        assert [*report_tables.schedules(read_run(run))] == ["measured with max_staleness 0"]
+
+
 def test_refits_are_summed_up_by_role_and_a_line_cut_short_is_left_out(tmp_path):
     run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
     names = ("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes", "checked_slices")

@@ -33,18 +33,25 @@ class Limits:
 
     servers: int  # maximum number of servers
     at_once: int  # maximum number of concurrent sequences per server
+    max_batch: int | None = None  # maximum number of sequences that one server decodes together; None: at_once
     attempts: int = 3  # maximum number of attempts of a request if live servers fail it
     request_timeout_s: float = 600.0
     wait_s: float = 1800.0  # maximum seconds to wait until a server is available
     # "continue" or "restart": how a completion that a weight sync (refit) interrupts is completed
     partial: str = "continue"
 
+    @property
+    def places(self) -> int:
+        """Returns the number of sequences that all servers can decode at once."""
+        return self.servers * (self.max_batch or self.at_once)
+
     @staticmethod
     def of(settings: Servers) -> Limits:
         """Returns the limits given by the engine settings of a config."""
         return Limits(
-            servers=settings.replicas, at_once=settings.at_once, attempts=settings.attempts,
-            request_timeout_s=settings.request_timeout_s, wait_s=settings.wait_s, partial=settings.partial,
+            servers=settings.replicas, at_once=settings.at_once, max_batch=min(settings.max_batch, settings.at_once),
+            attempts=settings.attempts, request_timeout_s=settings.request_timeout_s, wait_s=settings.wait_s,
+            partial=settings.partial,
         )  # fmt: skip
 
 
@@ -89,6 +96,8 @@ class Members:
         self.hopeless: Callable[[], str | None] = lambda: None
         self.refitting = False  # True while servers receive new weights (a refit) and will serve soon
         self.closing = threading.Event()
+        # seconds that places of all servers were occupied, in total, until time.monotonic() was `_counted`
+        self._occupied_s, self._counted = 0.0, time.monotonic()
         self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
@@ -118,6 +127,20 @@ class Members:
                 }
                 for m in self.by_replica.values()
             }
+
+    def count_load(self, member: Member, sequences: int, requests: int) -> None:
+        """Adds to the numbers of sequences and requests in progress on a server."""
+        with self.change:
+            self.occupied_s()
+            member.load, member.requests = member.load + sequences, member.requests + requests
+
+    def occupied_s(self) -> float:
+        """Returns the seconds for which sequences occupied places of the servers so far, summed over all places."""
+        with self.change:
+            now, most = time.monotonic(), self.limits.max_batch or self.limits.at_once
+            self._occupied_s += (now - self._counted) * sum(min(m.load, most) for m in self.by_replica.values())
+            self._counted = now
+            return self._occupied_s
 
     def serves(self, member: Member, version: int) -> bool:
         """Returns whether the server is alive and its weights have this version."""

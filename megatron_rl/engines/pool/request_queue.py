@@ -80,8 +80,7 @@ class RequestQueue:
 
     def leave(self, member: Member, sequences: int) -> None:
         """Releases the capacity of a server that a request reserved, and assigns it to waiting requests."""
-        with self._members.change:
-            member.load, member.requests = member.load - sequences, member.requests - 1
+        self._members.count_load(member, -sequences, -1)
         self._shared.leave()
         self.admit()
 
@@ -141,7 +140,7 @@ class RequestQueue:
         if not free or not self._shared.enter(self._members.role):
             return False
         member = _best(free, waiter.prefer, at_once)
-        member.load, member.requests = member.load + waiter.sequences, member.requests + 1
+        self._members.count_load(member, waiter.sequences, 1)
         waiter.place.set_result((member, self._members.version))
         return True
 

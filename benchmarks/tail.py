@@ -1,0 +1,290 @@
+"""Measures how fast iterations follow each other when several are generated at once, against the simulation of
+`megatron-rl plan`, and against one iteration at a time in the background, as before.
+
+The collector, the credit stage, the store and the pool of servers are those of a run. A recipe asks for one answer of a
+set length for each prompt. The trainer sleeps.
+
+--engines fake: servers that answer after a time in proportion to the length. Three distributions of lengths, each
+log-normal and clipped, with 64 answers an iteration in 32 places, and a trainer that needs 0.8 of the time in which the
+engines generate an iteration without a tail. All settings run at the same time, in one process that mostly sleeps.
+
+    K/over_simulated   iterations a second over those that are simulated, with rollouts.max_staleness = K
+    K/over_former      over the former mode at max_staleness = 1, in which a second one gained nothing
+    K/idle             share of the servers' places that no answer occupied; simulated_idle: as simulated
+
+--engines vllm: two vLLM servers on a CPU, a random model without an end of sequence, and lengths with a heavy tail
+(mean 40, longest 400 tokens). `busy_over_former`: share of the servers' places that answers occupied with
+max_staleness = 2, over that of the former mode. The work of an iteration is the same, so that this is the gain where
+the speed of a sequence does not depend on how many are decoded; on a CPU it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import common
+import numpy as np
+import served
+
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.server_pool import ServerEngine, given
+from megatron_rl.engines.protocol import Completion, Sampling
+from megatron_rl.engines.server import Server
+from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.planning.schedule import Sample, SimulatedIteration, Station, lengths, simulate
+from megatron_rl.training.collector import Collector, RolloutMaker, Turn, upcoming
+from megatron_rl.training.credit import CreditStage
+from megatron_rl.training.iteration import Collected, Iteration, PromptSource, Recipe, RecipeRole, RolloutContext
+from megatron_rl.training.rollouts import from_completion
+from megatron_rl.training.store import IterationStore, State
+from megatron_rl.types import Prompt, Rollout, Stop
+
+ROLE = "model"
+SAMPLES, PLACES, SERVERS = 64, 32, 2
+TRAIN_SHARE = 0.8  # seconds of training over those of generating an iteration in full engines
+STALENESS = (0, 1, 2, 4)
+COUNT, PERMUTATIONS = 10, 4  # measured iterations; iterations after which the lengths repeat
+BOUND = 0.1  # greatest difference from the simulation
+BARS = {"mathematics/4/over_former": 1.6, "agents/4/over_former": 2.5}
+VLLM_BAR = 1.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Lengths of answers: log-normal, clipped. `mean_s`: seconds of an answer of mean length."""
+
+    mean: float
+    longest: float
+    mean_s: float
+    samples: int = SAMPLES
+    places: int = PLACES
+
+    def tokens(self) -> np.ndarray:
+        """Returns the lengths [PERMUTATIONS, samples] of the answers of iterations."""
+        each = [lengths(self.mean, self.longest, self.samples, seed=i) for i in range(PERMUTATIONS)]
+        return np.maximum(1, np.round(each)).astype(int)
+
+    @property
+    def train_s(self) -> float:
+        return TRAIN_SHARE * self.mean_s * self.samples / self.places
+
+
+CASES = {
+    "mathematics": Case(mean=3000, longest=8000, mean_s=1.0),
+    "long reasoning": Case(mean=9000, longest=32000, mean_s=0.8),
+    "agents": Case(mean=12000, longest=128000, mean_s=0.45),
+}
+HEAVY = Case(mean=40, longest=400, mean_s=2.0, samples=32, places=16)
+
+
+class TimedServer(Server):
+    """A server that answers after `token_s` seconds for each token."""
+
+    health = "/"
+
+    def __init__(self, token_s: float) -> None:
+        super().__init__("http://127.0.0.1:9", {}, ends=(), vocab=0)
+        self._token_s = token_s
+
+    async def generate(
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
+    ) -> list[Completion]:
+        await asyncio.sleep(sampling.max_tokens * self._token_s)
+        return [Completion(tokens=np.ones(1), logprobs=np.zeros(1), stop=Stop.EOS)]
+
+
+class Lengths(Recipe):
+    """Asks for one answer to each prompt, with the length that the prompt names."""
+
+    def roles(self) -> dict[str, RecipeRole]:
+        return {ROLE: RecipeRole()}
+
+    def schedule(self) -> list[list[tuple[str, ...]]]:
+        return [[(ROLE,)]] * 10_000
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return ""
+
+    def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> dict[str, list[Rollout]]:
+        session, prompts = context.session(ROLE), source.take()
+        for i, prompt in enumerate(prompts):
+            asked = replace(context.samplings[ROLE], max_tokens=prompt.payload["length"], seed=iteration.number)
+            session.ask(i, prompt.tokens, asked)
+        found = [
+            from_completion(prompts[i], answer, role=ROLE, group="all", version=0) for i, [answer] in session.answers()
+        ]
+        return {ROLE: [replace(one, rewards={"outcome": float(i % 2)}) for i, one in enumerate(found)]}
+
+
+class Prompts:
+    """An endless stream of prompts, which name the lengths of their answers."""
+
+    dropped = 0
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._lengths, self._place = tokens.ravel(), 0
+
+    def take(self, count: int) -> list[Prompt]:
+        places = range(self._place, self._place + count)
+        self._place += count
+        found = [int(self._lengths[place % len(self._lengths)]) for place in places]
+        return [
+            Prompt(id=str(place), tokens=[1 + place % 50, 2, 3], payload={"length": length})
+            for place, length in zip(places, found, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self._place}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormerMaker(RolloutMaker):
+    """Generates one iteration after the other, as the single thread of the former collector did."""
+
+    complete: list[int] = field(default_factory=list)
+    change: threading.Condition = field(default_factory=threading.Condition)
+
+    def make(self, iteration: Iteration, recipe_state: State, turn: Turn = nullcontext) -> tuple[Collected, None]:
+        with self.change:
+            self.change.wait_for(lambda: len(self.complete) == iteration.number)
+        made = super().make(iteration, recipe_state, turn)
+        with self.change:
+            self.complete.append(iteration.number)
+            self.change.notify_all()
+        return made
+
+
+def run(engine: ServerEngine, case: Case, staleness: int, *, former: bool = False) -> dict[str, float]:
+    """Returns the rate, the idle share of the servers' places, and the mean staleness of a run of the collector."""
+    context = RolloutContext(
+        engines={ROLE: engine}, tokenizers={}, samplings={ROLE: Sampling(max_tokens=1)}, max_prompt_tokens={},
+        grade=lambda responses, payloads: [],
+    )  # fmt: skip
+    recipe, kind = Lengths(), FormerMaker if former else RolloutMaker
+    maker = kind(
+        recipe=recipe, readers={ROLE: Prompts(case.tokens())}, context=context,  # type: ignore[dict-item]
+        prompts_per_iteration=case.samples, max_staleness=staleness,
+    )  # fmt: skip
+    warm = 2 * (staleness + 1)
+    count = -(-COUNT // (staleness + 1)) * (staleness + 1)
+    schedule = recipe.schedule()[: warm + count + staleness + 1]
+    start = {"cycle": 0, "index": 0, "number": 0, "iterations": {}}
+    marks, ages, members = list[tuple[float, float]](), list[float](), engine.members
+    first = members.version
+    with tempfile.TemporaryDirectory() as folder:
+        collector = Collector(
+            maker, CreditStage(recipe, lag=staleness), upcoming(schedule, start), IterationStore(Path(folder)),
+            max_staleness=staleness,
+        )  # fmt: skip
+        for number, iteration in enumerate(upcoming(schedule, start)):
+            if number >= warm:
+                marks.append((time.perf_counter(), members.occupied_s()))
+            if number == warm + count:
+                break
+            collected = collector.take(iteration)
+            ages += [members.version - r.version for r in collected.rollouts[ROLE]] if number >= warm else []
+            time.sleep(case.train_s)
+            with members.change:  # new weights
+                members.version += 1
+                for member in members.by_replica.values():
+                    member.version = members.version
+            collector.trained()
+        collector.close()
+    assert members.version == first + warm + count
+    (begin, before), (end, after) = marks[0], marks[-1]
+    busy = (after - before) / (end - begin) / members.limits.places
+    return {"rate": count / (end - begin), "idle": 1 - busy, "staleness": fmean(ages)}
+
+
+def fake_run(case: Case, staleness: int, former: bool) -> dict[str, float]:
+    servers = [TimedServer(case.mean_s / case.mean) for _ in range(SERVERS)]
+    engine = given(ROLE, servers, Limits(servers=SERVERS, at_once=case.places // SERVERS))
+    try:
+        return run(engine, case, staleness, former=former)
+    finally:
+        engine.close()
+
+
+def simulated(case: Case, staleness: int, former: bool) -> dict[str, float]:
+    station = Station(places=case.places, rates=[case.mean / case.mean_s] * (case.places + 1))
+    cycle = [
+        SimulatedIteration(samples=[Sample(visits=[(0, float(length))]) for length in own], train_s=case.train_s)
+        for own in case.tokens()
+    ]
+    found = simulate([station], cycle, max_staleness=staleness, one_at_a_time=former)
+    mean = sum(age * share for age, share in enumerate(found.staleness))
+    return {"rate": found.iterations_per_hour / 3600, "idle": found.engines_idle, "staleness": mean}
+
+
+def fake_figures() -> dict[str, float]:
+    """Returns the metrics of all cases."""
+    modes = [("former", 1, True), *((str(k), k, False) for k in STALENESS)]
+    out: dict[str, float] = {}
+    with ThreadPoolExecutor(len(CASES) * len(modes)) as threads:
+        runs = {
+            (name, mode): threads.submit(fake_run, case, k, former)
+            for name, case in CASES.items()
+            for mode, k, former in modes
+        }
+        for name, case in CASES.items():
+            found = {mode: runs[name, mode].result() for mode, _, _ in modes}
+            for mode, k, former in modes:
+                own, model = found[mode], simulated(case, k, former)
+                out |= {
+                    f"{name}/{mode}/iterations_per_s": own["rate"],
+                    f"{name}/{mode}/over_simulated": own["rate"] / model["rate"],
+                    f"{name}/{mode}/over_former": own["rate"] / found["former"]["rate"],
+                    f"{name}/{mode}/idle": own["idle"],
+                    f"{name}/{mode}/simulated_idle": model["idle"],
+                    f"{name}/{mode}/staleness": own["staleness"],
+                    f"{name}/{mode}/simulated_staleness": model["staleness"],
+                }
+    return out
+
+
+@contextmanager
+def vllm_pool(python: str, folder: Path) -> Iterator[ServerEngine]:
+    import rollout
+
+    model = folder / "model"
+    rollout.write_model(model, rollout.VLLM_PRESET, 1e-9)
+    settings = Vllm(python=python, replicas=SERVERS, max_batch=HEAVY.places // SERVERS, wait_s=60.0, threads=1)
+    with served.open_pool(folder, model, settings, rollout.EOS) as (pool, _):
+        yield pool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", choices=("fake", "vllm"), default="fake", help="(default: %(default)s)")
+    parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter that has vLLM (make engines)")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    if args.engines == "fake":
+        metrics = fake_figures()
+        held = [name for name in metrics if name.endswith("/over_simulated")]
+        bars = BARS | dict.fromkeys(held, 1 - BOUND)
+        common.finish(metrics, bars, args, limits=dict.fromkeys(held, 1 + BOUND))
+        return
+    with tempfile.TemporaryDirectory() as folder, vllm_pool(args.python, Path(folder)) as pool:
+        former, ahead = run(pool, HEAVY, 1, former=True), run(pool, HEAVY, 2)
+    metrics = {
+        f"{mode}/{name}": value for mode, own in (("former", former), ("2", ahead)) for name, value in own.items()
+    }
+    metrics["2/busy_over_former"] = (1 - ahead["idle"]) / (1 - former["idle"])
+    metrics["2/rate_over_former"] = ahead["rate"] / former["rate"]
+    common.finish(metrics, {"2/busy_over_former": VLLM_BAR}, args)
+
+
+if __name__ == "__main__":
+    main()

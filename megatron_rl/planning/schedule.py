@@ -1,0 +1,338 @@
+"""Simulates how iterations overlap in time: iterations per hour, idle shares and staleness for rollouts.max_staleness.
+
+The simulation goes from event to event. A sample visits stations, which are engines and tools, one after the other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from megatron_rl.planning.case import Case, own_cluster
+from megatron_rl.planning.hardware import parse_cluster
+from megatron_rl.planning.phases import IterationPlan
+from megatron_rl.planning.plan import RunPlan, make
+from megatron_rl.planning.workload import cycle_work, models_of
+from megatron_rl.spec.run_spec import RunSpec
+
+STALENESS = range(5)  # values of rollouts.max_staleness that a plan compares
+NEAR_BEST = 0.95  # `auto` takes the lowest staleness whose rate is at least this share of the best rate
+LONGEST_SHARE = 0.01  # assumed share of a role's answers that reach sampling.max_tokens
+VISITS = 500  # maximum number of answers of one simulated iteration; larger iterations and engines are scaled down
+KINDS = 8  # maximum number of iterations of a simulated cycle
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Station:
+    """Engines or tools that work on up to `places` samples at once. Samples of older iterations are served first.
+
+    `rates`: units of work per second of each sample, by the number of samples that are worked on: [places + 1].
+    """
+
+    places: int
+    rates: Sequence[float]
+    engine: bool = True  # False for tools, which a weight sync does not pause and whose idle time does not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The work of one sample."""
+
+    visits: Sequence[tuple[int, float]]  # (index of the station, units of work) of each visit, in order
+    policy: str = ""  # policy that generates the sample
+    after: int | None = None  # index of the sample of the same iteration that must be complete before this one begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedIteration:
+    """The work of one iteration. `grading_s`: seconds between the end of the last sample and the earliest training."""
+
+    samples: Sequence[Sample]
+    train_s: float
+    refit_s: float = 0.0  # seconds of the weight sync after training, in which engines are paused
+    grading_s: float = 0.0
+    trained: Sequence[str] = ("",)  # policies that the iteration updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The simulated rates of a run with one value of rollouts.max_staleness."""
+
+    max_staleness: int
+    iterations_per_hour: float
+    engines_idle: float  # share of the engines' places that no sequence occupies, over time
+    trainer_idle: float  # share of the time in which the trainer neither trains nor sends weights
+    # share of the trained samples by the number of updates of their policy between the beginning of a sample's
+    # generation and its training: [max_staleness + 1]
+    staleness: Sequence[float]
+
+
+def simulate(
+    stations: Sequence[Station], cycle: Sequence[SimulatedIteration], *, max_staleness: int, count: int = 12,
+    one_at_a_time: bool = False,
+) -> Schedule:  # fmt: skip
+    """Returns the rates of a run that repeats the iterations of `cycle`, measured over `count` iterations after the
+    first ones, rounded up to a multiple of the iterations of a cycle times the iterations in flight.
+
+    `one_at_a_time`: whether generation of an iteration begins only when the previous iteration is completely generated.
+    """
+    period = len(cycle) * (max_staleness + 1)  # iterations may end in bursts of those that began together
+    count = -(-count // period) * period
+    run = _Simulation([_Servers(station) for station in stations], cycle, max_staleness, one_at_a_time=one_at_a_time)
+    run.until(2 * (max_staleness + 1))
+    start, occupied, spent = run.now, run.occupied, run.spent_s
+    run.ages.clear()
+    run.until(run.trained + count)
+    seconds, places = run.now - start, sum(station.places for station in stations if station.engine)
+    used = (run.occupied - occupied) / (places * seconds) if places else 1.0
+    total = max(1, run.ages.total())
+    return Schedule(
+        max_staleness=max_staleness, iterations_per_hour=3600 * count / seconds, engines_idle=1 - used,
+        trainer_idle=1 - (run.spent_s - spent) / seconds,
+        staleness=[run.ages[age] / total for age in range(max_staleness + 1)],
+    )  # fmt: skip
+
+
+class _Servers:
+    """A station during a simulation. All samples that a station works on advance at the same rate."""
+
+    def __init__(self, station: Station) -> None:
+        self.station, self.paused = station, False
+        self.done = 0.0  # units of work that the station has done for each sample that was there all the time
+        # heap of (value of `done` at which the sample leaves, iteration, index of the sample)
+        self.active: list[tuple[float, int, int]] = []
+        self.queue: list[tuple[int, int, int, float]] = []  # heap of (iteration, order of arrival, index, work)
+        self.arrivals = 0
+
+    def seconds(self) -> float:
+        """Returns the seconds until the next sample leaves."""
+        if self.paused or not self.active:
+            return math.inf
+        return max(0.0, self.active[0][0] - self.done) / self.station.rates[len(self.active)]
+
+    def advance(self, seconds: float) -> float:
+        """Works for some seconds. Returns the seconds that samples spent at the station, in total."""
+        if self.paused or not self.active:
+            return 0.0
+        self.done += seconds * self.station.rates[len(self.active)]
+        return seconds * len(self.active)
+
+    def arrive(self, iteration: int, index: int, work: float) -> None:
+        self.arrivals += 1
+        heapq.heappush(self.queue, (iteration, self.arrivals, index, work))
+
+
+@dataclass
+class _InFlight:
+    """An admitted iteration: the next visit of each sample, and the number of unfinished samples."""
+
+    work: SimulatedIteration
+    left: int
+    visits: list[int]
+    versions: list[int]  # version of the sample's policy at the beginning of the sample
+    later: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # samples that wait for a sample
+
+
+class _Simulation:
+    def __init__(
+        self, servers: Sequence[_Servers], cycle: Sequence[SimulatedIteration], ahead: int, *, one_at_a_time: bool
+    ) -> None:
+        self._servers, self._cycle, self._ahead, self._one_at_a_time = servers, cycle, ahead, one_at_a_time
+        self.now = self.occupied = self.spent_s = 0.0  # spent_s: seconds of training and weight syncs
+        self.trained = 0  # number of trained iterations
+        self.ages = Counter[int]()  # ages of the samples that were trained on
+        self._versions = Counter[str]()
+        self._flying: dict[int, _InFlight] = {}
+        self._ready: dict[int, _InFlight] = {}  # iterations that are generated, graded and not yet trained
+        self._timers: list[tuple[float, int, str]] = []  # heap of (time, iteration, what ends)
+        self._admitted, self._training = 0, False
+
+    def until(self, trained: int) -> None:
+        """Simulates until so many iterations are trained."""
+        self._proceed()
+        while self.trained < trained:
+            timer = self._timers[0][0] - self.now if self._timers else math.inf
+            waits = [servers.seconds() for servers in self._servers]
+            soonest = min(timer, *waits)
+            self.now += soonest
+            for servers in self._servers:
+                occupied = servers.advance(soonest)
+                self.occupied += occupied if servers.station.engine else 0.0
+            for servers, wait in zip(self._servers, waits, strict=True):
+                if wait <= soonest:
+                    _, iteration, index = heapq.heappop(servers.active)
+                    self._next_visit(iteration, index)
+                self._fill(servers)
+            if timer <= soonest:
+                _, iteration, what = heapq.heappop(self._timers)
+                self._end(iteration, what)
+                self._proceed()
+
+    def _proceed(self) -> None:
+        """Admits iterations and begins to train the next iteration, as far as possible now."""
+        while self._admitted - self.trained <= self._ahead and not (self._one_at_a_time and self._flying):
+            number, work = self._admitted, self._cycle[self._admitted % len(self._cycle)]
+            count = len(work.samples)
+            own = _InFlight(work, count, [-1] * count, [0] * count)
+            self._flying[number], self._admitted = own, number + 1
+            for index, sample in enumerate(work.samples):
+                if sample.after is not None:
+                    own.later.setdefault(sample.after, []).append(index)
+            for index, sample in enumerate(work.samples):
+                if sample.after is None:
+                    self._next_visit(number, index)
+            if not count:
+                heapq.heappush(self._timers, (self.now + work.grading_s, number, "grading"))
+        for servers in self._servers:
+            self._fill(servers)
+        if self.trained in self._ready and not self._training:
+            self._training = True
+            work = self._cycle[self.trained % len(self._cycle)]
+            heapq.heappush(self._timers, (self.now + work.train_s, self.trained, "training"))
+
+    def _fill(self, servers: _Servers) -> None:
+        """Moves waiting samples into free places of a station."""
+        while servers.queue and len(servers.active) < servers.station.places:
+            iteration, _, index, work = heapq.heappop(servers.queue)
+            own = self._flying[iteration]
+            if not own.visits[index]:
+                own.versions[index] = self._versions[own.work.samples[index].policy]
+            heapq.heappush(servers.active, (servers.done + work, iteration, index))
+
+    def _next_visit(self, iteration: int, index: int) -> None:
+        """Sends a sample to its next station, or ends the sample."""
+        own = self._flying[iteration]
+        own.visits[index] += 1
+        visits = own.work.samples[index].visits
+        if own.visits[index] < len(visits):
+            place, work = visits[own.visits[index]]
+            self._servers[place].arrive(iteration, index, work)
+            self._fill(self._servers[place])
+            return
+        own.left -= 1
+        for other in own.later.get(index, ()):
+            self._next_visit(iteration, other)
+        if not own.left:
+            heapq.heappush(self._timers, (self.now + own.work.grading_s, iteration, "grading"))
+
+    def _end(self, iteration: int, what: str) -> None:
+        """Ends the grading, the training or the weight sync of an iteration."""
+        work = self._cycle[iteration % len(self._cycle)]
+        if what == "grading":
+            self._ready[iteration] = self._flying.pop(iteration)
+        elif what == "training":
+            for servers in self._servers:
+                servers.paused = servers.station.engine
+            heapq.heappush(self._timers, (self.now + work.refit_s, iteration, "refit"))
+        else:
+            for servers in self._servers:
+                servers.paused = False
+            self._training, own = False, self._ready.pop(iteration)
+            self.spent_s += work.train_s + work.refit_s
+            self.ages.update(
+                self._versions[sample.policy] - version
+                for sample, version in zip(work.samples, own.versions, strict=True)
+                if sample.policy in work.trained
+            )
+            self._versions.update(work.trained)
+            self.trained += 1
+
+
+def lengths(mean: float, longest: float, count: int, *, seed: int = 0) -> np.ndarray:
+    """Returns `count` lengths in tokens, in random order: quantiles of a log-normal distribution that is clipped at
+    `longest` and has the given mean. LONGEST_SHARE of the distribution is clipped."""
+    tail = _NORMAL.inv_cdf(1 - LONGEST_SHARE)
+    low, high = 0.0, 6.0  # bounds of the standard deviation of the logarithm, by which the mean falls
+    for _ in range(50):
+        middle = (low + high) / 2
+        clipped = math.exp(middle * middle / 2 - tail * middle) * _NORMAL.cdf(tail - middle) + LONGEST_SHARE
+        low, high = (middle, high) if clipped * longest > mean else (low, middle)
+    scores = np.array([_NORMAL.inv_cdf((i + 0.5) / count) for i in range(count)])
+    found = np.minimum(np.exp((scores - tail) * low), 1.0) * longest
+    return np.random.default_rng(seed).permutation(found)
+
+
+def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
+    """Returns the simulated schedules of a planned run, for all values of STALENESS and the configured value. Only 0 is
+    simulated if the engines cannot generate beside training.
+
+    Lengths are distributed as `lengths` says. Times are scaled so that an iteration by itself takes as long as planned.
+    """
+    apart = case.servers is not None and not case.colocated
+    stations, cycle = _model(plan.iterations)
+    chosen = sorted({*STALENESS, case.spec.loop.rollouts.ahead}) if apart else [0]
+    return [simulate(stations, cycle, max_staleness=k) for k in chosen]
+
+
+def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
+    """Returns the name of the cluster that a specification asks for, and the simulated schedules on that cluster.
+
+    `device`: name of its GPUs, of hardware.DEVICES; "": those that a plan assumes. Raises ConfigError if the sizes of a
+    model are unknown, or if the layouts do not divide the cluster.
+    """
+    nodes, per_node, assumed = own_cluster(spec.engine, spec.cluster).split("x")
+    cluster = parse_cluster(f"{nodes}x{per_node}x{device or assumed}")
+    case = Case(spec=spec, cluster=cluster, models=models_of(spec.roles, ()), work=cycle_work(spec))
+    return str(cluster), schedules(case, make(case))
+
+
+def best_staleness(found: Sequence[Schedule]) -> int:
+    """Returns the lowest max_staleness whose rate is at least NEAR_BEST of the highest rate."""
+    best = max(one.iterations_per_hour for one in found)
+    return min(one.max_staleness for one in found if one.iterations_per_hour >= NEAR_BEST * best)
+
+
+def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[SimulatedIteration]]:
+    """Returns the stations and the cycle of the simulation. The numbers of samples and places are scaled down alike."""
+    draws = [draw for one in iterations for draw in one.generation]
+    most = max(sum(draw.samples * draw.answers for draw in one.generation) for one in iterations)
+    scale = max(1.0, most / VISITS)
+    stations: dict[str, Station] = {}
+    for draw in draws:
+        places = max(1, round(draw.places / scale))
+        steps = np.linspace(*draw.step_s, places)
+        stations.setdefault(draw.engine, Station(places=places, rates=[1.0, *(1 / steps)]))
+        if draw.tool_s:
+            calls = max(1, round(draw.calls_at_once / scale))
+            stations[f"tools of {draw.role}"] = Station(places=calls, rates=[1.0] * (calls + 1), engine=False)
+    share = min(1.0, KINDS / sum(one.times for one in iterations))
+    cycle = list[SimulatedIteration]()
+    for one in iterations:
+        cycle += [_simulated(one, stations, scale)] * max(1, round(one.times * share))
+    return list(stations.values()), cycle
+
+
+def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: float) -> SimulatedIteration:
+    """Returns the work of a planned iteration, scaled so that its generation by itself takes the planned seconds."""
+    names, samples, before = list(stations), list[Sample](), range(0)
+    for draw in plan.generation:
+        count = max(1, round(draw.samples / scale))
+        own = range(len(samples), len(samples) + count)
+        for i, length in enumerate(lengths(draw.answer, draw.longest, count, seed=len(samples)).tolist()):
+            visits = [(names.index(draw.engine), length)]
+            if draw.tool_s:
+                visits.append((names.index(f"tools of {draw.role}"), draw.tool_s))
+            visits = (visits * draw.answers)[: (len(visits) * draw.answers) - (len(visits) - 1)]
+            after = before[i * len(before) // count] if before else None
+            samples.append(Sample(visits=visits, policy=draw.policy, after=after))
+        before = own
+    alone = _Simulation(
+        [_Servers(station) for station in stations.values()], [SimulatedIteration(samples=samples, train_s=0.0)], 0,
+        one_at_a_time=False,
+    )  # fmt: skip
+    alone.until(1)
+    planned = sum(seconds for name, seconds in plan.phases.items() if name.startswith("rollout"))
+    ratio = planned / alone.now if alone.now else 0.0
+    samples = [replace(one, visits=[(place, ratio * work) for place, work in one.visits]) for one in samples]
+    grading, refit = plan.phases["reward"], plan.phases["refit"]
+    return SimulatedIteration(
+        samples=samples, grading_s=grading, refit_s=refit, trained=plan.policies,
+        train_s=sum(plan.phases.values()) - planned - grading - refit,
+    )  # fmt: skip
