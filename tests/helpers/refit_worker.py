@@ -22,7 +22,7 @@ from numbered import numbered
 
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.refit import exchange, messages
+from megatron_rl.refit import exchange, messages, shared_memory_transport
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.exchange import ExchangeOutcome, LocalSide
 from megatron_rl.refit.refit_store import Address, RefitStore
@@ -158,6 +158,7 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     parameters = shards(topology, rank, whole_model(topology.sizes, 0))
     inside = case.get("inside", True)
     engine = Engine(topology, rank, case.get("spoiled")) if inside else None
+    shared_memory_transport.SHARED_MEMORY = Path(case.get("shared_memory", shared_memory_transport.SHARED_MEMORY))
     side = TrainerSide(topology, RefitConfig(**case["settings"]), parameters, group=dist.group.WORLD, endpoint=engine)
     answers: list[Any] = []
     if not inside and rank == 0:

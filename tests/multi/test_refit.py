@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -103,22 +103,16 @@ def test_weights_that_changed_little_are_sent_in_few_bytes():
         delta.decode(out[:100], old)
 
 
-def left_behind():
-    """Returns the shared memory that no living process holds.
-
-    Other runs on this machine may have slots that are in use.
-    """
-    found = []
-    for path in Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"):
-        with contextlib.suppress(OSError), path.open() as file:  # gone, or in use
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found.append(path)
-    return found
+@pytest.fixture
+def shared_memory():
+    """A directory in shared memory that other runs on this machine, which may be killed, leave alone."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp", "disk"])
-def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
+def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, shared_memory, transport):
     for i, (sizes, trainer, engines, dtype) in enumerate(
         [
             (DENSE, TrainerLayout(tp=2, pp=2, fused=False), EngineLayout(tp=4, replicas=1), "float32"),
@@ -127,7 +121,9 @@ def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
             (LATENT, TrainerLayout(tp=2, dp=2, ep=2, fused=False), EngineLayout(tp=2, replicas=2), "bfloat16"),
         ][: 4 if transport == "shared_memory" else 2]
     ):
-        one = case(sizes, trainer, engines, dtype, long=[None, 256, 256, 256][i])
+        one = case(sizes, trainer, engines, dtype, long=[None, 256, 256, 256][i]) | {
+            "shared_memory": str(shared_memory)
+        }
         one["settings"] |= {
             "transport": transport,
             "directory": str(tmp_path / "disk"),
@@ -139,7 +135,7 @@ def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
             assert all(a["refit/checked_slices"] > 0 and a["refit/floor_seconds"] > 0 for a in found)
             if i == 1:
                 assert found[0]["refit/share_of_full"] >= 1 > 0.5 > found[1]["refit/share_of_full"]
-    assert not left_behind()
+    assert not list(shared_memory.iterdir()), "a run leaves no slots"
 
 
 @pytest.mark.multi
