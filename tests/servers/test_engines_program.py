@@ -45,8 +45,8 @@ def run(last_letter, tmp_path_factory):
         wait_for(lambda: iterations(out / "run") >= 3, first, out / "first.log")
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
-        kept = sorted(p.name for p in (out / "run/rollouts").glob("iteration_*"))
-        before = {p.name: p.stat().st_mtime_ns for p in (out / "run/rollouts").glob("iteration_*")}
+        kept = sorted(p.name for p in (out / "run/rollouts").glob("iteration_*.parquet"))
+        before = {p.name: p.stat().st_mtime_ns for p in (out / "run/rollouts").glob("iteration_*.parquet")}
         program("train", *arguments)
     finally:
         for server in servers:

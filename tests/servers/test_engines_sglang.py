@@ -23,6 +23,7 @@ from megatron_rl.cluster.host_address import free_port
 from megatron_rl.engines.kind import ModelFacts, ServerStart
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.server_pool import given
+from megatron_rl.engines.protocol import Sampling
 from megatron_rl.engines.server_process import ServerProcess
 from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.kind import command
@@ -81,8 +82,9 @@ def seeded(base):
     token.write_text("a token of this test")
     settings = Sglang(python=str(PYTHON), kv_cache_gib=0.02, args=SEEDED)
     start = ServerStart(
-        python=str(PYTHON), model=base / "model", dtype="float32", port=port, token_file=token, on_gpu=False
-    )
+        python=str(PYTHON), model=base / "model", dtype="float32", port=port, token_file=token, on_gpu=False,
+        by_priority=True,
+    )  # fmt: skip
     process = ServerProcess(command(settings, start), base / "seeded.log", os.environ, imports=base / "imports")
     facts = ModelFacts(ends=frozenset({0, 7}), vocab=VOCAB)
     server = SglangServer(f"http://127.0.0.1:{port}", token.read_text(), settings, 60, facts)
@@ -111,6 +113,16 @@ def test_sglang_conforms(found, name):
 @pytest.mark.parametrize("name", [*SEEDS, "sampled_logprobs_equal_transformers", "sampling_follows_the_model"])
 def test_a_server_with_deterministic_inference_heeds_seeds(base, seeded, name):
     conformance.CHECKS[name](seeded, conformance.Judge(base / "model", characters()))
+
+
+def test_answers_do_not_depend_on_the_priority_of_a_request(seeded):
+    answers = []
+    for priority in (0, 7):
+        session = seeded.session(priority)
+        for key in range(3):
+            session.ask(key, [3 + key, 5], Sampling(max_tokens=8, n=2, seed=4))
+        answers.append({key: [c.tokens.tolist() for c in own] for key, own in session.answers()})
+    assert len(answers[0]) == 3 and answers[0] == answers[1]
 
 
 def test_every_route_but_the_health_check_wants_the_token(found):
