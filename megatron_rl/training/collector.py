@@ -165,6 +165,8 @@ class RolloutMaker(IterationMaker):
 
     def close(self) -> None:
         self.sessions.close()
+        if self.turns is not None:
+            self.turns.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,11 +75,11 @@ class IterationEngine:
 
 class GradeTurns:
     """Calls a grader for one thread at a time. Of the threads that wait, the one with the lowest priority number is
-    next.
+    next. After `close`, a call that has not begun raises EngineError.
     """
 
     def __init__(self, grade: Grade) -> None:
-        self._grade, self._change, self._busy = grade, threading.Condition(), False
+        self._grade, self._change, self._busy, self._closed = grade, threading.Condition(), False, False
         self._waiting: list[tuple[int, int]] = []  # a heap of (priority, position in the order of arrival)
         self._numbers = itertools.count()
 
@@ -89,7 +89,9 @@ class GradeTurns:
         def grade(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
             with self._change:
                 heapq.heappush(self._waiting, own := (priority, next(self._numbers)))
-                self._change.wait_for(lambda: not self._busy and self._waiting[0] == own)
+                self._change.wait_for(lambda: self._closed or (not self._busy and self._waiting[0] == own))
+                if self._closed:
+                    raise EngineError("the run ends: no further answers are graded")
                 heapq.heappop(self._waiting)
                 self._busy = True
             try:
@@ -100,3 +102,8 @@ class GradeTurns:
                     self._change.notify_all()
 
         return grade
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()

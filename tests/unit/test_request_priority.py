@@ -16,7 +16,7 @@ from test_server_words import words
 from megatron_rl.engines.pool.membership import Limits, Members
 from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
-from megatron_rl.engines.protocol import Sampling
+from megatron_rl.engines.protocol import EngineError, Sampling
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.rewards.grading_pool import Graded
@@ -146,3 +146,6 @@ def test_a_grader_grades_for_an_evaluation_first_and_then_for_the_oldest_iterati
     for thread in threads:
         thread.join(30)
     assert order == ["fails", "0", "2", "4"]
+    turns.close()
+    with pytest.raises(EngineError, match="no further answers are graded"):
+        turns.at(0)(["late"], [{}])
