@@ -28,6 +28,7 @@ from limits import RUN_S
 from refitted_servers import RefittedVllm
 
 from megatron_rl.cluster.host_address import free_port
+from megatron_rl.engines import batched_session
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Completion
 from megatron_rl.frames import pack_parts, unpack_parts
@@ -42,6 +43,9 @@ ASKED, LOGGED = "asked", "logged"  # what a line of the notes is about
 HEAD, ADDRESS = 8 + 1 + 4 + 16, 16  # bytes before the body of a record, and of the address at the begin of the body
 WHO = ("driver", "rank", "all")  # who is killed; with servers also one of these
 PAUSE_S = 0.06  # that an engine takes for an answer, at most
+# Time for which a round of the embedded engine waits for further requests of agents. Log-probs depend, in the last bit,
+# on which rows are sampled together; with the package's 10 ms this would depend on how busy the machine is.
+SETTLE_S = 0.2
 WITHIN_S = 0.7  # a kill comes so long after the first request of a process at the latest
 
 
@@ -159,6 +163,7 @@ def train(words: Sequence[str], notes: str | None) -> None:
     os.setsid()
     os.environ.update(forks.environment())
     os.chdir(forks.ROOT)
+    mock.patch.object(batched_session, "SETTLE_S", SETTLE_S).start()
     if notes is not None:
         Noted.notes = Path(notes)
         mock.patch.object(write_ahead, "RoleLog", Noted).start()
