@@ -70,7 +70,7 @@ class KuhnPoker(Environment):
         agent = len(self._said) % 2
         if said.stop is None:
             why = f"the agent {AGENTS[agent]} has no room for an answer: raise max_prompt_tokens of its role"
-            return EpisodeEnd(outcome=Outcome.ERROR, why=why)
+            return EpisodeEnd(outcome=Outcome.ERROR, why=why, failure=None)
         answer = said.text if self.tag is None else last_inside(said.text, self.tag) or ""
         action = answer.strip().lower()
         if action not in legal_actions(self._said):

@@ -58,13 +58,15 @@ class EpisodeMaker(ABC):
         seeds: Sequence[int],
         samplings: Mapping[str, Sampling],
         settings: EpisodeSettings,
+        numbers: Sequence[int] | None = None,
     ) -> list[Episode]:
         """Plays one episode of each of [E] tasks with its seed. Returns [E] episodes, in order.
 
-        `samplings`: {role: sampling parameters}, with one sample per prompt (n = 1). The seed of each answer is a
-        function of the role's seed, the index of the episode, the agent, and the index of the answer. Raises
-        EngineError if an engine fails. If an environment fails, no exception is raised; the failure is the outcome of
-        the episode.
+        `samplings`: {role: sampling parameters}, with one sample per prompt (n = 1). `numbers`: index of each episode
+        among the episodes of the iteration (Episode.number); None: 0 to E - 1. The seed of each answer is a function of
+        the role's seed, the index of the episode, the agent, and the index of the answer, so an episode that is played
+        again with the same index gets the same answers. Raises EngineError if an engine fails. If an environment fails,
+        no exception is raised; the failure is the outcome of the episode.
         """
         ...
 
@@ -126,8 +128,8 @@ class Environment(EpisodeMaker):
         """Processes one answer of an agent. Returns requests for the next answers, or the end of the episode.
 
         The list may be empty while answers to other requests are pending. Answers are passed in the order in which
-        their requests were returned. Raises EnvironmentFailure if the environment failed; any other exception is
-        treated in the same way.
+        their requests were returned. Raises EnvironmentFailure if the episode failed; any other exception is treated as
+        a failure of the kind "infrastructure".
         """
         ...
 
@@ -138,9 +140,11 @@ class Environment(EpisodeMaker):
         seeds: Sequence[int],
         samplings: Mapping[str, Sampling],
         settings: EpisodeSettings,
+        numbers: Sequence[int] | None = None,
     ) -> list[Episode]:
         """Plays one episode of each task; see `EpisodeMaker.play`."""
-        return EpisodesPlay(self, context, samplings, settings).play(tasks, seeds)
+        own = range(len(tasks)) if numbers is None else numbers
+        return EpisodesPlay(self, context, samplings, settings).play(tasks, seeds, own)
 
     def copy(self) -> Self:
         """Returns a shallow copy of the environment for one episode."""

@@ -82,8 +82,8 @@ class EpisodesPlay:
         self._answers = EngineAnswers(context, samplings)
         self._episodes: list[asyncio.Task[Episode]] = []
 
-    def play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
-        """Plays one episode of each of [E] tasks. Returns [E] episodes, in order.
+    def play(self, tasks: Sequence[Prompt], seeds: Sequence[int], numbers: Sequence[int]) -> list[Episode]:
+        """Plays one episode of each of [E] tasks. Returns [E] episodes, in order. `numbers`: index of each episode.
 
         Raises ConfigError if an environment uses a role for which the recipe has no agent. Exceptions of engines pass
         through. Every environment is closed, also after an error, unless one of its calls hangs.
@@ -91,13 +91,15 @@ class EpisodesPlay:
         with contextlib.closing(LoopThread("episodes")) as thread:
             try:
                 with self._answers.reading():
-                    return self._answers.look_after(thread.start(self._play(tasks, seeds)))
+                    return self._answers.look_after(thread.start(self._play(tasks, seeds, numbers)))
             finally:  # after an error, the other episodes end when they wait for an answer: there are no more answers
                 thread.run(self._wait())
 
-    async def _play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
-        pairs = zip(tasks, seeds, strict=True)
-        self._episodes = [asyncio.create_task(self._episode(number, *pair)) for number, pair in enumerate(pairs)]
+    async def _play(self, tasks: Sequence[Prompt], seeds: Sequence[int], numbers: Sequence[int]) -> list[Episode]:
+        self._episodes = [
+            asyncio.create_task(self._episode(number, task, seed))
+            for number, task, seed in zip(numbers, tasks, seeds, strict=True)
+        ]
         return await asyncio.gather(*self._episodes)
 
     async def _wait(self) -> None:
@@ -113,7 +115,7 @@ class EpisodesPlay:
                 over = await self._talk(running, limit)
         except TimeoutError:
             why = f"no end within episode_timeout_s = {self._settings.episode_timeout_s:g}"
-            over = EpisodeEnd(outcome=Outcome.TIMEOUT, why=why)
+            over = EpisodeEnd(outcome=Outcome.TIMEOUT, why=why, failure=None)
         finally:
             result = await self._call(running.world.close)
             if isinstance(result, EpisodeEnd):
@@ -267,6 +269,7 @@ def _result(running: _Underway, over: EpisodeEnd) -> Episode:
     if over.outcome is Outcome.SCORE:
         for name, agent in running.agents.items():
             payload = {**running.task.payload, **over.payload, AGENT: name}
+            payload |= {"failure": over.why} if over.failure == "policy" else {}
             rewards = dict(over.rewards.get(name, {}))
             rollouts += [replace(r, payload=payload, rewards=rewards) for r in agent.rollouts()]
     agents = running.agents.values()
@@ -277,6 +280,7 @@ def _result(running: _Underway, over: EpisodeEnd) -> Episode:
         answers=over.answers,
         outcome=over.outcome,
         why=over.why,
+        failure=over.failure,
         trace=over.trace,
         turns=sum(agent.answers for agent in agents),
         tool_calls=running.calls,

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.chat_template import QUOTED, Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
@@ -30,12 +30,23 @@ def quoting(role: str, template: str, **values: str) -> Message:
     return {"role": role, "content": content, QUOTED: quoted}
 
 
-class EnvironmentFailure(RuntimeError):
-    """An environment or a tool failed for a reason that the model did not cause, such as a server that is down.
+# Who caused the failure of an episode.
+# "infrastructure": not the model, for example a server that is down. The episode is played again.
+# "policy": the model, for example by a program that crashed. The episode is an outcome: its samples are trained on.
+FailureKind = Literal["infrastructure", "policy"]
 
-    The samples of the episode are dropped and counted. They do not get a reward of 0, because the model is not to
-    blame.
+
+class EnvironmentFailure(RuntimeError):
+    """An episode failed. `kind`: who caused the failure, see FailureKind.
+
+    After a failure of the kind "infrastructure", the episode is played again, and is then replaced by a new episode. If
+    this does not help, the samples of the episode are dropped and counted. They do not get a reward of 0, because the
+    model is not to blame. After a failure of the kind "policy", the model's samples get the lowest reward.
     """
+
+    def __init__(self, message: str, kind: FailureKind = "infrastructure") -> None:
+        super().__init__(message)
+        self.kind: FailureKind = kind
 
 
 class Tool(ABC):
@@ -116,9 +127,13 @@ class EpisodeEnd:
 
     rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # {agent: {name of the reward: reward}}
     answers: Mapping[str, str] = field(default_factory=dict)  # {agent: text that the run's reward function grades}
-    # SCORE if the episode is used; with TIMEOUT or ERROR the samples of all agents are dropped
+    # SCORE if the episode is used; TIMEOUT or ERROR if it failed
     outcome: Outcome = Outcome.SCORE
     why: str = ""  # reason of an outcome other than SCORE
+    # Who caused an outcome other than SCORE. With "policy", the episode is used as an outcome: rewards that are missing
+    # get the lower end of reward.range. None: the samples are dropped, and the episode is not played again, because it
+    # would fail again.
+    failure: FailureKind | None = "infrastructure"
     trace: str = ""  # traceback if the environment raised an exception
     payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values that are saved with every agent's sample
 
@@ -136,7 +151,10 @@ class Episode:
     # {agent: text that the run's reward function has yet to grade}, see EpisodeEnd
     answers: Mapping[str, str] = field(default_factory=dict)
     outcome: Outcome = Outcome.SCORE
-    why: str = ""  # reason of an outcome other than SCORE
+    why: str = ""  # reason of an outcome other than SCORE, or of a failure of the kind "policy"
+    # Who caused the failure; "policy" only with the outcome SCORE. None if the episode did not fail, or if it is not
+    # played again.
+    failure: FailureKind | None = None
     trace: str = ""  # traceback if the environment raised an exception
     turns: int = 0  # number of answers of all agents
     tool_calls: int = 0

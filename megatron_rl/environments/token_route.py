@@ -89,13 +89,15 @@ class TokenRoute:
 
     @contextlib.contextmanager
     def serving(
-        self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
-    ) -> Iterator[RoutedPlay]:
+        self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int],
+        numbers: Sequence[int] | None = None,
+    ) -> Iterator[RoutedPlay]:  # fmt: skip
         """Context manager in which requests for the roles of `samplings` are answered.
 
-        `seeds`: the seed of each episode that is played in the block. Yields the RoutedPlay, which records the answers.
+        `seeds`, `numbers`: the seed and the index of each episode that is played in the block; see `EpisodeMaker.play`.
+        Yields the RoutedPlay, which records the answers.
         """
-        play = RoutedPlay(next(self._names), context, samplings, seeds)
+        play = RoutedPlay(next(self._names), context, samplings, seeds, numbers)
         self._plays[play.name] = play
         try:
             with play.reading():
@@ -182,10 +184,12 @@ class RoutedPlay(EngineAnswers):
     """The requests of the episodes in one call of `EpisodeMaker.play`, and the recorded answers."""
 
     def __init__(
-        self, name: str, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int]
-    ) -> None:
+        self, name: str, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int],
+        numbers: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(context, samplings)
         self.name, self.episodes = name, len(seeds)
+        self.numbers = range(len(seeds)) if numbers is None else numbers
         self.longest = {role: context.max_prompt_tokens[role] for role in samplings}
         self._samplings, self._seeds = samplings, seeds
         # {(episode, agent, hash of the prompt): number of requests so far}
@@ -238,7 +242,8 @@ class RoutedPlay(EngineAnswers):
         prompt = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
         times = self._asked[place, agent, prompt]
         self._asked[place, agent, prompt] += 1
-        key = self._context.seed_for("token route", self._seeds[place], place, agent, prompt.hex(), times)
+        number = self.numbers[place]
+        key = self._context.seed_for("token route", self._seeds[place], number, agent, prompt.hex(), times)
         before, self._last[place, agent] = self._last.get((place, agent)), key
         try:
             return await asyncio.wrap_future(self.ask(role, key, tokens, sampling, after=before))

@@ -8,10 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from megatron_rl.chat_template import QUOTED
 from megatron_rl.config.base import ConfigError
-from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Tool
+from megatron_rl.environments.episode_types import (
+    AGENT,
+    EnvironmentFailure,
+    Episode,
+    EpisodeEnd,
+    FailureKind,
+    NextRequest,
+    Tool,
+)
 from megatron_rl.rewards.reward_functions import finite
 from megatron_rl.types import Outcome
 from megatron_rl.user_code import place_of, traceback_of
@@ -56,11 +65,21 @@ def check_request(
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
     """Returns the end of an episode in which rewards are converted to floats, and the payload to JSON values.
 
-    `agents`: {agent: number of its answers}. Raises EnvironmentFailure if the outcome, rewards, answers or payload
-    are invalid, or if no agent answered because all prompts were too long.
+    `agents`: {agent: number of its answers}. An episode that the policy failed has the outcome SCORE in the result.
+    Raises EnvironmentFailure if the outcome, rewards, answers or payload are invalid, or if no agent answered because
+    all prompts were too long.
     """
+    if over.failure not in (None, *get_args(FailureKind)):
+        raise EnvironmentFailure(
+            f"EpisodeEnd.failure is {_shown(over.failure)}: give {' or '.join(get_args(FailureKind))}, or None"
+        )
     if isinstance(over.outcome, Outcome) and over.outcome is not Outcome.SCORE:
-        return replace(over, rewards={}, answers={}, why=str(over.why)[:SHOWN])
+        over = replace(over, why=str(over.why)[:SHOWN])
+        if over.failure != "policy":
+            return replace(over, rewards={}, answers={})
+        over = replace(over, outcome=Outcome.SCORE)
+    else:
+        over = replace(over, failure=None)
     if wrong := _wrong_end(over, agents):
         raise EnvironmentFailure(wrong)
     try:
@@ -86,20 +105,32 @@ def failed(error: Exception, before: str = "") -> EpisodeEnd:
         why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
     except Exception:  # converting the exception to text may raise any exception
         why, trace = f"{before}{type(error).__name__}", ""
-    return EpisodeEnd(outcome=Outcome.ERROR, why=why[:SHOWN] + (f" ({place})" if place else ""), trace=trace)
+    kind = error.kind if isinstance(error, EnvironmentFailure) else "infrastructure"
+    why = why[:SHOWN] + (f" ({place})" if place else "")
+    return EpisodeEnd(outcome=Outcome.ERROR, why=why, failure=kind, trace=trace)
 
 
 def refused(error: EnvironmentFailure) -> EpisodeEnd:
-    """Returns the end of an episode whose environment returned a malformed value."""
-    return EpisodeEnd(outcome=Outcome.ERROR, why=str(error))
+    """Returns the end of an episode whose environment returned a malformed value. It is not played again."""
+    return EpisodeEnd(outcome=Outcome.ERROR, why=str(error), failure=None)
 
 
-def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str], graded: str) -> Episode:
+def with_rewards(
+    episode: Episode, names: Collection[str], roles: Collection[str], *, graded: str, lowest: float
+) -> Episode:
     """Returns the episode unchanged if each sample of the roles `roles` has all of the rewards `names`.
 
-    Otherwise returns an episode with the outcome ERROR and no samples. `graded`: the name of the reward that the run's
-    reward function gives to the texts in EpisodeEnd.answers.
+    If the policy failed the episode, missing rewards are set to `lowest`. Otherwise, returns an episode with the
+    outcome ERROR and no samples. `graded`: the name of the reward that the run's reward function gives to the texts in
+    EpisodeEnd.answers.
     """
+    if episode.failure == "policy":
+        rollouts = []
+        for rollout in episode.rollouts:
+            to_come = [graded] if rollout.payload[AGENT] in episode.answers else []
+            missing = {name: lowest for name in names if name not in to_come} if rollout.role in roles else {}
+            rollouts.append(replace(rollout, rewards={**missing, **rollout.rewards}))
+        return replace(episode, rollouts=rollouts)
     for rollout in episode.rollouts:
         agent = rollout.payload[AGENT]
         given = {*rollout.rewards, *([graded] if agent in episode.answers else [])}

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Verifiers(EpisodeMaker):
         seeds: Sequence[int],
         samplings: Mapping[str, Sampling],
         settings: EpisodeSettings,
+        numbers: Sequence[int] | None = None,
     ) -> list[Episode]:
         """Plays one episode of each task; see `EpisodeMaker.play`. The payload of a task contains its index in the task
         set under the key `self.index`.
@@ -93,9 +94,10 @@ class Verifiers(EpisodeMaker):
                 self._host = _Host(self.python, told, self.renderers)
                 weakref.finalize(self, self._host.close)  # also called at the exit of the program
             host = self._host
-        with host.route.serving(context, own, seeds) as play:
+        with host.route.serving(context, own, seeds, numbers) as play:
             results = play.look_after(host.thread.start(host.results(context, play, indices, settings)))
-            return [self._episode(play, n, *pair) for n, pair in enumerate(zip(tasks, results, strict=True))]
+            episodes = [self._episode(play, n, *pair) for n, pair in enumerate(zip(tasks, results, strict=True))]
+            return [replace(one, number=number) for one, number in zip(episodes, play.numbers, strict=True)]
 
     def _index(self, task: Prompt) -> int:
         index = task.payload.get(self.index)
@@ -113,8 +115,13 @@ class Verifiers(EpisodeMaker):
                 return _scored(play, number, task, self.agents, result["traces"])
             except EnvironmentFailure as error:
                 why = str(error)
-        outcome = Outcome.TIMEOUT if result.get("timeout") else Outcome.ERROR
-        return Episode(task=task, number=number, rollouts=(), outcome=outcome, why=why)
+        if result.get("timeout"):  # a limit of the whole episode
+            return Episode(task=task, number=number, rollouts=(), outcome=Outcome.TIMEOUT, why=why)
+        # The library ends episodes at its turn and token limits with rewards: what it reports as an error is a failure
+        # of a provider, a harness, a tool server, a sandbox or the task's code.
+        return Episode(
+            task=task, number=number, rollouts=(), outcome=Outcome.ERROR, why=why, failure="infrastructure"
+        )  # fmt: skip
 
 
 class _Host:

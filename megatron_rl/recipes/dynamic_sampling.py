@@ -11,11 +11,12 @@ from statistics import fmean
 from megatron_rl.config.base import Count, config
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.solutions import Solution, solve
+from megatron_rl.run.metrics import REPLACED
 from megatron_rl.training.iteration import PromptSource, RolloutContext
 from megatron_rl.types import Prompt
 
 Metrics = dict[str, float]
-GRADED = "graded/"  # name prefix of metrics that are counts of gradings
+COUNTS = ("graded/", REPLACED)  # name prefixes of metrics that are counts of gradings and of samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +107,7 @@ def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | Non
 
 
 def merged(metrics: Sequence[Mapping[str, float]]) -> Metrics:
-    """Merges the metrics of several draws: counts of gradings are summed, other metrics are averaged."""
+    """Merges the metrics of several draws: counts (see COUNTS) are summed, other metrics are averaged."""
     names = dict.fromkeys(name for own in metrics for name in own)
     parts = {name: [own[name] for own in metrics if name in own] for name in names}
-    return {name: sum(values) if name.startswith(GRADED) else fmean(values) for name, values in parts.items()}
+    return {name: sum(values) if name.startswith(COUNTS) else fmean(values) for name, values in parts.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from megatron_rl.environments.dialogue import TEXT, check_dialogue
 from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings, estimates, problems
 from megatron_rl.environments.episode_types import AGENT, Episode
 from megatron_rl.environments.validation import check_agents, with_rewards
+from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.rewards.grading_pool import Graded, check_failures
+from megatron_rl.run.metrics import REPLACED
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.types import Outcome, Prompt, Rollout
@@ -36,7 +39,10 @@ class EpisodesGraded:
     # samples of the episodes that did not fail, with all rewards; the payload has the index of the episode
     rollouts: list[Rollout]
     # Means per episode: answers (of all agents), tool_calls, cuts (truncations of the transcript).
-    # Counts of failed episodes: episodes/timeout, episodes/error.
+    # Counts of failed episodes: episodes/timeout, episodes/error. Further counts, unless they are 0: episodes/policy
+    # (episodes that the policy failed), episodes/repeated (episodes that were played again with the same seeds),
+    # replaced/timeout, replaced/tool and replaced/error (episodes that were replaced because of a timeout, because the
+    # environment or a tool failed, or because a grading failed).
     metrics: dict[str, float]
 
 
@@ -44,8 +50,9 @@ class EpisodesGraded:
 class OverEpisodes(EpisodeSettings):
     """Base class of recipes that train on episodes of an environment. Its fields are their common arguments.
 
-    An episode that fails or times out gives no sample, rather than a sample with a reward of 0. The other episodes of
-    its group are used.
+    An episode whose environment fails is played again, and is then replaced by a new episode of the same problem; see
+    `play_episodes`. If this does not help, the episode gives no sample, rather than a sample with a reward of 0. The
+    other episodes of its group are used.
     """
 
     environment: Use  # an Environment or another EpisodeMaker, as target and args
@@ -101,29 +108,50 @@ class OverEpisodes(EpisodeSettings):
         `seeds`: [P] environment seeds, one for all episodes of a problem.
         `samplings`: sampling settings by role.
 
-        The samples of one problem form a group. Raises RewardFailure if too many episodes or gradings fail, and
-        ConfigError if an episode had more agents of a role than configured in the recipe.
+        An episode that failed because of the infrastructure (see FailureKind) is played again with the same seeds,
+        unless all episodes failed. If it fails again, or if a grading of its texts failed, it is replaced by an episode
+        with the same environment seed and new sampling seeds, up to ROUNDS times, unless decoding is greedy; see
+        `to_replace`.
+
+        The samples of one problem form a group. Raises RewardFailure if too many episodes fail, also when they are
+        played again, or too many gradings, and ConfigError if an episode had more agents of a role than configured in
+        the recipe.
         """
         tasks = [prompt for prompt in prompts for _ in range(each)]
+        played = _Played(context)
+
+        def play(numbers: Sequence[int], own: Mapping[str, Sampling]) -> None:
+            given = [tasks[number] for number in numbers], [seeds[number // each] for number in numbers]
+            with context.watch("rollout"):
+                episodes = self._maker.play(context, *given, own, self, numbers)
+            check_agents(episodes, self._agents)
+            least = context.lowest_reward
+            played.add(with_rewards(e, self.rewards, self._rewarded, graded=OUTCOME, lowest=least) for e in episodes)
+
         self._maker.load()
-        with context.watch("rollout"):
-            episodes = self._maker.play(context, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
-        check_agents(episodes, self._agents)
-        episodes = [with_rewards(one, self.rewards, self._rewarded, OUTCOME) for one in episodes]
-        ended = [Graded(one.outcome, detail=one.why, trace=one.trace) for one in episodes]
-        check_failures(ended, context.max_failure_share, what="episodes", cure=CURE)
-        scores = _grade(context, episodes)
-        rollouts = []
-        for one in episodes:
-            for rollout in one.rollouts:
-                grading = scores.get((one.number, rollout.payload[AGENT]))
-                if grading is not None and grading.outcome is not Outcome.SCORE:
-                    continue
-                extra = {} if grading is None else {**grading.metrics, OUTCOME: grading.score}
-                payload = {**rollout.payload, EPISODE: str(one.number)}
-                group = f"{one.number // each}:{one.task.id}"
-                rollouts.append(replace(rollout, group=group, payload=payload).with_rewards(**extra))
-        return EpisodesGraded(episodes=episodes, rollouts=rollouts, metrics=_figures(episodes))
+        play(range(len(tasks)), samplings)
+        repeated = [number for number, one in played.episodes.items() if one.failure == "infrastructure"]
+        repeated = [] if len(repeated) == len(tasks) > 1 else repeated
+        if repeated:
+            play(repeated, samplings)
+        played.check()
+        replaced: Counter[str] = Counter()
+        for attempt in range(ROUNDS if any(own.temperature for own in samplings.values()) else 0):
+            failed = played.failed()
+            if not (numbers := to_replace(failed, count=len(tasks), group_size=each)):
+                break
+            replaced.update(f"{REPLACED}{failed[number]}" for number in numbers)
+            seeded = {r: replace(s, seed=context.seed_for(s.seed, "replaced", attempt)) for r, s in samplings.items()}
+            play(numbers, seeded)
+        episodes = [one for _, one in sorted(played.episodes.items())]
+        counts = {
+            "episodes/policy": sum(one.failure == "policy" for one in episodes),
+            "episodes/repeated": len(repeated),
+            "graded/repeated": played.repeated,
+            **replaced,
+        }
+        metrics = _figures(episodes) | {name: float(count) for name, count in counts.items() if count}
+        return EpisodesGraded(episodes=episodes, rollouts=played.rollouts(each), metrics=metrics)
 
     def total(self, rollout: Rollout) -> float:
         """Returns the total reward of a sample: the sum of its rewards, weighted by the argument `rewards`."""
@@ -162,6 +190,8 @@ class OverEpisodes(EpisodeSettings):
                         correct = sum(value > context.threshold for value in gained)
                         metrics[f"{role}/accuracy_{kind}"] = correct / agents
             metrics[f"episodes/answers_{kind}"] = found.metrics["answers"]
+            if replaced := sum(count for name, count in found.metrics.items() if name.startswith(REPLACED)):
+                metrics[f"episodes/replaced_{kind}"] = replaced
             played.append(found)
         return metrics, played[0]
 
@@ -176,16 +206,62 @@ def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(agents.values())
 
 
-def _grade(context: RolloutContext, episodes: Sequence[Episode]) -> dict[tuple[int, str], Graded]:
-    """Grades, with the run's reward function, the texts for which the environment gave no reward. Returns the gradings
-    by (index of the episode, name of the agent).
-    """
-    asked = [(one.number, agent) for one in episodes for agent in one.answers]
-    with context.watch("reward"):
-        texts = [episodes[number].answers[agent] for number, agent in asked]
-        graded = context.grade(texts, [episodes[number].task.payload for number, _ in asked])
-    check_failures(graded, context.max_failure_share)
-    return dict(zip(asked, graded, strict=True))
+@dataclass(eq=False)
+class _Played:
+    """The episodes of one call of `play_episodes` and the gradings of their texts, by index of the episode."""
+
+    context: RolloutContext
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    gradings: dict[int, dict[str, Graded]] = field(default_factory=dict)  # {index: {agent: grading of its text}}
+    repeated: int = 0  # number of gradings that failed once
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Adds episodes, or replaces those with the same indices. Grades, with the run's reward function, the texts for
+        which the environment gave no reward.
+        """
+        added = {one.number: one for one in episodes}
+        asked = [(one, agent) for one in added.values() for agent in one.answers]
+        with self.context.watch("reward"):
+            texts = [one.answers[agent] for one, agent in asked]
+            graded = self.context.grade(texts, [one.task.payload for one, _ in asked])
+        self.episodes |= added
+        self.gradings |= {number: {} for number in added}
+        for (one, agent), grading in zip(asked, graded, strict=True):
+            self.gradings[one.number][agent] = grading
+            self.repeated += grading.repeated
+
+    def check(self) -> None:
+        """Raises RewardFailure if too many episodes or gradings failed."""
+        ended = [Graded(one.outcome, detail=one.why, trace=one.trace) for one in self.episodes.values()]
+        check_failures(ended, self.context.max_failure_share, what="episodes", cure=CURE)
+        gradings = [grading for own in self.gradings.values() for grading in own.values()]
+        check_failures(gradings, self.context.max_failure_share)
+
+    def failed(self) -> dict[int, str]:
+        """Returns {index: reason} of the episodes that failed for a reason that the policy did not cause. The reason is
+        tool (an environment or one of its tools failed), timeout, or error (a grading failed).
+        """
+        found = {}
+        for number, one in self.episodes.items():
+            if one.failure == "infrastructure":
+                found[number] = "timeout" if one.outcome is Outcome.TIMEOUT else "tool"
+            elif reasons := [grading.outcome.value for grading in self.gradings[number].values() if grading.failed]:
+                found[number] = reasons[0]
+        return found
+
+    def rollouts(self, each: int) -> list[Rollout]:
+        """Returns the samples of the episodes, with all rewards. `each`: number of episodes of a problem."""
+        rollouts = []
+        for number, one in sorted(self.episodes.items()):
+            for rollout in one.rollouts:
+                grading = self.gradings[number].get(rollout.payload[AGENT])
+                if grading is not None and grading.outcome is not Outcome.SCORE:
+                    continue
+                extra = {} if grading is None else {**grading.metrics, OUTCOME: grading.score}
+                payload = {**rollout.payload, EPISODE: str(number)}
+                group = f"{number // each}:{one.task.id}"
+                rollouts.append(replace(rollout, group=group, payload=payload).with_rewards(**extra))
+        return rollouts
 
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.chat_template import tokenize
 from megatron_rl.config.base import ConfigError, PositiveShare, config
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.recipes.dynamic_sampling import GRADED, Group, Metrics, merged, solve_groups
+from megatron_rl.recipes.dynamic_sampling import COUNTS, Group, Metrics, merged, solve_groups
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Prompt
 
@@ -69,7 +69,7 @@ class Hints:
                 continue
             own = replace(sampling, seed=context.seed_for(sampling.seed, "hint", share))
             redrawn, found = solve_groups(lenient, role, list(fitting.values()), own)
-            metrics = metrics | merged([{k: v for k, v in f.items() if k.startswith(GRADED)} for f in (metrics, found)])
+            metrics = metrics | merged([{k: v for k, v in f.items() if k.startswith(COUNTS)} for f in (metrics, found)])
             for i, group in zip(fitting, redrawn, strict=True):
                 if group.solutions:
                     out[i] = group.renamed(groups[i].solutions[0].rollout.group)

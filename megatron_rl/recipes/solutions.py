@@ -5,10 +5,10 @@ evaluating roles, and checking a recipe's arguments.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
@@ -20,8 +20,10 @@ from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.protocol import Sampling
+from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.rewards.grading_pool import Graded, check_failures
 from megatron_rl.rewards.tags import generator_format, step_spans, step_texts
+from megatron_rl.run.metrics import REPLACED
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import Decoded, decode, read_template
 from megatron_rl.training.iteration import Iteration, RolloutContext
@@ -75,47 +77,84 @@ def solve(
     then: Then = pass_over,
 ) -> tuple[list[Solution], dict[str, float]]:
     """Samples n solutions of each of [P] prompts, and grades each solution while other solutions are still being
-    generated. Returns the graded solutions in order, and the metrics graded/timeout, graded/error and
-    steps_per_solution.
+    generated. Returns the graded solutions in order, and metrics: graded/timeout and graded/error (number of samples
+    without a score), steps_per_solution, and, unless they are 0, graded/repeated (number of gradings that failed once)
+    and replaced/timeout and replaced/error (number of samples that were replaced because their gradings failed).
 
-    A sample without a score is not a solution and is left out of its group. As soon as a solution is graded, `then` is
-    called with its index (among the P * n samples) and the solution. Raises RewardFailure if too many gradings fail,
-    and EngineError for a tandem whose author mask is missing or implausible.
+    A sample whose grading failed for a reason that the response did not cause is replaced by a new sample of the same
+    prompt, up to ROUNDS times, unless decoding is greedy; see `to_replace`. A sample that still has no score is not a
+    solution and is left out of its group. As soon as a solution is graded, `then` is called with its index (among the P
+    * n samples) and the solution. Raises RewardFailure if too many gradings of the first P * n samples fail, and
+    EngineError for a tandem whose author mask is missing or implausible.
     """
-    start, draws = time.perf_counter(), Draws(context, role, sampling)
-    for i, prompt in enumerate(prompts):
-        draws.ask(i, prompt)
-    found: dict[int, tuple[Rollout, Graded]] = {}
-    solutions: dict[int, Solution] = {}
+    n, samples = sampling.n, _Samples(context=context, role=role, prompts=prompts, group_size=sampling.n, then=then)
+    samples.draw(sampling, {i: i * n for i in range(len(prompts))})
+    check_failures(samples.gradings, context.max_failure_share)
+    replaced: Counter[str] = Counter()
+    for number in range(ROUNDS if sampling.temperature else 0):
+        failed = [place for place, (_, result) in samples.found.items() if result.failed]
+        failed = to_replace(failed, count=len(prompts) * n, group_size=n)
+        if not failed:
+            break
+        replaced.update(f"{REPLACED}{samples.found[place][1].outcome.value}" for place in failed)
+        again = replace(sampling, n=1, seed=context.seed_for(sampling.seed, "replaced", number))
+        samples.draw(again, {place: place for place in failed})
+    rollouts = [rollout for rollout, _ in samples.found.values()]
+    check_senior_share(rollouts, sampling.tandem)
+    outcomes = [graded.outcome for graded in samples.gradings]
+    metrics = {f"graded/{kind.value}": float(outcomes.count(kind)) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
+    metrics |= {"graded/repeated": float(samples.repeated)} if samples.repeated else {}
+    metrics |= {name: float(count) for name, count in replaced.items()}
+    metrics["steps_per_solution"] = fmean(float(len(r.annotations_of(STEP))) for r in rollouts) if rollouts else 0.0
+    return [samples.solutions[place] for place in sorted(samples.solutions)], metrics
 
-    def grade(batch: Sequence[tuple[int, list[Rollout]]]) -> None:
-        places = [i * sampling.n + j for i, group in batch for j in range(len(group))]
+
+@dataclass(kw_only=True, eq=False)
+class _Samples:
+    """The P * n samples of one call of `solve`, by index."""
+
+    context: RolloutContext
+    role: str
+    prompts: Sequence[Prompt]
+    group_size: int
+    then: Then
+    found: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
+    solutions: dict[int, Solution] = field(default_factory=dict)  # the samples with a score
+    repeated: int = 0  # number of gradings that failed once
+
+    @property
+    def gradings(self) -> list[Graded]:
+        return [self.found[place][1] for place in sorted(self.found)]
+
+    def draw(self, sampling: Sampling, asked: Mapping[int, int]) -> None:
+        """Samples and grades `sampling.n` responses for each request. `asked`: {key of the request: index of the first
+        of its samples}.
+        """
+        start, draws = time.perf_counter(), Draws(self.context, self.role, sampling)
+        for key, place in asked.items():
+            draws.ask(key, self.prompts[place // self.group_size], group=place // self.group_size)
+        answered = _beside(((asked[key], drawn) for key, drawn in draws.answers()), self._grade)
+        self.context.watch.add("rollout", answered - start)
+        # logs the time that grading takes after sampling has finished
+        self.context.watch.add("reward", time.perf_counter() - answered)
+
+    def _grade(self, batch: Sequence[tuple[int, list[Rollout]]]) -> None:
+        """Grades samples. `batch`: (index of the first sample, consecutive samples) of each request."""
+        places = [first + j for first, group in batch for j in range(len(group))]
         drawn = [rollout for _, group in batch for rollout in group]
-        decoded = [decode(context.tokenizers[role], rollout.response) for rollout in drawn]
-        graded = context.grade([own.text for own in decoded], [rollout.payload for rollout in drawn])
+        decoded = [decode(self.context.tokenizers[self.role], rollout.response) for rollout in drawn]
+        graded = self.context.grade([own.text for own in decoded], [rollout.payload for rollout in drawn])
         for place, rollout, own, result in zip(places, drawn, decoded, graded, strict=True):
             annotated = annotate_steps(rollout, own)
-            found[place] = annotated, result
+            self.found[place] = annotated, result
+            self.repeated += result.repeated
             if result.outcome is Outcome.SCORE:
                 payload = {**rollout.payload, "correct": result.correct, "grading": Outcome.SCORE.value}
                 rewards = {**rollout.rewards, **result.metrics, "outcome": result.score}
                 scored = replace(annotated, payload=payload, rewards=rewards)
-                solutions[place] = Solution(rollout=scored, text=own.text, correct=result.correct)
-                then(place, solutions[place])
-        context.watch.beat()
-
-    answered = _beside(draws.answers(), grade)
-    context.watch.add("rollout", answered - start)
-    # logs the time that grading takes after sampling has finished
-    context.watch.add("reward", time.perf_counter() - answered)
-    gradings = [found[place][1] for place in sorted(found)]
-    check_failures(gradings, context.max_failure_share)
-    rollouts = [rollout for rollout, _ in found.values()]
-    check_senior_share(rollouts, sampling.tandem)
-    outcomes = [graded.outcome for graded in gradings]
-    metrics = {f"graded/{kind.value}": float(outcomes.count(kind)) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
-    metrics["steps_per_solution"] = fmean(float(len(r.annotations_of(STEP))) for r in rollouts) if rollouts else 0.0
-    return [solutions[place] for place in sorted(solutions)], metrics
+                self.solutions[place] = Solution(rollout=scored, text=own.text, correct=result.correct)
+                self.then(place, self.solutions[place])
+        self.context.watch.beat()
 
 
 def sampling_for(context: RolloutContext, iteration: Iteration, role: str, n: int) -> Sampling:
@@ -133,12 +172,14 @@ def accuracies(
     and the sampled solutions.
 
     accuracy: share of correct answers. reward: mean score. ungraded: number of answers without a score. Such answers
-    are included as wrong, with a reward of 0.
+    are included as wrong, with a reward of 0. replaced_sampled: number of samples that were replaced because their
+    grading failed. Both are left out if they are 0.
     """
     own, seed = context.samplings[role], context.seed
-    sampled, _ = solve(context, role, prompts, plain(own, seed=seed))
+    sampled, own_metrics = solve(context, role, prompts, plain(own, seed=seed))
     likeliest, _ = solve(context, role, prompts, greedy(own, seed=seed))
-    metrics: dict[str, float] = {}
+    replaced = sum(count for name, count in own_metrics.items() if name.startswith(REPLACED))
+    metrics: dict[str, float] = {f"{role}/replaced_sampled": replaced} if replaced else {}
     for name, solutions in (("sampled", sampled), ("greedy", likeliest)):
         metrics[f"{role}/accuracy_{name}"] = sum(s.correct for s in solutions) / len(prompts)
         metrics[f"{role}/reward_{name}"] = sum(s.rollout.rewards["outcome"] for s in solutions) / len(prompts)

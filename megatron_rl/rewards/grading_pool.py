@@ -57,7 +57,7 @@ class Graded:
 
     `cut_off`: the grading was ended by the time limit, the memory limit or the death of its worker. `excused`: the
     failure is not counted as a failure of the reward function, because the function grades the problem's known answer
-    as correct.
+    as correct. `repeated`: the first grading of the response failed, and this is the result of a second grading.
     """
 
     outcome: Outcome
@@ -70,6 +70,12 @@ class Graded:
     # additional numbers that the reward function returned, by name
     metrics: Mapping[str, float] = field(default_factory=dict)
     trace: str = ""  # the traceback, if the reward function raised an error
+    repeated: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Returns whether the grading failed for a reason that the response did not cause."""
+        return self.outcome is not Outcome.SCORE and not self.excused
 
     @property
     def correct(self) -> bool:
@@ -226,6 +232,9 @@ class GradePool:
         response is the cause, and `reward.cut_off` determines the result: "wrong" gives the response the lowest score,
         "drop" leaves it a failure that is not counted.
 
+        A response whose grading failed for another reason is graded once more, because the cause may be gone, such as a
+        server that was down. If all of more than FIRST gradings failed, no response is graded again.
+
         Raises RewardFailure if the function cannot be imported. Also raises RewardFailure if all of the first FIRST
         gradings are cut off and not excused, because thousands of time-outs would take hours.
         """
@@ -238,6 +247,10 @@ class GradePool:
         rest = [i for i in range(count) if i not in found]
         others = self._settled([responses[i] for i in rest], [payloads[i] for i in rest])
         found |= zip(rest, others, strict=True)
+        failed = [i for i, one in sorted(found.items()) if one.failed]
+        if failed and (len(failed) < count or count <= FIRST):
+            again = self._settled([responses[i] for i in failed], [payloads[i] for i in failed])
+            found |= {i: replace(one, repeated=True) for i, one in zip(failed, again, strict=True)}
         return [found[i] for i in range(count)]
 
     def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
@@ -439,7 +452,7 @@ def check_failures(
     gradings is always allowed, unless `max_share` is 0. `what` and `cure` are parts of the error message: a name for
     the gradings, and advice how to correct the failures.
     """
-    failed = [g for g in graded if g.outcome is not Outcome.SCORE and not g.excused]
+    failed = [g for g in graded if g.failed]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
     if len(failed) <= max(forgiven, max_share * len(graded)):
         return

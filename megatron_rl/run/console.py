@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_rl.run.metrics import MetricsRow, Sink
+from megatron_rl.run.metrics import REPLACED, MetricsRow, Sink
 
 # {column: names of metrics}. A column shows the first of the metrics that a role logs. The last columns are left out if
 # the table is too wide.
@@ -132,6 +132,8 @@ class RunConsole(Sink):
             self._count(row)
         if self._live is not None:
             self._live.update(self._render())
+            if text := replaced_text(row.metrics):
+                self._rich.print(f"iteration {row.iteration + 1}  {row.scope}  {text}", markup=False, highlight=False)
             return
         self._rich.print(line(row, self._total), markup=False, highlight=False)
 
@@ -199,13 +201,15 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 def line(row: MetricsRow, total_iterations: int | None) -> str:
     """Returns one metrics line as plain text, such as
     `iteration 12/440 (cycle 3)  generator  update 9  reward 0.512  12.3 s` or
-    `after iteration 12  eval  generator/accuracy_sampled 0.512`.
+    `after iteration 12  eval  generator/accuracy_sampled 0.512`. If samples were replaced, the line ends with their
+    number, such as `3 samples replaced (2 timeout, 1 tool)`.
 
     The indices of iterations, cycles and updates in the text start at 1. `total_iterations`: None if unknown.
     """
     of = f"/{total_iterations}" if total_iterations is not None else ""
     values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline({**row.metrics, **row.speed}).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
+    replaced = f"  {text}" if (text := replaced_text(row.metrics)) else ""
     if row.scope in NOTES:
         place = f"after iteration {row.iteration}"
     else:
@@ -214,7 +218,18 @@ def line(row: MetricsRow, total_iterations: int | None) -> str:
             if row.scope == "sft"
             else f"iteration {row.iteration + 1}{of} (cycle {row.cycle + 1})"
         )
-    return f"{place}  {row.scope}  {values}{seconds}"
+    return f"{place}  {row.scope}  {values}{seconds}{replaced}"
+
+
+def replaced_text(metrics: Mapping[str, float]) -> str:
+    """Returns the number of samples that were replaced in an iteration, such as "3 samples replaced (2 timeout, 1
+    tool)"; "" if no sample was replaced.
+    """
+    counts = {name.removeprefix(REPLACED): int(count) for name, count in metrics.items() if name.startswith(REPLACED)}
+    if not (total := sum(counts.values())):
+        return ""
+    reasons = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+    return f"{total} sample{'s' if total > 1 else ''} replaced ({reasons})"
 
 
 def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:

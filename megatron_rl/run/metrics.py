@@ -22,6 +22,8 @@ from megatron_rl.run.json_lines import append, each
 SECONDS = "seconds/"  # prefix of metrics that are times; these metrics are written to the separate field `time`
 # Prefix of metrics that are rates or times of an update; these metrics are written to the separate field `speed`
 SPEED = "speed/"
+# Prefix of metrics that count the replaced samples of an iteration by the reason of their failure
+REPLACED = "replaced/"
 FILE_NAME = "metrics.jsonl"
 EVAL = "eval"  # scope of evaluations
 _log = logging.getLogger(__name__)

@@ -102,6 +102,7 @@ def context(
         watch=driver.watch,
         seed=spec.run.seed,
         threshold=spec.reward.threshold,
+        lowest_reward=spec.reward.range[0],
         max_failure_share=spec.reward.max_failure_share,
     )
 

@@ -87,6 +87,8 @@ class RolloutContext:
     seed: int = 0  # random seed of the run
     # an answer or episode with a higher reward is correct; the threshold is the middle of the setting reward.range
     threshold: float = 0.5
+    # lower end of the setting reward.range: the reward of an episode that the policy failed
+    lowest_reward: float = 0.0
     # maximum share of an iteration's gradings that may fail (time out or raise an error)
     max_failure_share: float = 1.0
     # metrics that the recipe added in this iteration so far, by role; see `add_metrics`

@@ -47,12 +47,14 @@ class Draws:
     def __init__(self, context: RolloutContext, role: str, sampling: Sampling) -> None:
         self._engine, self._role, self._sampling = context.engines[role], role, sampling
         self._weight = context.partner_weights.get(role, 0.0)
-        self._prompts: dict[int, Prompt] = {}
+        self._asked: dict[int, tuple[Prompt, str]] = {}  # {index: (prompt, name of the group)}
         self.session = context.session(role)
 
-    def ask(self, index: int, prompt: Prompt) -> None:
-        """Requests the n rollouts of a prompt. `index` identifies their group and must differ between calls."""
-        self._prompts[index] = prompt
+    def ask(self, index: int, prompt: Prompt, *, group: int | None = None) -> None:
+        """Requests the n rollouts of a prompt. `index` must differ between calls; it also identifies the rollouts'
+        group, unless `group` is given.
+        """
+        self._asked[index] = prompt, f"{index if group is None else group}:{prompt.id}"
         self.session.ask(index, prompt.tokens, self._sampling)
 
     def answers(self) -> Iterator[tuple[int, list[Rollout]]]:
@@ -66,8 +68,8 @@ class Draws:
                 raise EngineError(
                     "an engine sent completions of a tandem without an author for each token: has it a junior at all?"
                 )
-            prompt = self._prompts[index]
-            about = {"role": self._role, "group": f"{index}:{prompt.id}", "version": self._engine.version}
+            prompt, group = self._asked[index]
+            about = {"role": self._role, "group": group, "version": self._engine.version}
             yield index, [from_completion(prompt, each, partner_weight=self._weight, **about) for each in completions]
 
 

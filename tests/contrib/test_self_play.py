@@ -190,7 +190,7 @@ def test_the_rule_keeps_its_processes_from_iteration_to_iteration(texts, tmp_pat
     for number in range(3):
         roll_out(recipe, context_of(), number, log=str(tmp_path / "log"))
     processes = (tmp_path / "log").read_text().split()
-    assert len(processes) == 3 * 7 and len(set(processes)) == 1
+    assert len(processes) == 3 * (7 + 1) and len(set(processes)) == 1
     process = int(processes[0])
     os.kill(process, 0)
     del recipe
@@ -292,7 +292,8 @@ def test_answers_without_a_grade_leave_their_group_and_a_proposal_without_any_le
 
     context = context_of(grade=graded(rule))
     found = roll_out(recipe_of(texts), context)
-    assert len(found[SOLVER]) == 28 - 5 and context.metrics[SOLVER]["graded/timeout"] == 5
+    assert len(found[SOLVER]) == 28 - 4 and context.metrics[SOLVER]["graded/timeout"] == 4
+    assert context.metrics[SOLVER]["replaced/timeout"] == 1, "of the question that has graded answers"
     assert earned(found)[:2] == [0.0, 0.75], "the accuracy is that of the graded answers: three of three, one of four"
     assert len(found[PROPOSER]) == 8 and sum(r.advantages for r in found[PROPOSER][:2]) == pytest.approx(0)
 

@@ -133,10 +133,11 @@ class Task(Environment):
 
 
 def says(script):
-    """An engine that says what `script` makes of (prompt, number of the sample)."""
+    """An engine that says what `script` makes of (prompt, number of the sample). A sample in the place of another one
+    has its number."""
 
     def answer(prompt, key, sample, sampling):
-        number = key // MOST_ANSWERS if sampling.n == 1 and key >= MOST_ANSWERS else sample
+        number = sample if sampling.n > 1 else key // MOST_ANSWERS if key >= MOST_ANSWERS else key
         return [*TOKENIZER(script(TOKENIZER.decode(prompt), number, sampling))["input_ids"], EOS]
 
     return ScriptedEngine(answer, eos=EOS)

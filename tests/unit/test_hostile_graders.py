@@ -148,9 +148,10 @@ def test_hostile_kill_of_the_first_worker_while_it_starts_is_no_word_about_the_r
         assert [one.outcome for one in pool.grade(["a"], [{}])] == [Outcome.SCORE]
 
 
-@pytest.mark.parametrize(("kills", "outcome"), [(1, Outcome.SCORE), (2, Outcome.ERROR)])
+@pytest.mark.parametrize(("kills", "outcome"), [(1, Outcome.SCORE), (3, Outcome.SCORE), (4, Outcome.ERROR)])
 def test_hostile_kill_of_a_worker_at_work_costs_no_sample(tmp_path, monkeypatch, kills, outcome):
-    """What it graded is graded once more. A second kill, by the kernel for want of memory say, is the item's fault."""
+    """What it graded is graded once more. A second kill, by the kernel for want of memory say, fails the grading, and a
+    failed grading is repeated once."""
     (tmp_path / "struck_rewards.py").write_text(
         "import os, pathlib, signal\n"
         f"marks = pathlib.Path({str(tmp_path)!r})\n"

@@ -89,7 +89,9 @@ def test_samples_that_could_not_be_graded_give_a_group_no_signal(template):
 
     dynamic = DynamicSampling(rounds=1)
     recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
-    rollouts, m = roll_out(recipe, reader_of(3), context_of(by_row([1, 1, 2]), grade=graded(rule)))
+    script = by_row([1, 1, 2])
+    context = context_of(lambda text, j, s: script(text, j, s) if s.n > 1 else "no", grade=graded(rule))
+    rollouts, m = roll_out(recipe, reader_of(3), context)
     assert rows_of(rollouts) == [0, 2] and m["graded/timeout"] == 3
 
 
@@ -98,7 +100,7 @@ def test_metrics_of_rounds_are_those_of_one_draw(template):
     steps = "<think><step>a</step><step>b</step></think>"
 
     def script(text, j, sampling):
-        return f"yes{steps}" if text == "Q3:" and j == 0 else "no"
+        return f"yes{steps}" if text == "Q3:" and j == 0 and sampling.n > 1 else "no"
 
     def rule(response, payload):
         return Outcome.ERROR if response == "no" and payload["question"] in ("0", "3") else response.startswith("yes")

@@ -214,7 +214,8 @@ def test_a_sample_that_could_not_be_graded_leaves_its_group_and_is_not_judged(te
     rollouts, m = roll_out(recipe, role, 1, context)
     if role == "generator":  # of the five, the first cannot be graded, nor the second
         assert [len(steps_of(t)) for t in rollouts] == [3, 4, 1] and len({t.group for t in rollouts}) == 1
-        assert (m["graded/timeout"], m["graded/error"], m["samples"], m["reward/outcome"]) == (1, 1, 3, 1.0)
+        assert (m["graded/timeout"], m["graded/error"], m["samples"], m["reward/outcome"]) == (2, 0, 3, 1.0)
+        assert (m["replaced/timeout"], m["replaced/error"]) == (3, 1), "each was replaced twice, by the first text"
         assert without_signal(rollouts, "outcome") == 1.0 and list(map(judged, rollouts)) == [False, False, True]
         assert len(context.engines["verifier"].asked) == 3
         assert sum(m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")) == 3
@@ -228,7 +229,8 @@ def test_a_sample_that_could_not_be_graded_leaves_its_group_and_is_not_judged(te
 
 def test_in_grpo_too_the_group_stays_when_a_sample_leaves(texts):
     grade = graded(lambda response, payload: Outcome.ERROR if "never" in response else "yes" in response)
-    context = context_of(lambda p, i, j, s: solution(1, ["yes", "no", "never", "no"][j]), grade=grade)
+    writes = ["yes", "no", "never", "no"]
+    context = context_of(lambda p, i, j, s: solution(1, writes[j] if s.n > 1 else "never"), grade=grade)
     rollouts, m = roll_out(Grpo(updates=1, group_size=4, template=texts["generator_template"]), "generator", 2, context)
     assert [t.advantages for t in rollouts] == pytest.approx([1.1547, -0.5773, -0.5773] * 2, abs=1e-4)
     assert (m["graded/error"], m["samples"]) == (2, 6)

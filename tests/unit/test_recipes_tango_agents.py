@@ -70,8 +70,8 @@ class Asks(Environment):
 class Silent(EpisodeMaker):
     """Plays like another, whose episodes do not tell what was said in them."""
 
-    def play(self, context, tasks, seeds, samplings, settings):
-        return [replace(one, told={}) for one in Asks().play(context, tasks, seeds, samplings, settings)]
+    def play(self, context, tasks, seeds, samplings, settings, numbers=None):
+        return [replace(one, told={}) for one in Asks().play(context, tasks, seeds, samplings, settings, numbers)]
 
 
 def labels(steps, payload):
