@@ -36,7 +36,7 @@ class ToolTask(Environment):
     format of calls, and the results are messages of the role `tool`. The prompt is the conversation of the task
     (`messages`) if there is one, otherwise the template with the question. The run's reward function grades the agent's
     text (see `graded`). The reward `tool_calls` is the number of calls. A tool that fails is called once more; if it
-    fails again, the episode ends as an error.
+    fails again, the episode fails.
     """
 
     tools: tuple[Use, ...]  # {target, args} of each tool
