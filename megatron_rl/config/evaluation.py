@@ -47,7 +47,7 @@ class Reward:
     # problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer is
     # removed from its group. In both cases the answer is not included in max_failure_share.
     cut_off: Literal["wrong", "drop"] = "wrong"
-    max_failure_share: Share = 0.05  # stop the run if a larger fraction of an update's gradings fails
+    max_failure_share: Share = 0.05  # stop the run if a larger fraction of an update's gradings or episodes fails twice
     # An answer that is wrong for every problem. The preflight before training checks that the reward function rejects
     # this answer.
     wrong_answer: str = "-123456.789"

@@ -133,25 +133,17 @@ class OverEpisodes(EpisodeSettings):
         repeated = [number for number, one in played.episodes.items() if one.failure == "infrastructure"]
         repeated = [] if len(repeated) == len(tasks) > 1 else repeated
         if repeated:
+            played.counts["episodes/repeated"] = len(repeated)
             play(repeated, samplings)
         played.check()
-        replaced: Counter[str] = Counter()
         for attempt in range(ROUNDS if any(own.temperature for own in samplings.values()) else 0):
             failed = played.failed()
             if not (numbers := to_replace(failed, count=len(tasks), group_size=each)):
                 break
-            replaced.update(f"{REPLACED}{failed[number]}" for number in numbers)
+            played.counts.update(f"{REPLACED}{failed[number]}" for number in numbers)
             seeded = {r: replace(s, seed=context.seed_for(s.seed, "replaced", attempt)) for r, s in samplings.items()}
             play(numbers, seeded)
-        episodes = [one for _, one in sorted(played.episodes.items())]
-        counts = {
-            "episodes/policy": sum(one.failure == "policy" for one in episodes),
-            "episodes/repeated": len(repeated),
-            "graded/repeated": played.repeated,
-            **replaced,
-        }
-        metrics = _figures(episodes) | {name: float(count) for name, count in counts.items() if count}
-        return EpisodesGraded(episodes=episodes, rollouts=played.rollouts(each), metrics=metrics)
+        return played.result(each)
 
     def total(self, rollout: Rollout) -> float:
         """Returns the total reward of a sample: the sum of its rewards, weighted by the argument `rewards`."""
@@ -213,7 +205,8 @@ class _Played:
     context: RolloutContext
     episodes: dict[int, Episode] = field(default_factory=dict)
     gradings: dict[int, dict[str, Graded]] = field(default_factory=dict)  # {index: {agent: grading of its text}}
-    repeated: int = 0  # number of gradings that failed once
+    # metrics that are left out if they are 0, see EpisodesGraded.metrics
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Adds episodes, or replaces those with the same indices. Grades, with the run's reward function, the texts for
@@ -228,7 +221,7 @@ class _Played:
         self.gradings |= {number: {} for number in added}
         for (one, agent), grading in zip(asked, graded, strict=True):
             self.gradings[one.number][agent] = grading
-            self.repeated += grading.repeated
+            self.counts["graded/repeated"] += grading.repeated
 
     def check(self) -> None:
         """Raises RewardFailure if too many episodes or gradings failed."""
@@ -249,10 +242,10 @@ class _Played:
                 found[number] = reasons[0]
         return found
 
-    def rollouts(self, each: int) -> list[Rollout]:
-        """Returns the samples of the episodes, with all rewards. `each`: number of episodes of a problem."""
-        rollouts = []
-        for number, one in sorted(self.episodes.items()):
+    def result(self, each: int) -> EpisodesGraded:
+        """Returns the episodes, their samples with all rewards, and metrics. `each`: number of episodes per problem."""
+        rollouts, episodes = [], [one for _, one in sorted(self.episodes.items())]
+        for number, one in enumerate(episodes):
             for rollout in one.rollouts:
                 grading = self.gradings[number].get(rollout.payload[AGENT])
                 if grading is not None and grading.outcome is not Outcome.SCORE:
@@ -261,7 +254,9 @@ class _Played:
                 payload = {**rollout.payload, EPISODE: str(number)}
                 group = f"{number // each}:{one.task.id}"
                 rollouts.append(replace(rollout, group=group, payload=payload).with_rewards(**extra))
-        return rollouts
+        counts = self.counts | Counter({"episodes/policy": sum(one.failure == "policy" for one in episodes)})
+        metrics = _figures(episodes) | {name: float(count) for name, count in counts.items() if count}
+        return EpisodesGraded(episodes=episodes, rollouts=rollouts, metrics=metrics)
 
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:

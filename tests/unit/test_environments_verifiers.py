@@ -282,6 +282,18 @@ def test_rollouts_are_made_of_the_engines_own_numbers(maker):
     assert one._host._process is not None, "one process serves all calls"
 
 
+def test_an_episode_that_is_played_again_with_its_number_gets_the_same_answers(maker):
+    one, context = maker("single", "single"), context_of()
+    whole = play(one, context, [0, 1])
+    task = whole[1].task
+    [again] = one.play(context, [task], [101], SAMPLINGS, SETTINGS, [1])
+    assert again.number == 1 and [r.tokens.tolist() for r in again.rollouts] == [
+        r.tokens.tolist() for r in whole[1].rollouts
+    ]
+    [other] = one.play(context, [task], [101], SAMPLINGS, SETTINGS, [2])
+    assert other.rollouts[0].tokens.tolist() != whole[1].rollouts[0].tokens.tolist()
+
+
 def test_what_branches_share_is_trained_on_once(maker):
     context = context_of()
     [episode] = play(maker("branches"), context, [0])
@@ -306,6 +318,7 @@ def test_a_broken_episode_is_no_zero_and_the_process_starts_again(maker, tmp_pat
     says = ["", "reward broke", "late", "no engine sampled them there", "no memory left", "no line of its protocol", ""]
     assert all(text in episode.why for text, episode in zip(says, episodes, strict=True))
     assert all(bool(e.rollouts) == (e.outcome is good) for e in episodes)
+    assert [e.failure for e in episodes] == [None if e.outcome in (good, late) else "infrastructure" for e in episodes]
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
