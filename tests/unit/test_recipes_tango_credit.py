@@ -1,5 +1,6 @@
 """Tango's settings beside the paper's: which solutions are verified, and which tokens a verdict counts for."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -132,7 +133,7 @@ def test_the_papers_settings_verify_however_much_outcomes_say(texts):
 
 def test_a_group_that_lacks_solutions_is_decided_on_when_all_are_known(texts):
     """Two of three solutions could not be graded, and the third failed: it is verified."""
-    kinds = iter([Outcome.SCORE, Outcome.ERROR, Outcome.ERROR])
+    kinds = itertools.chain([Outcome.SCORE], itertools.repeat(Outcome.ERROR))
     context = context_of(
         lambda *_: solution(2, "no"),
         verifier,
