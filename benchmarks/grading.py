@@ -23,7 +23,7 @@ from pathlib import Path
 import common
 
 from megatron_rl.config.schema import ConfigError, Reward
-from megatron_rl.evaluation.benchmarks import MATH, Benchmark, benchmarks, read_benchmark, source_of
+from megatron_rl.data.benchmarks import MATH, Benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.rewards.grading_pool import GradePool, Outcome
 
 BARS = {"itself": 0.99, "reformatted": 0.98, "near_miss": 0.99}

@@ -286,7 +286,7 @@ def _settings(arm: str, args: argparse.Namespace) -> list[str]:
     }
     settings = [
         str(EXAMPLE / f"{arm}.yaml"), f"roles.generator.model.path={args.models}/generator/model",
-        "evaluation.prompts=null",
+        "evaluation.sets=[]",
         f"data.path={args.models}/task/train.jsonl", f"run.prompts_per_iteration={args.prompts}", "run.save_every=0",
         "preflight.enabled=false", updates[arm],
     ]  # fmt: skip

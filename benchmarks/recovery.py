@@ -142,7 +142,7 @@ def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
     words = [
         str(EXAMPLE / "tango.yaml"), f"roles.generator.model.path={models}/generator/model",
         f"roles.verifier.model.path={models}/verifier/model", f"data.path={models}/task/train.jsonl",
-        "evaluation.prompts=null", f"run.prompts_per_iteration={PROMPTS}", "run.save_every=1",
+        "evaluation.sets=[]", f"run.prompts_per_iteration={PROMPTS}", "run.save_every=1",
         f"run.hang_after_s={HANG_S}", f"run.dir={folder}", f"run.name={name}", "recipe.args.generator_updates=3000",
         "recipe.args.warmup_updates=1", "job.nodes=2", "job.slices=200", f"--profile={site}",
     ]  # fmt: skip

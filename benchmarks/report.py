@@ -98,7 +98,7 @@ def make_run(directory: Path, iterations: int, rollouts: int) -> None:
             }
             lines.write(json.dumps(line | {"metrics": metrics}) + "\n")
             if iteration % 100 == 0:
-                held_out = {f"{role}/accuracy_sampled": iteration / iterations, f"{role}/num_problems": 512.0}
+                held_out = {f"{role}/accuracy": iteration / iterations, f"{role}/num_problems": 512.0}
                 lines.write(json.dumps(line | {"scope": "eval", "metrics": held_out}) + "\n")
             if iteration % 10 == 0:
                 refits.write(json.dumps({"role": role, "version": iteration, "refit/seconds": draw.random()}) + "\n")

@@ -54,7 +54,7 @@ def measure(place: Path, models: Path) -> dict[str, float]:
     settings = [
         str(place / "examples/miniatures/last_letter/tango.yaml"),
         f"data.path={models}/task/train.jsonl",
-        f"evaluation.prompts.path={models}/task/test.jsonl",
+        f"evaluation.sets=[{{path: {models}/task/test.jsonl, settings: last_letter}}]",
         *(f"roles.{role}.model.path={models}/{role}/model" for role in ("generator", "verifier")),
     ]
     metrics = {}

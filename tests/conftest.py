@@ -166,7 +166,8 @@ def tango_settings(base: Path, out: Path, name: str) -> list[str]:
     return [
         "examples/miniatures/last_letter/tango.yaml", f"roles.generator.model.path={base}/generator/model",
         f"roles.verifier.model.path={base}/verifier/model", f"data.path={base}/task/train.jsonl",
-        f"evaluation.prompts.path={base}/task/test.jsonl", "evaluation.num_prompts=32", "evaluation.every=1",
+        f"evaluation.sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
+        "evaluation.limit=32", "evaluation.every=1",
         "recipe.args.generator_updates=5", "recipe.args.warmup_updates=1", "recipe.args.balanced_per_class=8",
         "run.prompts_per_iteration=8", "run.save_every=1", f"run.dir={out}", f"run.name={name}",
     ]  # fmt: skip

@@ -93,7 +93,7 @@ def prepare(miniature: Miniature) -> None:
 def metrics(miniature: Miniature, run: Path) -> dict[str, list[float]]:
     """Returns the metrics of a run by their labels, each at the start, at the middle and at the end; nan where there is
     none."""
-    held_out = [value for _, value in series(run, "eval", f"{ROLE}/reward_sampled", counted=ROLE)]
+    held_out = [value for _, value in series(run, "eval", f"{ROLE}/reward", counted=ROLE)]
     out = {"right answers, held out": [held_out[0], math.nan, held_out[-1]]}
     for name, label in CURVES.items():
         out[label] = start_middle_end([value for _, value in series(run, ROLE, name, counted=ROLE)], width=WIDTH)

@@ -42,7 +42,7 @@ def published(out: str) -> list[Task | Program]:
             settings=[
                 f"model={{path: {out}/tango_qwen2.5_7b/models/{GENERATOR}, dtype: bfloat16}}",
                 "template=tango_generator",
-                "data={path: HuggingFaceH4/MATH-500, settings: math, split: test, shuffle: false}",
+                "sets=[{name: math500, path: HuggingFaceH4/MATH-500, settings: math}]",
                 "sampling.max_tokens=2048",
                 f"output={out}/tango_qwen2.5_7b_eval/math.json",
             ],
@@ -70,8 +70,8 @@ def small(out: str) -> list[Task | Program]:
                 "run.name=tango",
                 f"data.path={base}/task/train.jsonl",
                 *(f"roles.{role}.model.path={base}/{role}/model" for role in (GENERATOR, VERIFIER)),
-                f"evaluation.prompts.path={base}/task/test.jsonl",
-                "evaluation.num_prompts=32",
+                f"evaluation.sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
+                "evaluation.limit=32",
                 "recipe.args.generator_updates=5",
                 "recipe.args.warmup_updates=1",
                 "recipe.args.balanced_per_class=8",
@@ -86,7 +86,7 @@ def small(out: str) -> list[Task | Program]:
             settings=[
                 f"model.path={base}/tango/models/{GENERATOR}",
                 f"template={LETTERS}/prompts/{GENERATOR}.txt",
-                f"data={{path: {base}/task/test.jsonl, settings: last_letter, shuffle: false}}",
+                f"sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
                 "sampling.max_tokens=48",
                 "reward.target=megatron_rl.contrib.last_letter:grade",
                 f"output={base}/eval/last_letter.json",

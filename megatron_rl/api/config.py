@@ -147,7 +147,4 @@ def _with_stubs(tree: Settings) -> dict[str, Any]:
             n: {**role, "model": filled(role["model"], "path")} for n, role in mappings.items() if "model" in role
         }
         whole["roles"] = {**owners, **roles, **models}
-    evaluation = whole.get("evaluation")
-    if isinstance(evaluation, Mapping) and "prompts" in evaluation:
-        whole["evaluation"] = {**evaluation, "prompts": filled(evaluation["prompts"], "path")}
     return whole

@@ -127,12 +127,13 @@ class Trainer:
         evaluation fails.
         """
         config = self.config.resolve()
-        data, run = self._asked(dataset), config.directory
+        sets, run = self._asked(dataset), config.directory
         number = len([*(run / "evaluations").glob("*.json")]) + 1
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings() | {
-            "data": data, "template": self._template(), "output": str(output), "n": n,
+            "sets": sets, "template": self._template(), "output": str(output), "n": n,
             "reward": self.config.get("reward", {}), "seed": config.run.seed,
+            "data_dir": self.config.get("evaluation.data_dir"),
         }  # fmt: skip
         tree["sampling"] = tree["sampling"] | {"temperature": temperature}
         self._run("eval", EvalConfig, tree, output.with_suffix(".yaml"))
@@ -215,15 +216,16 @@ class Trainer:
         named = [name for name in _TEMPLATES if name in arguments]
         return vars(plugins.build(recipe))[named[0]] if named else None
 
-    def _asked(self, dataset: Any) -> dict[str, Any]:
-        """Returns the settings of the problem set for `evaluate`. Raises ConfigError if there is no problem set."""
-        held = self.config.get("evaluation.prompts") or {}
+    def _asked(self, dataset: Any) -> list[Any]:
+        """Returns the setting `sets` for `evaluate`. Raises ConfigError if there is no problem set."""
+        held = self.config.get("evaluation.sets") or []
         if dataset is None:
             if not held:
                 raise ConfigError("evaluate() has no data: give it a dataset, or the Trainer an eval_dataset")
             return held
         shared = {name: value for name, value in self.config.get("data").items() if name not in _OF_THE_SET}
-        return shared | data_files.data_settings(dataset, "eval", Path(self.config.resolve().run.dir) / INPUTS)
+        own = data_files.data_settings(dataset, "eval", Path(self.config.resolve().run.dir) / INPUTS)
+        return [{"name": "eval"} | shared | own]
 
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
         """Returns all prompts as conversations if one of them, or the training problems, are conversations; otherwise
@@ -273,8 +275,7 @@ def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Setting
     if held_out is not None:
         shared = {name: value for name, value in data.items() if name not in _OF_THE_SET}
         own = data_files.data_settings(held_out, "eval", directory)
-        prompts = shared | {"shuffle": False} | (base.get("evaluation.prompts") or {}) | own
-        found["evaluation"] = {"prompts": prompts}
+        found["evaluation"] = {"sets": [{"name": "eval"} | shared | own]}
     return found
 
 
@@ -283,10 +284,17 @@ def _of_columns(config: Config, called: Sequence[CalledFunction], target: str) -
     the reward functions need, and the template `plain` if no template is set and the prompts are complete texts in a
     column `prompt`, which TRL passes to the model unchanged."""
     found: dict[str, Any] = {}
-    for key in ("data", "evaluation.prompts"):
-        source = config.get(key)
-        if called and source and (fields := data_files.column_fields(called, source, data_files.first_row(source))):
-            found[f"{key}.fields"] = fields
+    source, sets = config.get("data", {}), config.get("evaluation.sets") or []
+    if called and source and (fields := data_files.column_fields(called, source, data_files.first_row(source))):
+        found["data.fields"] = fields
+    own = [one for one in sets if isinstance(one, Mapping) and one.get("path")]
+    filled = {
+        id(one): {**one, "fields": one.get("fields", {}) | fields}
+        for one in own
+        if called and (fields := data_files.column_fields(called, one, data_files.first_row(one)))
+    }
+    if filled:
+        found["evaluation.sets"] = [filled.get(id(one), one) for one in sets]
     source = config.get("data", {})
     open_template = "template" in fields_of(target) and config.get("recipe.args.template") is None
     if open_template and source.get("settings") is None and not source.get("chat"):

@@ -14,7 +14,7 @@ from megatron_rl.commands.settings import load
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
-from megatron_rl.config.schema import EvalConfig, Model, TrainConfig
+from megatron_rl.config.schema import Model, TrainConfig
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.explain import explain, explain_recipe
@@ -33,11 +33,6 @@ def run(args: argparse.Namespace) -> int:
     # If torchrun or srun will start the ranks, only one rank is known to run on this host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
     spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
-    if isinstance(config, EvalConfig):
-        from megatron_rl.evaluation.benchmarks import benchmark
-
-        for name in config.benchmarks:
-            benchmark(name)
     lines = [*filter(None, [said]), *explain(spec), *gpu_notes(spec, host)]
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)

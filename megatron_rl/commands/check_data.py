@@ -46,9 +46,10 @@ def _lines(spec: Spec, deep: bool, rows: int | None) -> list[str]:
         return _train_lines(spec, deep, rows)
     if isinstance(spec, SftSpec):
         return _sft_lines(spec, deep)
-    if isinstance(spec, EvalSpec | GenerateSpec) and spec.config.data is not None:
-        return _asked_lines(spec, spec.config.data, deep, rows)
-    return []
+    if isinstance(spec, EvalSpec):
+        own = {f"sets.{each.name}": each.source for each in spec.evaluated if each.benchmark is None}
+        return [line for name, source in own.items() for line in _asked_lines(spec, name, source, deep, rows)]
+    return _asked_lines(spec, "data", spec.config.data, deep, rows) if isinstance(spec, GenerateSpec) else []
 
 
 def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
@@ -60,16 +61,27 @@ def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
     tokenizers = prompts.asked_tokenizers(spec.roles, plain)
     vocabulary = vocabulary_of(here[role], plain[role]) if role in here else None
     sets = {name: _first(source, rows) for name, source in spec.sets.items() if _has_rows(source)}
-    problems = prompts.read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT, vocabulary=vocabulary)
+    problems = prompts.read_sets(sets, recipe, tokenizers.get(role), held_out=spec.data.held_out, vocabulary=vocabulary)
     if role in tokenizers:
         longest = spec.roles[role].max_prompt_tokens
-        prompts.readers_of(recipe, tokenizers[role], sets, problems, max_prompt_tokens=longest, seed=spec.run.seed)
+        prompts.readers_of(
+            recipe, tokenizers[role], sets, problems, max_prompt_tokens=longest, seed=spec.run.seed,
+            held_out=spec.data.held_out,
+        )  # fmt: skip
     model, chat = spec.roles[role].model, spec.roles[role].chat
     tried = role in tokenizers
-    return [f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}" for name, own in problems.items()]
+    named = {f"{HELD_OUT}.{own.name}": own.title for own in spec.data.held_out if own.benchmark is not None}
+    return [
+        f"{name}: {len(own)} problems of {named[name]}"
+        if name in named
+        else f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}"
+        for name, own in problems.items()
+    ]
 
 
-def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, rows: int | None) -> list[str]:
+def _asked_lines(
+    spec: EvalSpec | GenerateSpec, name: str, source: PromptSet, deep: bool, rows: int | None
+) -> list[str]:  # fmt: skip
     if not _has_rows(source):
         return []
     config = spec.config
@@ -82,12 +94,12 @@ def _asked_lines(spec: EvalSpec | GenerateSpec, source: PromptSet, deep: bool, r
         def encode(values: Mapping[str, Any]) -> list[int]:
             return tokenize(asked, problem_text("{question}", values))
 
-        prompts.try_prompts("data", problems, encode, vocabulary_of(config.model, tokenizer))
+        prompts.try_prompts(name, problems, encode, vocabulary_of(config.model, tokenizer))
         if isinstance(spec, GenerateSpec):
             from megatron_rl.commands.generate import asked_of  # imports torch
 
             asked_of(spec, tokenizer, problems)
-    return [f"data: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
+    return [f"{name}: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
 
 
 def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:

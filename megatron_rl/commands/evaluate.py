@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_rl.evaluation.handoff import HANDOFF, HandOff
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
 from megatron_rl.evaluation.samples import PARTIAL, Sample, Samples
 from megatron_rl.evaluation.set_metrics import SetMetrics, gradings, macro, metrics_of
-from megatron_rl.evaluation.sets import GradedSet, read_sets
+from megatron_rl.evaluation.sets import LoadedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
@@ -74,7 +74,7 @@ class Evaluation:
         """Evaluates the models on every problem set, prints the metrics and writes the output files. Called on the
         driver (rank 0)."""
         config, start = self.config, time.monotonic()
-        sources = read_sets(spec)
+        sources = read_sets(spec.evaluated)
         asked = [self.problems(source) for source in sources]
         output = None if config.output is None else Path(config.output)
         place = None if output is None else output.with_suffix(".jsonl")
@@ -100,7 +100,8 @@ class Evaluation:
             for source, own in zip(sources, asked, strict=True):
                 for name, measure in self.measures(source, grade_of, samples):
                     _ask(own, name, measure, samples)
-                    sets.append(metrics_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
+                    ks = source.settings.k
+                    sets.append(metrics_of(samples, own.name, own.title, name, ks=ks, seed=config.seed))
         means = macro(sets, seed=config.seed)
         for table in report.console_tables(sets, means):
             Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
@@ -117,7 +118,7 @@ class Evaluation:
             print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
         check_failures(gradings(samples, sets), config.reward.max_failure_share)
 
-    def problems(self, source: GradedSet) -> ProblemSet:
+    def problems(self, source: LoadedSet) -> ProblemSet:
         """Returns a problem set with its tokenized prompts.
 
         Raises ConfigError if the template file is missing, and DataError for a token id outside the model's vocabulary.
@@ -132,22 +133,25 @@ class Evaluation:
         ]
         prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
         if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
-            raise DataError(f"{source.title}: a prompt has {why}")
-        return ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
+            raise DataError(f"{source.settings.title}: a prompt has {why}")
+        own = source.settings
+        return ProblemSet(name=own.name, title=own.title, problems=source.problems, prompts=prompts)
 
     def measures(
-        self, source: GradedSet, grade_of: Callable[[Reward], Grade], samples: Samples
+        self, source: LoadedSet, grade_of: Callable[[Reward], Grade], samples: Samples
     ) -> Iterator[tuple[str, Measure]]:
         """Yields (name, function) of each measure of a problem set, such as `solve`. A measure comes after those whose
         samples it uses. `grade_of`: function that returns the grading function of a reward."""
         config, models = self.config, self.models
         tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
-        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed)
+        own = source.settings
+        drawn = replace(config.sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+        sampling = sampling_of(drawn, n=own.n, seed=config.seed)
         common: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "context": config.context}
         if source.judged:
             yield JUDGE, Judge(engine=engine, **common)
             return
-        grade, wanted = grade_of(source.reward), config.measures
+        grade, wanted = grade_of(own.reward), config.measures
         if SOLVE in wanted:
             keep = bool({LEGIBILITY, DRIFT} & set(wanted))
             yield SOLVE, Solver(engine=engine, grade=grade, weigher=self.weigher(), keep_tokens=keep, **common)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.commands.settings import load
-from megatron_rl.config.schema import ConfigError, EvalConfig
+from megatron_rl.config.evaluation import Sets, sets_of
+from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,10 +20,14 @@ def run(args: argparse.Namespace) -> int:
     wanted = [hub_fetch.parse(word) for word in args.what if word not in settings]
     config = load(settings)[1] if settings else None
     named = [] if config is None else hub_fetch.wanted_by(config)
-    sets = _benchmark_sets(config.benchmarks, config.data_dir) if isinstance(config, EvalConfig) else []
+    sets, place = list[str](), ""
+    if isinstance(config, EvalConfig):
+        sets = _hub_sets(config.sets, config.data_dir)
+    elif isinstance(config, TrainConfig):
+        sets, place = _hub_sets(config.evaluation.sets, config.evaluation.data_dir), "evaluation."
     if settings and not (named or sets):
         print("the config names nothing of the hub: its models and data are files here")
-    overrides = [f"data_dir={args.to.absolute() / hub_fetch.DATASETS}"] if sets else []
+    overrides = [f"{place}data_dir={args.to.absolute() / hub_fetch.DATASETS}"] if sets else []
     for each in [*wanted, *named, *(hub_fetch.Wanted(name=name, kind="dataset") for name in sets)]:
         done = hub_fetch.fetch(each, args.to.absolute())
         verb = "fetched" if done.new else "is here already:"
@@ -36,17 +40,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _benchmark_sets(names: Sequence[str], data_dir: str | None) -> list[str]:
-    """Returns the Hugging Face Hub names of the data sets of the benchmarks `names`, without duplicates.
+def _hub_sets(sets: Sets, data_dir: str | None) -> list[str]:
+    """Returns the Hugging Face Hub names of the data sets of an evaluation's sets, without duplicates.
 
-    Returns an empty list if `data_dir` is set and has all of them. Raises ConfigError for an unknown benchmark.
+    Leaves out sets that are here already: local files, and sets in `data_dir`. Raises ConfigError for an unknown
+    benchmark.
     """
-    from megatron_rl.evaluation.benchmarks import benchmark, source_of
+    from megatron_rl.data.benchmarks import benchmark, source_of
+    from megatron_rl.data.hub_fetch import on_hub
 
-    found = [benchmark(name) for name in names]
-    if data_dir is not None:
-        with contextlib.suppress(ConfigError):
-            for one in found:
-                source_of(one, data_dir)
-            return []
-    return [*dict.fromkeys(one.hub for one in found)]
+    found: list[str] = []
+    for own in sets_of(sets):
+        name = own.path or benchmark(own.name).hub or ""
+        here = data_dir is not None and own.path and (Path(data_dir) / own.path).is_dir()
+        if data_dir is not None and not own.path:
+            with contextlib.suppress(ConfigError):
+                here = bool(source_of(benchmark(own.name), data_dir))
+        found += [name] if on_hub(name) and not here else []
+    return [*dict.fromkeys(found)]

@@ -45,13 +45,13 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
 
     Returns 0, even if some rows could not be graded; the outcome field of such a row states the reason.
     """
+    from megatron_rl.data.benchmarks import benchmark
     from megatron_rl.evaluation import completions
-    from megatron_rl.evaluation.benchmarks import benchmark
     from megatron_rl.rewards.grading_pool import GradePool
 
     reward = config.reward
     if config.benchmark is not None:
-        reward = replace(reward, target=benchmark(config.benchmark).grader, args={})
+        reward = replace(reward, target=benchmark(config.benchmark).grader or reward.target, args={})
     start = said = time.monotonic()
 
     def say(done: int) -> None:

@@ -52,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
     printed, and are not raised.
     """
     if not args.settings:
-        raise configs.ConfigError(
-            "give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file"
-        )
+        raise configs.ConfigError("give a config: model.path=..., sets=[gsm8k] and where their data is, or a YAML file")
     files, overrides = settings.split(args.settings)
     schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
     config = config_files.load(schema, files, overrides)

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+import pydantic
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_rl.config.base import Share, config, not_finite, path_problems
+from megatron_rl.config.base import PositiveShare, Share, config, not_finite, path_problems
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded
 from megatron_rl.config.model import Model, SamplingConfig
 from megatron_rl.config.run import Launch
-
-
-@config
-class Evaluation:
-    """Settings of the evaluations on held-out problems during a training run."""
-
-    prompts: PromptSet | None = None  # the held-out problems; null: no evaluation
-    every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end
-    at_start: bool = True  # true: evaluate before the first iteration in addition to the later evaluations
-    num_prompts: PositiveInt = 256  # number of problems of one evaluation
 
 
 @config
@@ -69,6 +61,127 @@ class Reward:
 
 
 @config
+class EvaluationSet(PromptSet):
+    """A set of problems that a model is evaluated on: a benchmark by its name, or problems of your own. A setting that
+    is null has the value of the whole evaluation."""
+
+    path: str = ""  # as in `data`; empty: the benchmark `name`
+    name: str = ""  # name of a benchmark (docs/evaluation.md), or of the set in metrics; empty: the name of the file
+    split: str = "test"  # split of a set of your own, as in `data`
+    shuffle: bool = False  # ask the problems of a set of your own in random order
+    # The function that grades the answers. null: the benchmark's grader; for a set of your own `reward` of the config.
+    reward: Reward | None = None
+    # Name or file of the prompt template. null: the recipe's prompt in a training run; in `megatron-rl eval` the
+    # benchmark's template.
+    template: str | None = None
+    n: PositiveInt | None = None  # number of samples of each problem
+    k: tuple[PositiveInt, ...] | None = None  # the values of k for which pass@k is reported
+    temperature: NonNegativeFloat | None = None  # sampling temperature; 0: greedy decoding
+    # Sample only from the most likely tokens whose total probability reaches this value; 1: all tokens.
+    top_p: PositiveShare | None = None
+    top_k: NonNegativeInt | None = None  # sample only from this many most likely tokens; 0: all tokens
+
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about a set without a name, and a name that metrics cannot have."""
+        if not (self.path or self.name):
+            yield "sets: a set has neither name nor path: name a benchmark (gsm8k, amc23, ...), or give a path"
+        if not re.fullmatch(r"[\w.-]*", self.name):
+            yield f"sets: name = {self.name!r}: give a name of letters, digits and . _ -"
+
+    @property
+    def title(self) -> str:
+        """Returns the name of the set in metrics. A file test.* or train.* has the name of its directory."""
+        path = Path(self.path)
+        plain = path.stem in ("test", "train") and path.parent.name
+        return self.name or re.sub(r"[^\w.-]", "_", path.parent.name if plain else path.stem)
+
+
+Named = Annotated[
+    Annotated[str, pydantic.Tag("(name)")] | Annotated[EvaluationSet, pydantic.Tag("(set)")],
+    pydantic.Discriminator(lambda given: "(name)" if isinstance(given, str) else "(set)"),
+]
+Sets = tuple[Named, ...]  # names of benchmarks, and sets
+
+
+@config
+class Best:
+    """Which checkpoints of a run are the best ones. They are kept in addition to `run.keep`, and their models are
+    exported to RUN/best."""
+
+    metric: str  # name of a metric of the evaluations, such as generator/pass@4 or generator/math500/accuracy
+    mode: Literal["max", "min"] = "max"  # whether a higher or a lower value is better
+    keep: PositiveInt = 1  # number of checkpoints
+
+
+@config
+class EarlyStop:
+    """When a run ends before its last iteration."""
+
+    metric: str  # name of a metric of the evaluations, such as generator/accuracy
+    mode: Literal["max", "min"] = "max"  # whether a higher or a lower value is better
+    patience: PositiveInt = 3  # end the run after so many evaluations in a row that are not better than the best before
+
+
+@config
+class Evaluation:
+    """Settings of the evaluations during a training run."""
+
+    # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
+    # docs/evaluation.md has all keys. []: no evaluation.
+    sets: Sets = ()
+    # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
+    # DIR`. null: load sets that are no local files from the Hugging Face hub.
+    data_dir: str | None = None
+    every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end
+    at_start: bool = True  # true: evaluate before the first iteration in addition to the later evaluations
+    limit: PositiveInt | None = None  # maximum number of problems of each set; null: all problems
+    n: PositiveInt = 1  # number of samples of each problem
+    k: tuple[PositiveInt, ...] = (1,)  # the values of k for which pass@k is reported
+    temperature: NonNegativeFloat = 1.0  # sampling temperature; 0: greedy decoding
+    # Sample only from the most likely tokens whose total probability reaches this value; 1: all tokens.
+    top_p: PositiveShare = 1.0
+    top_k: NonNegativeInt = 0  # sample only from this many most likely tokens; 0: all tokens
+    # Draw one greedy answer in addition to the samples of a temperature above 0; its metrics end in _greedy.
+    greedy: bool = True
+    template: str | None = None  # name or file of the prompt template; null: the recipe's prompt
+    best: Best | None = None  # keep and export the best checkpoints; null: only the newest checkpoints are kept
+    early_stop: EarlyStop | None = None  # end the run when a metric no longer improves; null: never
+
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about sets, samples, and metrics that are followed without evaluations."""
+        yield from sets_problems("evaluation.sets", self.sets, n=self.n, k=self.k, temperature=self.temperature)
+        followed = {"best": self.best, "early_stop": self.early_stop}
+        for name in (name for name, own in followed.items() if own is not None):
+            if not self.sets:
+                yield f"evaluation.{name} without evaluation.sets: there is nothing to compare; name sets"
+            elif not self.every:
+                yield f"evaluation.{name} with evaluation.every = 0: give the iterations between evaluations"
+
+
+def sets_of(sets: Sets) -> list[EvaluationSet]:
+    """Returns the sets, each as an EvaluationSet: a name is that of a benchmark."""
+    return [EvaluationSet(name=own) if isinstance(own, str) else own for own in sets]
+
+
+def sets_problems(setting: str, sets: Sets, *, n: int, k: Sequence[int], temperature: float) -> Iterator[str]:
+    """Yields error messages about sets with the same name, and about numbers of samples. `setting`: name of the setting
+    of the sets. `n`, `k`, `temperature`: values of sets that do not set them."""
+    found = sets_of(sets)
+    names = [own.title for own in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"{setting}: {', '.join(twice)} is there twice: give each set a name of its own"
+    for own in found:
+        samples, ks = own.n or n, own.k or k
+        if too_large := [one for one in ks if one > samples]:
+            yield (
+                f"{setting}: {own.title}: k = {[*ks]} with n = {samples}: pass@{too_large[0]} needs as many samples; "
+                "raise n"
+            )
+        if samples > 1 and (temperature if own.temperature is None else own.temperature) == 0:
+            yield f"{setting}: {own.title}: n = {samples} with temperature = 0: all samples are the same; raise it"
+
+
+@config
 class JudgingConfig:
     """A verifier model that scores the generator's samples, for best-of-n and weighted majority votes."""
 
@@ -98,15 +211,16 @@ class EvalConfig:
     # for the measure handoff the model that begins.
     model: Model
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
-    benchmarks: tuple[str, ...] = ()  # names of benchmarks, see docs/evaluation.md
-    # Directory with local files of the benchmarks: a directory of your own, or DIR/datasets after `megatron-rl fetch
-    # --to DIR`. null: load the benchmarks from the Hugging Face hub.
+    # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
+    # docs/evaluation.md has all keys.
+    sets: Sets = ()
+    # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
+    # DIR`. null: load sets that are no local files from the Hugging Face hub.
     data_dir: str | None = None
-    data: PromptSet | None = None  # a problem set of your own, graded by `reward`
-    limit: PositiveInt | None = None  # maximum number of problems of each benchmark; null: all problems
-    # Name or file of the prompt template; null: the benchmark's template, and tango_generator for `data`.
+    limit: PositiveInt | None = None  # maximum number of problems of each set; null: all problems
+    # Name or file of the prompt template; null: the benchmark's template, and tango_generator for a set of your own.
     template: str | None = None
-    # Send the prompt as a user message in the tokenizer's chat template. Conversations of `data` always use it.
+    # Send the prompt as a user message in the tokenizer's chat template. Conversations of a set always use it.
     chat: bool = False
     # File NAME.json for the metrics. The samples are written to NAME.jsonl and the report to NAME.html.
     output: str | None = None
@@ -126,8 +240,8 @@ class EvalConfig:
     max_rounds: PositiveInt = 150
     verifier: JudgingConfig | None = None  # a verifier model that scores the samples; null: no verifier
     base: Model | None = None  # the model before training, for drift
-    # The reward function that grades answers to the problems in `data`. Its settings `workers`, timeouts and memory
-    # limit are used for the graders of the benchmarks as well.
+    # The reward function that grades answers to the problems of sets of your own. Its settings `workers`, timeouts and
+    # memory limit are used for the graders of the benchmarks as well.
     reward: Reward = field(default_factory=Reward)
     # The engine that generates the answers.
     engine: Engine = field(default_factory=Embedded)
@@ -137,15 +251,9 @@ class EvalConfig:
         """Yields error messages about measures, benchmarks and samples that do not fit each other."""
         if self.reward.range != (0.0, 1.0):
             yield f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1"
-        if not self.benchmarks and self.data is None:
-            yield (
-                "benchmarks = [] without data: name benchmarks (gsm8k, amc23, ...), or give a problem set of your own "
-                "by data.path"
-            )
-        if self.limit is not None and not self.benchmarks:
-            yield f"limit = {self.limit} is of benchmarks, and none is named: a set of your own has data.limit"
-        if too_large := [k for k in self.k if k > self.n]:
-            yield f"k = {list(self.k)} with n = {self.n}: pass@{too_large[0]} needs as many samples; raise n"
+        if not self.sets:
+            yield "sets = []: name benchmarks (gsm8k, amc23, ...), or give a set of your own as {path: my.jsonl}"
+        yield from sets_problems("sets", self.sets, n=self.n, k=self.k, temperature=1.0)  # n greedy samples are allowed
         if self.junior is None and (missing := [m for m in self.measures if m != "solve"]):
             yield f"measures = {list(self.measures)}: {missing[0]} needs a second model; set junior.path"
         if {"legibility", "drift"} & set(self.measures) and "solve" not in self.measures:

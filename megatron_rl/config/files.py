@@ -368,6 +368,8 @@ def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]
     parents: list[Any] = [schema]
     kinds: list[Any] = [schema]
     for part in location:
+        if part.startswith("("):  # the tag of a variant
+            continue
         variants = [kind for kind in kinds if part == _tag(kind)]
         if variants and len(kinds) > 1:
             kinds = variants
@@ -385,6 +387,8 @@ def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
             found.append(hints[key])
         elif typing.get_origin(kind) is dict:
             found.append(typing.get_args(kind)[1])
+        elif typing.get_origin(kind) is tuple:
+            found.append(typing.get_args(kind)[0])
     unions = (typing.Union, types.UnionType)
     return [one for kind in found for one in (typing.get_args(kind) if typing.get_origin(kind) in unions else [kind])]
 

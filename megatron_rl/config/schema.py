@@ -17,7 +17,14 @@ from megatron_rl.config.base import ConfigError, Share, Use, config, path_proble
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
-from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
+from megatron_rl.config.evaluation import (
+    EvalConfig,
+    Evaluation,
+    EvaluationSet,
+    GradingConfig,
+    JudgingConfig,
+    Reward,
+)
 from megatron_rl.config.model import (
     CORRECTION_AHEAD,
     REWARD_OBJECTIVES,
@@ -36,7 +43,7 @@ from megatron_rl.config.model import (
 from megatron_rl.config.other_names import RecipeUse
 from megatron_rl.config.run import Debug, JobConfig, Launch, Preflight, Run, Sinks
 
-HELD_OUT = "evaluation.prompts"  # the setting that names the held-out problems
+HELD_OUT = "evaluation.sets"  # the setting that names the sets of held-out problems
 
 # Settings that a role keeps for itself when it shares another role's policy (`same_as`).
 OF_A_SHARED_ROLE = ("same_as", "chat", "sampling", "max_prompt_tokens", "tandem", "data", "mean_tokens")

@@ -12,7 +12,8 @@ from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
-from megatron_rl.recipes.solutions import accuracies_of_fitting, check_arguments, check_length, sampling_for
+from megatron_rl.recipes.answers import accuracies_of_fitting
+from megatron_rl.recipes.solutions import check_arguments, check_length, sampling_for
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec

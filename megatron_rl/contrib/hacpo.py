@@ -19,10 +19,9 @@ from megatron_rl.algorithms.objectives import Answer, objective
 from megatron_rl.batches.packed_batch import Batch, Statistics
 from megatron_rl.config.base import Count, NotNegative, Share, refuse
 from megatron_rl.contrib.judged import put
+from megatron_rl.recipes.answers import accuracies, accuracies_of_fitting
 from megatron_rl.recipes.retokenised import WRITTEN_BY, rewritten
 from megatron_rl.recipes.solutions import (
-    accuracies,
-    accuracies_of_fitting,
     check_arguments,
     question_text,
     sampling_for,

@@ -29,7 +29,7 @@ from megatron_rl.training.iteration import (
     RolloutsByRole,
     Schedule,
 )
-from megatron_rl.training.rollouts import drawn, greedy, plain
+from megatron_rl.training.rollouts import drawn, evaluated, greedy
 from megatron_rl.types import Prompt, Rollout
 
 PASS = 0.5  # minimum score of a fulfilled criterion
@@ -196,18 +196,21 @@ class Rubric(Recipe):
         return "total" if role == JUDGE else "outcome"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates one sample per problem at temperature 1, and greedy responses, with a greedy judge. The metrics are
-        reward (mean of the rubric rewards), fulfilled and vetoed. A response that was not graded is included with 0,
-        and counted in the metric ungraded.
+        """Evaluates the samples that `context.evaluation` asks for, and greedy responses, with a greedy judge. The
+        metrics are reward (mean of the rubric rewards), fulfilled and vetoed. A response that was not graded is
+        included with 0, and counted in the metric ungraded.
         """
         own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
         found: dict[str, float] = {}
-        for name, sampling in (("sampled", plain(own, seed=context.seed)), ("greedy", greedy(own, seed=context.seed))):
+        samplings = {"": evaluated(own, context.evaluation, seed=context.seed)}
+        samplings |= {"_greedy": greedy(own, seed=context.seed)} if context.evaluation.also_greedy else {}
+        for suffix, sampling in samplings.items():
             graded, _, metrics = self._judged(context, prompts, sampling, judge)
             # name of the metric -> name of the reward
             names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}
-            metrics |= {metric: sum(r.rewards[own] for r in graded) / len(prompts) for metric, own in names.items()}
-            found |= {f"{GENERATOR}/{metric}_{name}": value for metric, value in metrics.items()}
+            count = len(prompts) * sampling.n
+            metrics |= {metric: sum(r.rewards[own] for r in graded) / count for metric, own in names.items()}
+            found |= {f"{GENERATOR}/{metric}{suffix}": value for metric, value in metrics.items()}
         return found
 
     def _judged(

@@ -16,8 +16,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.clusters import cluster_shares
 from megatron_rl.contrib.judged import put, quoted
 from megatron_rl.contrib.proposals import Aim, AnswerRule, aimed, read_proposal, solve_by_vote
+from megatron_rl.recipes.answers import accuracies_of_fitting
 from megatron_rl.recipes.solutions import (
-    accuracies_of_fitting,
     check_arguments,
     question_text,
     sampling_for,

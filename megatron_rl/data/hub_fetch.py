@@ -106,13 +106,18 @@ def wanted_by(config: Config) -> list[Wanted]:
     """
     found: dict[tuple[str, Kind], Wanted] = {}
     for key, name, kind, weights in _named(config):
-        file = Path(name)
-        is_file = file.suffix in (".jsonl", ".json", ".parquet", ".csv") or file.exists()
-        if name.count("/") != 1 or name.startswith((".", "/", "~")) or ":" in name or is_file:
+        if not on_hub(name):
             continue
         old = found.get((name, kind), Wanted(name=name, kind=kind, weights=False))
         found[name, kind] = dataclasses.replace(old, weights=old.weights or weights, keys=(*old.keys, key))
     return [*found.values()]
+
+
+def on_hub(name: str) -> bool:
+    """Returns whether a path of a config is a name OWNER/NAME of the hub, and not a local file or directory."""
+    file = Path(name)
+    is_file = file.suffix in (".jsonl", ".json", ".parquet", ".csv") or file.exists()
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name and not is_file
 
 
 def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:

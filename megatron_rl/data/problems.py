@@ -193,9 +193,9 @@ class PromptReader:
         other._order = [i for i in other._order_of(other._epoch) if self._problems[i].row not in rows]
         return other
 
-    def once(self, count: int) -> list[Prompt]:
-        """Returns the first `count` prompts of the first epoch that are not too long. Returns fewer prompts if the
-        epoch has fewer."""
+    def once(self, count: int | None = None) -> list[Prompt]:
+        """Returns the first `count` prompts of the first epoch that are not too long; None: all of them. Returns fewer
+        prompts if the epoch has fewer."""
         problems = (self._problems[i] for i in self._order_of(0))
         kept = (p for p in ((problem, self._tokens(problem)) for problem in problems) if len(p[1]) <= self._max)
         return [

@@ -59,11 +59,12 @@ class Samples:
             whole = "\n".join(_line(row, len(group)) for group in kept for row in group)
             append(self._partial, whole.encode())
 
-    def write(self) -> None:
-        """Writes all samples to NAME.jsonl, with the problem sets in the order in which they were first added."""
-        if self._path is not None:
+    def write(self, path: Path | None = None) -> None:
+        """Writes all samples to NAME.jsonl, with the problem sets in the order in which they were first added. `path`:
+        another file; None: that of the constructor, if it was given one."""
+        if (target := path or self._path) is not None:
             write_text(
-                self._path,
+                target,
                 "".join(json.dumps(row) + "\n" for key in self._rows for group in self.rows(*key) for row in group),
             )
 
@@ -109,6 +110,14 @@ def read_samples(path: Path) -> list[Sample]:
     if found.damage is not None:
         _log.warning("%s", found.damage)
     return found.values
+
+
+def chosen_answers(rows: Sequence[Sample], count: int) -> list[Sample]:
+    """Returns up to `count` answers: correct and wrong ones in equal numbers where there are enough of both."""
+    right, wrong = [row for row in rows if row.get("correct")], [row for row in rows if not row.get("correct")]
+    first = max(count // 2, count - len(wrong))
+    chosen = right[:first]
+    return [*chosen, *wrong[: count - len(chosen)]]
 
 
 def _line(row: Sample, count: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from megatron_rl.evaluation.answer_values import answer_values
 from megatron_rl.evaluation.handoff import HANDOFF
 from megatron_rl.evaluation.judge import JUDGE, judged
 from megatron_rl.evaluation.samples import Sample, Samples
@@ -13,13 +14,9 @@ from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import (
     Calibration,
     Interval,
-    best_of_n,
     calibration,
     macro_interval,
-    majority,
     mean_interval,
-    pass_at_k,
-    weighted_vote,
 )
 from megatron_rl.evaluation.text_scores import LEGIBILITY
 from megatron_rl.rewards.grading_pool import Graded, Outcome
@@ -55,13 +52,13 @@ def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
     if measure == JUDGE:
         metrics, sure = judged(groups, seed=seed)
         counts = {"unreadable": sum(row["predicted"] is None for row in rows)}
-    elif measure in (SOLVE, HANDOFF):
+    elif rows and "score" in rows[0]:
         values = answer_values(groups, ks)
         failed = (Outcome.TIMEOUT, Outcome.ERROR)
         counts = {f"grading {kind.value}": sum(row["outcome"] == kind.value for row in rows) for kind in failed}
         counts["empty"] = sum(not row["tokens"] for row in rows)
         if rows and "confidence" in rows[0]:
-            sure = calibration([row["confidence"] for row in rows], [row["score"] > CORRECT for row in rows])
+            sure = calibration([row["confidence"] for row in rows], [row["correct"] for row in rows])
     else:
         names = text_names(measure, rows)
         values = text_values(groups, names)
@@ -71,36 +68,6 @@ def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
         name=name, title=title, measure=measure, problems=len(groups), samples=len(rows), metrics=metrics,
         values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure,
     )  # fmt: skip
-
-
-def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
-    """Returns {metric: [P] values} of graded answers. `groups`: [P][n], n samples of each of P problems.
-
-    The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
-    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). pass@k, maj@n,
-    best_of_n and vote_of_n use whether an answer is correct, not its score.
-    """
-    n = min((len(group) for group in groups), default=0)
-    correct = [[float(row["score"] > CORRECT) for row in group] for group in groups]
-    out = {"accuracy": [fmean(own) for own in correct]}
-    out |= {"reward": [fmean(row["score"] for row in group) for group in groups]}
-    told = [k for k in ks if k <= n and (n > 1 or k > 1)]
-    out |= {f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in correct] for k in told}
-    if n > 1:
-        keys = [[row["key"] for row in group] for group in groups]
-        out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, correct, strict=True)]
-        if "confidence" in groups[0][0]:
-            weights = [[row["confidence"] for row in group] for group in groups]
-            out[f"best_of_{n}"] = [best_of_n(own, w) for own, w in zip(correct, weights, strict=True)]
-            out[f"vote_of_{n}"] = [weighted_vote(k, own, w) for k, own, w in zip(keys, correct, weights, strict=True)]
-    out["finished"] = [fmean(float(row["finished"]) for row in group) for group in groups]
-    out["tokens"] = [fmean(row["tokens"] for row in group) for group in groups]
-    if groups and "turns" in groups[0][0]:
-        out["turns"] = [fmean(len(row["turns"]) for row in group) for group in groups]
-        out["first_share"] = [
-            fmean(sum(row["turns"][::2]) / max(1, row["tokens"]) for row in group) for group in groups
-        ]
-    return out
 
 
 def text_names(measure: str, rows: Sequence[Sample]) -> list[str]:

@@ -65,7 +65,8 @@ def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sa
 def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
     """Returns the fields of a sample that describe a graded answer: response, score, outcome, normal form of the
     answer, and length."""
-    found = {"response": text, "score": graded.score, "outcome": graded.outcome.value, "key": answer_key(text)}
+    found = {"response": text, "score": graded.score, "correct": graded.correct, "outcome": graded.outcome.value}
+    found |= {"key": answer_key(text)}
     found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
     return found | ({"detail": graded.detail} if graded.detail else {})
 

@@ -57,6 +57,7 @@ class Status:
     failed: str | None = None  # reason why the last start failed
     damage: Sequence[str] = ()  # error messages about files that could not be read completely
     unlearned: Sequence[str] = ()  # a sentence for each role that had iterations but no update
+    best: Sequence[Mapping[str, Any]] = ()  # see RunRecord.best
     # For SFT data or evaluations, which have no iterations: their progress as text; None for a training run
     answered: str | None = None
 
@@ -99,6 +100,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
         damage=record.damage,
         unlearned=unlearned(counts, updates),
         answered=_answered(directory),
+        best=record.best(),
     )
 
 
@@ -140,6 +142,9 @@ def show(status: Status, console: Console) -> None:
         console.print(_table("starts", ("job", "restart", "nodes", "began", "iterations", "ended by"), rows))
     for sentence in status.unlearned:
         console.print(f"[red]{escape(sentence)}[/]")
+    for one in status.best:
+        place = one["models"] or "the model that the run was given"
+        console.print(escape(f"best after iteration {one['iteration']}: {one['metric']} {one['value']:.4g}: {place}"))
     for scope, row in status.last.items():
         chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
         chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}

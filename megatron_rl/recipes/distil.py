@@ -10,8 +10,9 @@ import numpy as np
 from megatron_rl.algorithms.objectives import find
 from megatron_rl.chat_template import check_models
 from megatron_rl.config.base import Count, CountOrZero, refuse
+from megatron_rl.recipes.answers import accuracies
 from megatron_rl.recipes.retokenised import score_texts
-from megatron_rl.recipes.solutions import accuracies, check_arguments, question_text, sampling_for
+from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
     CreditContext,

@@ -18,11 +18,13 @@ from megatron_rl.environments.dialogue import TEXT, check_dialogue
 from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings, estimates, problems
 from megatron_rl.environments.episode_types import AGENT, Episode
 from megatron_rl.environments.validation import check_agents, with_rewards
+from megatron_rl.recipes.answers import Answer, GradedAnswer, answer_metrics, answers_of
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.rewards.grading_pool import Graded, check_failures
 from megatron_rl.run.metrics import REPLACED
+from megatron_rl.text import decode
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.training.rollouts import greedy, plain
+from megatron_rl.training.rollouts import evaluated, greedy
 from megatron_rl.types import Outcome, Prompt, Rollout
 
 EPISODE = "episode"  # payload key of the episode's index within the iteration, as text
@@ -152,40 +154,61 @@ class OverEpisodes(EpisodeSettings):
     def measure_episodes(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], EpisodesGraded]:
-        """Plays two episodes of each problem, one at temperature 1 and one greedy. Returns metrics, and the episodes
-        played at temperature 1.
+        """Plays as many episodes of each problem as `context.evaluation` asks for, and one greedy episode. Returns
+        metrics, and the sampled episodes. Names of metrics of greedy episodes end in _greedy.
 
         The metrics are the mean of each reward over the agents of a role, and the number of answers per episode of all
         agents. An agent without a reward, for instance in a failed episode, is included with a reward of 0 and counted
         in the metric ungraded. If the run's reward function is the only reward, it is called reward, and accuracy (the
-        share of correct agents) is added.
+        share of correct agents), pass@k and the other metrics of `answer_values` are added; the answers are stored in
+        `context.answers`.
         """
         metrics: dict[str, float] = {}
+        draws, seed = context.evaluation, context.seed
         seeds = [context.seed_for("evaluation", i) for i in range(len(prompts))]
+        samplings = {"": {role: evaluated(context.samplings[role], draws, seed=seed) for role in self._agents}}
+        if draws.also_greedy:
+            samplings["_greedy"] = {role: greedy(context.samplings[role], seed=seed) for role in self._agents}
         played = []
-        for kind, alone in (("sampled", plain), ("greedy", greedy)):
-            own: dict[str, Sampling] = {
-                role: alone(context.samplings[role], seed=context.seed) for role in self._agents
-            }
-            found = self.play_episodes(context, prompts, seeds, own)
+        for suffix, own in samplings.items():
+            each = 1 if suffix else draws.n
+            alone = {role: replace(sampling, n=1) for role, sampling in own.items()}
+            found = self.play_episodes(context, prompts, seeds, alone, each=each)
             last = [samples[-1] for samples in by_agent(found.rollouts)]
             for role, count in self._agents.items():
+                agents = len(prompts) * count * each
                 for name in self.rewards:  # samples of a frozen role may lack rewards
                     gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
                     if not gained and role not in self._rewarded:
                         continue
-                    agents = len(prompts) * count
-                    metrics[f"{role}/{'reward' if name == OUTCOME else name}_{kind}"] = sum(gained) / agents
+                    metrics[f"{role}/{'reward' if name == OUTCOME else name}{suffix}"] = sum(gained) / agents
                     if len(gained) < agents:
-                        metrics[f"{role}/ungraded_{kind}"] = float(agents - len(gained))
+                        metrics[f"{role}/ungraded{suffix}"] = float(agents - len(gained))
                     if [*self.rewards] == [OUTCOME]:
                         correct = sum(value > context.threshold for value in gained)
-                        metrics[f"{role}/accuracy_{kind}"] = correct / agents
-            metrics[f"episodes/answers_{kind}"] = found.metrics["answers"]
+                        metrics[f"{role}/accuracy{suffix}"] = correct / agents
+                if [*self.rewards] == [OUTCOME] and not suffix:
+                    own_answers = self._answers(context, prompts, [r for r in last if r.role == role], count * each)
+                    context.answers[role] = own_answers
+                    metrics |= answer_metrics(role, own_answers, draws.k)
+            metrics[f"episodes/answers{suffix}"] = found.metrics["answers"]
             if replaced := sum(count for name, count in found.metrics.items() if name.startswith(REPLACED)):
-                metrics[f"episodes/replaced_{kind}"] = replaced
+                metrics[f"episodes/replaced{suffix}"] = replaced
             played.append(found)
         return metrics, played[0]
+
+    def _answers(
+        self, context: RolloutContext, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], count: int
+    ) -> list[list[Answer]]:
+        """Returns [P][count] graded answers to [P] problems from the last samples of the agents of a role."""
+        graded: dict[tuple[int, int], GradedAnswer] = {}
+        seen = Counter[int]()
+        for rollout in (r for r in rollouts if OUTCOME in r.rewards):
+            place = int(rollout.group.partition(":")[0])
+            text = decode(context.tokenizers[rollout.role], rollout.response).text
+            graded[place, seen[place]] = rollout, text, rollout.rewards[OUTCOME] > context.threshold
+            seen[place] += 1
+        return answers_of(prompts, graded, count)
 
 
 def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count
-from megatron_rl.recipes.solutions import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
+from megatron_rl.recipes.answers import accuracies
+from megatron_rl.recipes.solutions import GENERATOR, check_arguments, question_text, sampling_for, solve
 from megatron_rl.training.iteration import (
     Iteration,
     PromptSource,

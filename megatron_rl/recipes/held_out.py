@@ -52,7 +52,7 @@ class BalancedSet:
             chosen = balanced(rounds, lambda s: reviewer.prompt(context, s) is not None, self.per_class)
             context.kept[KEPT] = solutions_to_json(chosen)
         solutions = solutions_from_json(context.kept[KEPT], prompts, self.solver, context.tokenizers[self.solver])
-        return measure_reviewer(context, reviewer, solutions, labels)
+        return measure_reviewer(context, reviewer, solutions, labels)[0]
 
     def _rounds(
         self, context: RolloutContext, prompts: Sequence[Prompt], first: Sequence[Solution]
@@ -82,9 +82,9 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
 
 def measure_reviewer(
     context: RolloutContext, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[float]]:
     """Returns metrics of the reviewer, named `role/metric`, for verdicts sampled at temperature 1 and (with the suffix
-    `_greedy`) for greedy verdicts.
+    `_greedy`) for greedy verdicts; and for each solution 1.0 if the sampled final verdict calls it correct, or 0.0.
 
     outcome_f1: harmonic mean of the accuracies on correct and on wrong solutions. step_f1: the same for reasoning
     steps, if gold labels exist. Both are left out if there are no correct or no wrong items. aligned: share of
@@ -93,18 +93,21 @@ def measure_reviewer(
     """
     correct, role = sum(s.correct for s in solutions), reviewer.role
     metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
-    own = context.samplings[role]
+    own, confidences = context.samplings[role], list[float]()
     for suffix, sampling in (("", plain(own, seed=context.seed)), ("_greedy", greedy(own, seed=context.seed))):
         reviews = Reviews(reviewer, context, sampling)
         for place, solution in enumerate(solutions):
             reviews.add(place, solution)
-        rows = [verification for group in reviews.finish() for verification in group]
+        found = reviews.finish()
+        rows = [verification for group in found for verification in group]
+        if not suffix:
+            confidences = [float(any(v.opinion.final is True for v in group)) for group in found]
         outcome = outcome_confusion(rows)
         metrics[f"outcome_f1{suffix}"] = outcome.f1
         metrics[f"step_f1{suffix}"] = gold_confusion(rows, step_labels).f1 if step_labels else None
         metrics[f"aligned{suffix}"] = aligned(rows)
         metrics[f"predicted_positive{suffix}"] = outcome.predicted_positive
-    return {f"{role}/{name}": value for name, value in metrics.items() if value is not None}
+    return {f"{role}/{name}": value for name, value in metrics.items() if value is not None}, confidences
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
@@ -141,7 +144,7 @@ def solutions_from_json(
     for i, row in enumerate(rows):
         if (prompt := problems.get(row["id"])) is None:
             raise ValueError(
-                f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was"
+                f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.sets back as it was"
             )
         tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(row["tokens"], np.int32)])
         spans = [(len(prompt.tokens), Author.ENVIRONMENT), *row["spans"]]

@@ -1,5 +1,5 @@
 """Functions that recipes share: sampling, annotating and grading solutions while further solutions are generated,
-evaluating roles, and checking a recipe's arguments.
+and checking a recipe's arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.algorithms.estimators import GAE, UNGROUPED, find_estimator, wo
 from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import HELD_OUT, ConfigError
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.rewards.grading_pool import Graded, check_failures
@@ -27,7 +27,7 @@ from megatron_rl.run.metrics import REPLACED
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import Decoded, decode, read_template
 from megatron_rl.training.iteration import Iteration, RolloutContext
-from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
+from megatron_rl.training.rollouts import Draws, check_senior_share
 from megatron_rl.types import STEP, Annotations, Outcome, Prompt, Rollout
 
 GENERATOR, VERIFIER = "generator", "verifier"  # role names of the recipes in this package
@@ -165,43 +165,6 @@ def sampling_for(context: RolloutContext, iteration: Iteration, role: str, n: in
     return replace(context.samplings[role], n=n, seed=seed, logprobs=role in iteration.roles)
 
 
-def accuracies(
-    context: RolloutContext, role: str, prompts: Sequence[Prompt]
-) -> tuple[dict[str, float], list[Solution]]:
-    """Evaluates a role with one sample per problem at temperature 1, and with greedy decoding. Returns {metric: value},
-    and the sampled solutions.
-
-    accuracy: share of correct answers. reward: mean score. ungraded: number of answers without a score. Such answers
-    are included as wrong, with a reward of 0. replaced_sampled: number of samples that were replaced because their
-    grading failed. Both are left out if they are 0.
-    """
-    own, seed = context.samplings[role], context.seed
-    sampled, own_metrics = solve(context, role, prompts, plain(own, seed=seed))
-    likeliest, _ = solve(context, role, prompts, greedy(own, seed=seed))
-    replaced = sum(count for name, count in own_metrics.items() if name.startswith(REPLACED))
-    metrics: dict[str, float] = {f"{role}/replaced_sampled": replaced} if replaced else {}
-    for name, solutions in (("sampled", sampled), ("greedy", likeliest)):
-        metrics[f"{role}/accuracy_{name}"] = sum(s.correct for s in solutions) / len(prompts)
-        metrics[f"{role}/reward_{name}"] = sum(s.rollout.rewards["outcome"] for s in solutions) / len(prompts)
-        if ungraded := len(prompts) - len(solutions):
-            metrics[f"{role}/ungraded_{name}"] = float(ungraded)
-    return metrics | {f"{role}/num_problems": float(len(prompts))}, sampled
-
-
-def accuracies_of_fitting(
-    context: RolloutContext, role: str, prompts: Sequence[Prompt], own: Sequence[Prompt | None]
-) -> dict[str, float]:
-    """Evaluates a role with `accuracies` on the problems that fit into its prompt; the metric `too_long` is the number
-    of problems that do not fit.
-
-    `own`: the prompt of each problem for this role, or None if it is too long.
-    """
-    fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
-    metrics = accuracies(context, role, fitting)[0] if fitting else {}
-    too_long = len(prompts) - len(fitting)
-    return metrics | ({f"{role}/too_long": float(too_long)} if too_long else {})
-
-
 def annotate_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
     """Annotates the reasoning steps of a rollout. The steps are the step blocks in the generated text; their tokens are
     found by the positions of the tokens in the text.
@@ -255,8 +218,16 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     """
     own = f"roles.{role}.data" if f"roles.{role}.data" in spec.data.training else "data"
     sets = {own: spec.data.training[own]}
-    if held_out and spec.data.held_out is not None:
-        sets["evaluation.prompts"] = spec.data.held_out
+    evaluated = spec.data.held_out if held_out else ()
+    sets |= {f"{HELD_OUT}.{each.name}": each.source for each in evaluated if each.benchmark is None}
+    refuse(
+        *(
+            f"{HELD_OUT}: the problems of {each.name} have no field {name!r}, and {reader} reads it: leave that set out"
+            for each in evaluated
+            if each.benchmark is not None
+            for name, reader in fields.items()
+        )
+    )
     refuse(
         *(
             f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it to the "

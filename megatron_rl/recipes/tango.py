@@ -17,8 +17,9 @@ from megatron_rl.config.base import Count, CountOrZero, Decay, Share, refuse
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
+from megatron_rl.recipes.answers import accuracies, answer_metrics
 from megatron_rl.recipes.critics import Critics, WithCritics
-from megatron_rl.recipes.held_out import BalancedSet
+from megatron_rl.recipes.held_out import BalancedSet, measure_reviewer
 from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
@@ -35,7 +36,7 @@ from megatron_rl.training.iteration import (
     Score,
 )
 from megatron_rl.training.rollouts import mean_reward, without_signal
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Outcome, Prompt, Rollout
 
 SIGNAL_DECAY = 0.8  # decay factor of the moving average of the share of groups whose outcomes differ
 
@@ -75,7 +76,9 @@ class BaseTango(WithCritics):
     verifier_template: str = "tango_verifier"  # template with {question}, {solution}, {num_steps}
     # module:name of a function (step texts, payload) -> gold labels; used only for metrics
     step_labels: str | None = None
-    balanced_per_class: Count = 128  # number of correct and of wrong solutions on which the verifier is evaluated
+    # Number of correct and of wrong solutions on which the verifier is evaluated, the same ones in every evaluation. 0:
+    # the verifier is evaluated on the solutions that the generator writes in the same evaluation.
+    balanced_per_class: CountOrZero = 128
     balanced_rounds: Count = 8  # maximum number of samples per held-out problem to find these solutions
 
     def __post_init__(self) -> None:
@@ -186,9 +189,19 @@ class BaseTango(WithCritics):
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates both roles. The verifier is evaluated on a fixed set with equal numbers of correct and wrong
-        solutions. The first call creates the set, and checkpoints store it.
+        solutions. The first call creates the set, and checkpoints store it. With balanced_per_class 0, the verifier is
+        evaluated on the solutions of this evaluation, and best_of_n and vote_of_n choose among them by its verdicts.
         """
         metrics, solutions = self.measure(context, prompts)
+        if not self.balanced_per_class:
+            found, confidences = measure_reviewer(context, self._reviewer, solutions, self._labels)
+            answers = context.answers.get(self.solver, [])
+            graded = [row for own in answers for row in own if row["outcome"] == Outcome.SCORE.value]
+            sure = dict(zip(map(id, graded), confidences, strict=True)) if answers else {}
+            for row in (row for own in answers for row in own):
+                row["confidence"] = sure.get(id(row), 0.0)
+            own = answer_metrics(self.solver, answers, context.evaluation.k) if answers else {}
+            return metrics | own | found
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,7 +330,7 @@ class Tango(BaseTango):
     def measure(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], Sequence[Solution]]:
-        return base.accuracies(context, GENERATOR, prompts)
+        return accuracies(context, GENERATOR, prompts)
 
 
 @dataclass(kw_only=True)

@@ -18,11 +18,10 @@ from megatron_rl.evaluation.set_metrics import CORRECT, MACRO, SetMetrics
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.report.console_table import console_table
-from megatron_rl.report.html_page import shortened, write_page
+from megatron_rl.report.html_page import write_page
 from megatron_rl.run.atomic_files import write_text
 
 SHOWN = 3  # maximum number of correct samples, and of wrong samples, that the page shows for each problem set
-MAX_CHARACTERS = 6000  # maximum length of a sample's text; longer texts are truncated
 BAR_HEIGHT = 24  # height of a problem set's bar in the bar chart of all problem sets
 # Pattern of the names of metrics that are fractions between 0 and 1.
 SHARES = re.compile(r"accuracy|pass@|maj@|best_of_|vote_of_|f1|finished|aligned|located|first_share")
@@ -91,7 +90,6 @@ def write_evaluation_page(
         "bar_height": BAR_HEIGHT,
         "sets": sets,
         "samples": samples_shown,
-        "short": lambda value, most=MAX_CHARACTERS: shortened(str(value), most),
         "config": config,
     })  # fmt: skip
 

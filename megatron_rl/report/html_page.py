@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
+MAX_CHARACTERS = 6000  # maximum length of a sample's text; longer texts are truncated
 # Characters that are invisible or that change the direction of writing.
 _HIDDEN = re.compile(
     "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
@@ -58,7 +59,8 @@ def templates() -> Environment:
         loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
-    found.filters |= {"anchor": anchor, "shown": show, "visible": visible}
+    short = lambda value, most=MAX_CHARACTERS: shortened(str(value), most)  # noqa: E731
+    found.filters |= {"anchor": anchor, "shown": show, "visible": visible, "short": short}
     return found
 
 

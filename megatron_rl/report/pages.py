@@ -49,6 +49,7 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
         "schedules": run_sections.schedules(run),
         "schedule_names": run_sections.SCHEDULE_FIGURES,
         "refits": run_sections.refits(run),
+        "evaluations": run_sections.evaluations(run),
         "refit_names": [name.replace("_", " ") for name in run_sections.REFIT_FIGURES],
         "summary": flatten({name: value for name, value in run.summary.items() if name != "schedule"}),
         "duration": duration,

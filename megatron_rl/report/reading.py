@@ -136,7 +136,7 @@ class RunMetrics:
         return found if len(lengths) == 1 and lengths != {0} else []
 
     def evaluated(self) -> dict[str, Curve]:
-        """Returns {name: curve} of the held-out metrics, such as `generator/accuracy_sampled`, without counts."""
+        """Returns {name: curve} of the held-out metrics, such as `generator/accuracy`, without counts."""
         return {
             name: curve
             for (scope, name), curve in self.curves.items()

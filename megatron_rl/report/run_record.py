@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError, Reward
+from megatron_rl.evaluation.samples import read_samples
+from megatron_rl.evaluation.statistics import Interval
 from megatron_rl.run import json_lines
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.metrics import MetricsRow, each_metric
@@ -65,6 +67,17 @@ class RunRecord:
         found = self.summary().get(FAILED)
         return found if isinstance(found, str) else None
 
+    def best(self) -> list[dict[str, Any]]:
+        """Returns the entries of the best evaluations in the summary: `iteration`, `metric`, `value` and `models`, the
+        directory of the exported models or None. Damaged entries are left out."""
+        kinds = {"iteration": int, "metric": str, "value": (int, float), "models": (str, type(None))}
+        found = self.summary().get("best")
+        return [
+            one
+            for one in (found if isinstance(found, list) else [])
+            if isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+        ]
+
     def config_text(self) -> str:
         """Returns the text of config.yaml; "" if there is none."""
         try:
@@ -94,6 +107,21 @@ class RunRecord:
         except (ConfigError, LookupError, TypeError, ValueError):  # the config is damaged
             return Reward().threshold
 
+    def evaluations(self) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]]]:
+        """Returns (number of finished iterations, the result of `_numbers`, answers) of the first and of the last
+        evaluation of the run, or of the only one. Evaluations without graded answers have no such files."""
+        found = sorted(self.directory.evaluations.glob("iteration_*.json"))
+        out = []
+        for path in dict.fromkeys([*found[:1], *found[-1:]]):
+            try:
+                content = read_json(path)
+                out.append(
+                    (int(content["iteration"]), _numbers(content["sets"]), read_samples(path.with_suffix(".jsonl")))
+                )
+            except (OSError, *json_lines.UNREADABLE) as error:
+                self.damage.append(f"{path} cannot be read ({_short(error)}) and is left out")
+        return out
+
     def iteration_files(self) -> list[Path]:
         """Returns the files of rollouts in the order of iterations."""
         return iteration_files(self.directory.rollouts)
@@ -115,6 +143,26 @@ class RunRecord:
         for read in (self.summary, self.config):
             read()
         return list(dict.fromkeys(self.damage))
+
+
+def _numbers(sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {name of the set: {measure: (title, number of problems, {metric: Interval})}} of the sets of an
+    evaluation's file. Raises KeyError, TypeError or ValueError for other content."""
+    return {
+        name: {
+            measure: (
+                str(one["title"]),
+                int(own["problems"]),
+                {
+                    metric: Interval(float(value), *map(float, own["intervals"][metric]))
+                    for metric, value in own["metrics"].items()
+                },
+            )
+            for measure, own in one.items()
+            if measure != "title"
+        }
+        for name, one in sets.items()
+    }
 
 
 def _short(error: BaseException) -> str:

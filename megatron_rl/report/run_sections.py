@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, TypeGuard
 
+from megatron_rl.evaluation.samples import chosen_answers
+from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics
 from megatron_rl.run.console import COLUMNS, duration
 from megatron_rl.run.metrics import EVAL, SPEED
@@ -36,8 +38,8 @@ WINDOW = 0.2
 LARGEST = 1e300
 # Patterns that find the main metric of a role in an evaluation, in order of preference.
 MAIN = (
-    r"accuracy_sampled$",
-    r"reward_sampled$",
+    r"(^|/)accuracy$",
+    r"(^|/)reward$",
     r"accuracy$",
     r"outcome_f1$",
     r"exploitability$",
@@ -54,6 +56,7 @@ SCHEDULE_FIGURES = (
     *("iterations an hour", "engines idle", "trainer idle"),
     "rollouts trained 0, 1, ... updates after their start",
 )
+SHOWN = 6  # maximum number of answers of each set of an evaluation that are shown
 SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
     *("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
@@ -158,10 +161,31 @@ def evaluation_gains(run: RunMetrics) -> list[Gain]:
             continue
         role = name.rpartition("/")[0]
         number = counts.get(f"{role}/num_problems" if role else "num_problems")
-        known = number is not None and number.values and re.search("accuracy|reward_(sampled|greedy)", name)
+        known = number is not None and number.values and re.search("accuracy|reward|pass@|maj@", name)
         problems = int(min(number.values[-1], 1e9)) if known and number is not None else None
         out.append(Gain(name, curve.values[0], curve.values[-1], problems, curve))
     return out
+
+
+def evaluations(run: RunMetrics) -> dict[str, Any]:
+    """Returns the section of the evaluations on problem sets: `tables`, for the first and the last evaluation (title,
+    names of the metrics, [(set, number of problems, {metric: Interval})]), `samples` of the last evaluation as (set,
+    answer, whether it is correct), and `best`, the entries of the summary."""
+    tables, samples = [], list[tuple[str, Mapping[str, Any], bool]]()
+    found = run.record.evaluations()
+    for number, sets, answers in found:
+        rows = [
+            (title if measure == SOLVE else f"{title}, {measure}", problems, metrics)
+            for own in sets.values()
+            for measure, (title, problems, metrics) in own.items()
+        ]
+        names = list(dict.fromkeys(metric for *_, metrics in rows for metric in metrics))
+        tables.append((f"After iteration {number}", names, rows))
+        if number == found[-1][0]:
+            for name in dict.fromkeys(row["set"] for row in answers):
+                chosen = chosen_answers([row for row in answers if row["set"] == name], SHOWN)
+                samples += [(name, row, bool(row.get("correct"))) for row in chosen]
+    return {"tables": tables, "samples": samples, "best": run.record.best()}
 
 
 def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

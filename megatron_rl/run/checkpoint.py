@@ -39,7 +39,8 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
+    """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept, and
+    also those whose numbers are in `protected`, which are not counted.
 
     All ranks save into one temporary directory on a shared file system:
         rank 0:     begin(number)                 then a barrier
@@ -52,6 +53,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int = 2) -> None:
         self.directory = Path(directory)
         self.keep = keep
+        self.protected: frozenset[int] = frozenset()
 
     def path(self, number: int) -> Path:
         """Returns the directory of the finished checkpoint `number`."""
@@ -90,7 +92,7 @@ class Checkpoints:
             )
         seal(pending, number)
         self._publish(number)
-        self._prune(number)
+        self.prune(number)
         return Checkpoint(number, self.path(number))
 
     def write(self, number: int, save: Callable[[Path], None]) -> Checkpoint:
@@ -132,9 +134,13 @@ class Checkpoints:
         if aside.exists():
             shutil.rmtree(aside)
 
-    def _prune(self, just_written: int) -> None:
+    def prune(self, just_written: int | None = None) -> None:
+        """Removes the oldest checkpoints if there are more than `keep` that are not protected. Only rank 0 calls this
+        method. `just_written`: number of a checkpoint that is not removed."""
         complete = 0
         for number, path in self._candidates():
+            if number in self.protected and not path.name.startswith("."):
+                continue
             if complete >= self.keep and number != just_written:
                 doomed = self.pending(number)  # an interrupted removal leaves a directory that `begin` removes
                 os.rename(path, doomed)

@@ -187,21 +187,24 @@ class RunConsole(Sink):
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns {column: value} for the columns of the console that have a metric in `metrics`.
 
-    If there are none (in an evaluation), returns all metrics except counts. In COLUMNS, a name that ends in `/*` means
-    the alphabetically first metric with this prefix.
+    If there are none (in an evaluation), returns all metrics except counts and those of single sets. In COLUMNS, a
+    name that ends in `/*` means the alphabetically first metric with this prefix.
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():
         found = [key for name in names for key in fnmatch.filter(sorted(metrics), name)]
         if found:
             shown[column] = metrics[found[0]]
-    return shown or {name: value for name, value in metrics.items() if not _is_count(name)}
+    if shown:
+        return shown
+    found = {name: value for name, value in metrics.items() if not _is_count(name)}
+    return {name: value for name, value in found.items() if name.count("/") < 2} or found
 
 
 def line(row: MetricsRow, total_iterations: int | None) -> str:
     """Returns one metrics line as plain text, such as
     `iteration 12/440 (cycle 3)  generator  update 9  reward 0.512  12.3 s` or
-    `after iteration 12  eval  generator/accuracy_sampled 0.512`. If samples were replaced, the line ends with their
+    `after iteration 12  eval  generator/accuracy 0.512`. If samples were replaced, the line ends with their
     number, such as `3 samples replaced (2 timeout, 1 tool)`.
 
     The indices of iterations, cycles and updates in the text start at 1. `total_iterations`: None if unknown.

@@ -58,6 +58,8 @@ class RunDirectory:
         self.rollouts = path / "rollouts"
         self.logs = path / "logs"
         self.summary = path / "summary.json"
+        self.evaluations = path / "evaluations"  # results of the evaluations during training
+        self.best = path / "best"  # models of the best checkpoints
 
     def has_begun(self) -> bool:
         """Returns whether the run has logged metrics or saved a complete checkpoint."""
@@ -151,7 +153,16 @@ def _set_aside(run: Path) -> Path:
     records are not moved, because the current start already writes to them."""
     place = run / f"former.{len(list(run.glob('former.*'))) + 1}"
     place.mkdir()
-    written = ("metrics.jsonl", "refits.jsonl", "summary.json", "inputs.json", "rollouts", "checkpoints")
+    written = (
+        "metrics.jsonl",
+        "refits.jsonl",
+        "summary.json",
+        "inputs.json",
+        "rollouts",
+        "checkpoints",
+        "evaluations",
+        "best",
+    )
     for name in (*written, f"logs/{WANDB_ID}"):
         if (run / name).exists():
             os.rename(run / name, place / Path(name).name)

@@ -28,8 +28,9 @@ from megatron_rl.vocabulary import vocabulary_of
 
 def prompts(
     spec: RunSpec, tokenizers: Mapping[str, Any]
-) -> tuple[dict[str, PromptReader], list[Prompt], dict[str, dict[str, Any]]]:
-    """Returns (prompt reader of each role, held-out prompts for evaluations, information about each data set).
+) -> tuple[dict[str, PromptReader], dict[str, list[Prompt]], dict[str, dict[str, Any]]]:
+    """Returns (prompt reader of each role, prompts of each set of the evaluations by its name, information about each
+    data set).
 
     Roles without separate data share a reader. The information is a dictionary with the path, row count and sha256 of
     the data set, under the key "rows of SETTING", such as "rows of data". Raises the errors of
@@ -38,17 +39,20 @@ def prompts(
     recipe, data = spec.recipe, spec.data
     role = next(iter(recipe.roles()))
     tokenizer = asked_tokenizers(spec.roles, tokenizers)[role]
-    sets = dict(data.training)
-    if data.held_out is not None and data.replay is None:  # a replay of saved rollouts has no engine to evaluate with
-        sets[HELD_OUT] = data.held_out
+    evaluated = (
+        data.held_out if data.replay is None else ()
+    )  # a replay of saved rollouts has no engine to evaluate with
+    places = {own.name: f"{HELD_OUT}.{own.name}" for own in evaluated}
+    sets = {**data.training, **{places[own.name]: own.source for own in evaluated}}
     vocabulary = vocabulary_of(spec.roles[role].model, tokenizers[role])
-    problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT, vocabulary=vocabulary)
+    problems = read_sets(sets, recipe, tokenizer, held_out=evaluated, vocabulary=vocabulary)
     readers = readers_of(
-        recipe, tokenizer, sets, problems, max_prompt_tokens=spec.roles[role].max_prompt_tokens, seed=spec.run.seed
-    )
-    held_out = readers[HELD_OUT].once(spec.loop.evaluation.num_prompts) if HELD_OUT in readers else []
+        recipe, tokenizer, sets, problems, max_prompt_tokens=spec.roles[role].max_prompt_tokens, seed=spec.run.seed,
+        held_out=evaluated,
+    )  # fmt: skip
     by_role = {name: readers.get(f"roles.{name}.data", readers["data"]) for name in spec.roles}
     told = {name: {"path": source.path, **readers[name].told} for name, source in sets.items()}
+    held_out = {name: readers[place].once() for name, place in places.items()}
     return by_role, held_out, {f"rows of {name}": own for name, own in told.items()}
 
 

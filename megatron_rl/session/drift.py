@@ -94,7 +94,7 @@ def still(spec: RunSpec) -> RunSpec:
         spec,
         roles=roles,
         run=replace(spec.run, resume="auto", iterations=None),
-        data=replace(spec.data, held_out=None),
+        data=replace(spec.data, held_out=()),
         engine=replace(spec.engine, roles={name: roles[name] for name in spec.engine.roles}),
     )
 

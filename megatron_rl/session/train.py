@@ -26,7 +26,7 @@ from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
 from megatron_rl.run.metrics import Sample
 from megatron_rl.run.run_directory import Interrupts
-from megatron_rl.session import builders
+from megatron_rl.session import builders, evaluations
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.parent_events import Listener, listening
@@ -38,6 +38,7 @@ from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.held_out_sets import Answers
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.preflight import PreflightPlan
@@ -75,7 +76,7 @@ class _Parts:
     interrupts: Interrupts
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader]  # prompt readers by role; roles may share a reader
-    held_out: list[Prompt]
+    held_out: Mapping[str, list[Prompt]]  # prompts of the sets of the evaluations by name
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
     recipe_states: list[dict[str, Any]]  # value of CreditStage.states in the checkpoint; empty in a new run
@@ -121,7 +122,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         setup = loop.Setup(
             world=world, memory=memory, policy_of=spec.policy_of, recipe=spec.recipe, context=context,
             owner_of={name: role.owner for name, role in spec.roles.items()},
-            iterations=collector, held_out=parts.held_out, hooks=hooks,
+            iterations=collector, held_out=evaluations.held_out_sets(spec, parts.held_out, stack), hooks=hooks,
         )  # fmt: skip
         return _train(parts, setup, listener)
 
@@ -156,6 +157,8 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
         stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
         for sentence in loop.never_learned(progress, setup.policy_of):
             driver.say(f"WARNING: {sentence}")
+        if loop.stopped_early(parts.spec.loop.evaluation.early_stop, progress):
+            driver.summary({"stopped_early": progress.number})
         if not finished:
             driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
         if finished or stopped:
@@ -182,6 +185,7 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
         for name, reader in readers.items():
             reader.load_state_dict(state["data"][name])
         progress = loop.Progress(**state["progress"])
+        driver.checkpoints.protected = frozenset(number for number, _ in progress.best)
     return _Parts(
         spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
         held_out=held_out, policies=policies, progress=progress, recipe_states=recipe_states,
@@ -193,19 +197,29 @@ def _finish(parts: _Parts, *, finished: bool) -> None:
 
     `finished`: True if all iterations are done, and False if the parent program stopped the run before."""
     driver, progress, run = parts.driver, parts.progress, parts.driver.directory.path
-    for name in parts.spec.trained_policies:
-        policy = parts.policies[name]
-        with policy.memory.present():
-            export_model(parts.world, policy.export, parts.spec.roles[name].model, run / "models" / name)
-        policy.export.write_adapter(run / "adapters" / name)
-        if driver.tracker is not None:
+    _export(parts, run)
+    if driver.tracker is not None:
+        for name in parts.spec.trained_policies:
             driver.tracker.keep_model(name, run / "models" / name)
     driver.summary({"finished": finished})
     if progress.last_evaluation:
         driver.say(before_after(progress.first_evaluation, progress.last_evaluation))
+    if progress.best and (settings := parts.spec.loop.evaluation.best) is not None:
+        number, value = progress.best[0]
+        place = run / f"best/iteration_{number:06d}/models" if number else "the model that the run was given"
+        driver.say(f"best after iteration {number}: {settings.metric} {value:.4g}: {place}")
     driver.done(str(run))
     if parts.world.rank == 0:
         driver.say(_report(run))
+
+
+def _export(parts: _Parts, place: Path) -> None:
+    """Exports the trained models to `place`/models, and adapters to `place`/adapters. Collective."""
+    for name in parts.spec.trained_policies:
+        policy = parts.policies[name]
+        with policy.memory.present():
+            export_model(parts.world, policy.export, parts.spec.roles[name].model, place / "models" / name)
+        policy.export.write_adapter(place / "adapters" / name)
 
 
 def _report(run: Path) -> str:
@@ -310,9 +324,12 @@ def _plan(parts: _Parts) -> loop.Plan:
     spec, settings, preflight = parts.spec, parts.spec.loop, None
     if settings.preflight.enabled:
         reader = parts.readers[next(iter(spec.recipe.roles()))]
+        # the preflight tries the run's own grader, which other graders' problems may not suit
+        fitting = [one.name for one in spec.data.held_out if one.reward == spec.reward]
+        own = next((prompts for name, prompts in parts.held_out.items() if name in fitting), None)
         preflight = PreflightPlan(
             settings=settings.preflight,
-            prompts=parts.held_out or reader.restarted().take(settings.preflight.num_prompts),
+            prompts=own or reader.restarted().take(settings.preflight.num_prompts),
             wrong_answer=spec.reward.wrong_answer,
             answer_format=spec.reward.answer_format,
             bounds=spec.reward.range,
@@ -325,6 +342,8 @@ def _plan(parts: _Parts) -> loop.Plan:
         preflight=preflight,
         mixed=settings.rollouts.mixed,
         train_without_signal=spec.run.train_without_signal,
+        best=settings.evaluation.best,
+        early_stop=settings.evaluation.early_stop,
     )
 
 
@@ -346,8 +365,32 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
                 samples = [_sample(parts.tokenizers[role], rollout) for rollout in own[:wanted]]
                 driver.tracker.show(iteration.number, role, samples)
 
+    def evaluated(number: int, answers: Answers) -> None:
+        """Writes the results of an evaluation, and sends some answers to the metric sinks."""
+        sets = parts.spec.data.held_out
+        evaluations.write_results(driver.directory, sets, number, answers, seed=parts.spec.run.seed)
+        if driver.tracker is not None:
+            evaluations.show_answers(driver.tracker, number, answers)
+
+    def keep_best(number: int, best: Sequence[tuple[int, float]]) -> None:
+        """Protects the best checkpoints, exports the present models if they are among the best, and removes models that
+        no longer are."""
+        own, settings = driver.directory, parts.spec.loop.evaluation.best
+        assert settings is not None, "the loop keeps the best checkpoints if the setting is there"
+        driver.checkpoints.protected = frozenset(one[0] for one in best)
+        evaluations.keep_best(own, number, best, lambda place: _export(parts, place))
+
+        def remove_surpassed() -> None:
+            driver.checkpoints.prune()
+            evaluations.remove_surpassed(own, best)
+
+        parts.world.from_driver(remove_surpassed)
+        driver.summary({"best": evaluations.best_record(own, settings.metric, best)})
+
     return loop.Hooks(
         log=driver.log,
+        evaluated=evaluated,
+        keep_best=keep_best,
         say=driver.say,
         show=show,
         save=save,

@@ -11,10 +11,12 @@ from megatron_rl.config import files, plugins
 from megatron_rl.config.base import ConfigError, refuse, sections
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
+from megatron_rl.config.evaluation import Reward, Sets, sets_of
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
 from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig, models_of
 from megatron_rl.models import registry
 from megatron_rl.spec import checks, missing_files, server_gpus
+from megatron_rl.spec.evaluated_sets import EvaluatedSet, evaluated_sets
 from megatron_rl.spec.run_spec import (
     ClusterSpec,
     DataSpec,
@@ -71,7 +73,9 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         "cluster": ClusterSpec(ranks=ranks, launch=config.launch),
     }
     if isinstance(config, EvalConfig):
-        return EvalSpec(**shared, config=config), []
+        evaluated, problems = _evaluated(config.sets, config, config.reward, drawn=config.sampling)
+        shared["sets"] |= {f"sets.{own.name}": own.source for own in evaluated}
+        return EvalSpec(**shared, config=config, evaluated=evaluated), problems
     if isinstance(config, GenerateConfig):
         return GenerateSpec(**shared, config=config), []
     shared |= {
@@ -82,18 +86,19 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
-    recipe, problems = None, list[str]()
+    held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward)
+    recipe, training = None, shared["sets"]
+    shared["sets"] = training | {f"{HELD_OUT}.{own.name}": own.source for own in held_out}
     try:
         recipe = plugins.build(config.recipe)
     except ConfigError as error:
         problems.append(str(error))
     shared["roles"] = _with_references(shared["roles"], {} if recipe is None else recipe.roles())
     replay = Path(config.debug.replay) if config.debug.replay else None
-    training = {name: source for name, source in shared["sets"].items() if name != HELD_OUT}
     spec = RunSpec(
         **shared,
         recipe=recipe,
-        data=DataSpec(training=training, held_out=config.evaluation.prompts, replay=replay),
+        data=DataSpec(training=training, held_out=held_out, replay=replay),
         loop=LoopSpec(
             schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),
             evaluation=config.evaluation,
@@ -115,6 +120,16 @@ def with_staleness(config: C, number: int | None = None) -> C:
     apart = isinstance(config.engine, Servers) and not config.engine.colocate
     number = int(apart) if number is None else number
     return dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_staleness=number))
+
+
+def _evaluated(
+    sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None
+) -> tuple[tuple[EvaluatedSet, ...], list[str]]:  # fmt: skip
+    """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors."""
+    try:
+        return evaluated_sets(sets_of(sets), defaults, reward, drawn=drawn), []
+    except ConfigError as error:
+        return (), [str(error)]
 
 
 def _with_references(roles: Mapping[str, RoleSpec], parts: Mapping[str, Any]) -> dict[str, RoleSpec]:

@@ -17,6 +17,7 @@ from megatron_rl.config.evaluation import EvalConfig, Evaluation, Reward
 from megatron_rl.config.model import Model, RoleConfig
 from megatron_rl.config.run import JobConfig, Launch, Preflight, Run, Sinks
 from megatron_rl.config.schema import GenerateConfig, SftLoss
+from megatron_rl.spec.evaluated_sets import EvaluatedSet
 
 
 @config
@@ -73,7 +74,7 @@ class DataSpec:
     """The problem sets of a training run."""
 
     training: Mapping[str, PromptSet]  # problem sets by the name of the setting: `data` and `roles.NAME.data`
-    held_out: PromptSet | None  # problem set of the evaluations; None if the run has no evaluations
+    held_out: Sequence[EvaluatedSet]  # problem sets of the evaluations
     replay: Path | None  # directory of a run whose saved rollouts are trained on; None to generate rollouts
 
 
@@ -99,7 +100,7 @@ class LoopSpec:
 
     # schedule[cycle][iteration]: names of the roles to train in an iteration
     schedule: tuple[tuple[tuple[str, ...], ...], ...]
-    evaluation: Evaluation  # when to evaluate, and on how many problems
+    evaluation: Evaluation  # when to evaluate, which checkpoints are kept as the best, and when to stop early
     rollouts: Rollouts  # how many iterations rollouts may be generated ahead of training
     preflight: Preflight  # checks of the engines before the first update; disabled if saved rollouts are replayed
 
@@ -138,7 +139,8 @@ class Spec:
     cluster: ClusterSpec
     directory: Path  # the run directory, or the output directory
     models: Mapping[str, Model]  # keyed by setting name, such as `roles.generator.model`
-    sets: Mapping[str, PromptSet]  # keyed by setting name: `data`, `roles.NAME.data`, `evaluation.prompts`
+    # keyed by setting name: `data`, `roles.NAME.data`; a set of an evaluation as `evaluation.sets.NAME` or `sets.NAME`
+    sets: Mapping[str, PromptSet]
     reward: Reward | None  # None if no response is graded
     settings: Mapping[str, Any]  # the resolved config as plain Python values, for the run's records and digests
 
@@ -152,6 +154,7 @@ class EvalSpec(Spec):
     engine: EngineSpec
     reward: Reward
     config: EvalConfig  # what is measured, and how
+    evaluated: Sequence[EvaluatedSet]  # the problem sets
 
 
 @dataclass(frozen=True, kw_only=True)

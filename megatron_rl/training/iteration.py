@@ -70,6 +70,23 @@ class PromptSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDraws:
+    """How an evaluation draws the answers to each problem of a set."""
+
+    n: int = 1  # number of samples of each problem
+    k: tuple[int, ...] = (1,)  # the values of k for pass@k
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = True  # whether one greedy answer is drawn in addition to samples
+
+    @property
+    def also_greedy(self) -> bool:
+        """Returns whether one greedy answer is drawn in addition to samples, which are not greedy themselves."""
+        return self.greedy and self.temperature > 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutContext:
     """The engines, tokenizers, settings and grader with which a recipe generates rollouts, on the driver. The keys of
@@ -95,8 +112,11 @@ class RolloutContext:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # JSON values that `Recipe.rollout` hands to `Recipe.credit` of the same iteration, by name
     handed_over: dict[str, Any] = field(default_factory=dict)
-    # JSON values that an evaluation stores for later evaluations of the run
+    # JSON values that an evaluation of a set stores for later evaluations of the set
     kept: dict[str, Any] = field(default_factory=dict)
+    evaluation: EvaluationDraws = field(default_factory=EvaluationDraws)  # how an evaluation draws answers
+    # {role: [P][n] graded answers} of an evaluation, which `Recipe.evaluate` stores (see recipes/answers.py)
+    answers: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     def session(self, role: str) -> Session:
         """Returns a new session for sampling requests to the role's engine."""
@@ -258,10 +278,11 @@ class Recipe(ABC):
         return {}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the roles on held-out problems and returns the metrics, named `role/metric`. The default returns an
-        empty dict.
+        """Evaluates the roles on the held-out problems of one set and returns the metrics, named `role/metric`. The
+        default returns an empty dict.
 
-        Values that later evaluations of the run need, also after a resume, are stored in `context.kept`.
+        `context.evaluation` says how answers are drawn. Graded answers are stored in `context.answers`. Values that
+        later evaluations of the run need, also after a resume, are stored in `context.kept`.
         """
         return {}
 

@@ -14,14 +14,16 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_rl.batches.packed_batch import VALUE
+from megatron_rl.config.evaluation import Best, EarlyStop
 from megatron_rl.run.metrics import SPEED
 from megatron_rl.spec.run_spec import first_iterations
 from megatron_rl.training import preflight
 from megatron_rl.training.collector import Collector, upcoming
 from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.held_out_sets import Answers, HeldOutSet, evaluate_sets, followed, ranked
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Score
 from megatron_rl.training.update import Trainee, token_scores, update
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Rollout
 from megatron_rl.world import World
 
 # Advantages with a smaller absolute value count as 0.
@@ -55,13 +57,16 @@ class Plan:
     # "keep" trains on them unchanged, "rescore" uses the trainer's log-probs for them, "drop" discards them.
     mixed: Literal["keep", "rescore", "drop"] = "keep"
     train_without_signal: bool = False  # run the optimizer steps of an update even if all its advantages are 0
+    best: Best | None = None  # which checkpoints are kept as the best ones
+    early_stop: EarlyStop | None = None  # when the run ends before its last iteration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
     """The callbacks of a run: logging, checkpoints, messages.
 
-    Every rank calls `save`, `settle`, `log` and `say`. Only rank 0 calls `iteration_done`, `should_stop` and `show`.
+    Every rank calls `save`, `settle`, `keep_best`, `log` and `say`. Only rank 0 calls `iteration_done`, `should_stop`,
+    `evaluated` and `show`.
 
     `save` starts a checkpoint, which may be written in the background. `save` and `settle` return the number of
     iterations covered by a checkpoint that has meanwhile been completely written, or None. `settle(True)` waits until
@@ -78,6 +83,10 @@ class Hooks:
     # returns the seconds for which the places of the engines' batches were occupied so far, as a mean over all places;
     # None if it is unknown; called on the driver only
     occupied_s: Callable[[], float | None] = lambda: None
+    # takes the graded answers of an evaluation; called on the driver only with (number of finished iterations, answers)
+    evaluated: Callable[[int, Answers], None] = lambda number, answers: None
+    # keeps the best checkpoints and exports their models; arguments: (number of finished iterations, Progress.best)
+    keep_best: Callable[[int, Sequence[tuple[int, float]]], None] = lambda number, best: None
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
     show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
 
@@ -98,7 +107,11 @@ class Progress:
     saved: int = -1  # number of finished iterations at the last checkpoint
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
-    # content of RolloutContext.kept: JSON values that evaluations store for later evaluations
+    # (number of finished iterations, value) of the best evaluations, the best first
+    best: list[tuple[int, float]] = field(default_factory=list)
+    # (best value of the metric of the early stop, number of evaluations since it)
+    early_stop: tuple[float, int] | None = None
+    # by set: content of RolloutContext.kept, JSON values that evaluations store for later evaluations
     kept: dict[str, Any] = field(default_factory=dict)
     # metrics of each role's last iteration, on the driver
     last_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -134,7 +147,7 @@ class Setup:
     recipe: Recipe
     context: RolloutContext
     iterations: Collector | None  # None on all ranks except the driver
-    held_out: Sequence[Prompt] = ()
+    held_out: Sequence[HeldOutSet] = ()
     hooks: Hooks
 
     @property
@@ -156,12 +169,14 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
         raise NothingTrained("the run has 0 iterations: set run.iterations or the recipe's updates above 0")
     _start(setup, plan, progress)
     for number, iteration in enumerate(upcoming(schedule, progress.state_dict())):
-        before = progress.evaluated
+        before = (progress.evaluated, progress.best, progress.early_stop)
         if _evaluate_if_due(setup, plan, progress, total) and _asked_to_stop(setup):
-            # the checkpoint is saved before the evaluation, so a run resumed from the checkpoint evaluates again
-            progress.evaluated = before
+            # the checkpoint is that of before the evaluation, so a run resumed from the checkpoint evaluates again
+            progress.evaluated, progress.best, progress.early_stop = before
             _leave(setup, progress)
             return False
+        if stopped_early(plan.early_stop, progress):
+            break
         if number == 0:
             setup.hooks.say("writing the first rollouts")
         _iteration(setup, plan, progress, iteration)
@@ -179,6 +194,11 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     _settle(setup, wait=True)
     _evaluate_if_due(setup, plan, progress, total)
     return True
+
+
+def stopped_early(settings: EarlyStop | None, progress: Progress) -> bool:
+    """Returns whether the metric of the early stop has not improved for too many evaluations."""
+    return settings is not None and progress.early_stop is not None and progress.early_stop[1] >= settings.patience
 
 
 def _asked_to_stop(setup: Setup) -> bool:
@@ -392,8 +412,8 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
     """Evaluates at the start, after every `plan.evaluate_every` iterations, and at the end. Returns whether it
     evaluated.
 
-    A checkpoint of the same iteration is saved first. A run resumed from that checkpoint evaluates again with the same
-    metrics, so both runs log the same lines.
+    A checkpoint of the same iteration, if it is due or if checkpoints are kept as the best, is saved first. A run
+    resumed from that checkpoint evaluates again with the same metrics, so both runs log the same lines.
     """
     done = progress.number
     at_start, at_end = done == 0 and plan.evaluate_at_start, done >= total
@@ -401,14 +421,37 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
     wanted = progress.evaluated != done and (at_start or at_end or regular)
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return False
+    if plan.best is not None and done:
+        _save(setup, progress)
     context = replace(setup.context, kept=progress.kept)
+
+    answers: Answers = {}  # filled on the driver only
+
+    def measure() -> dict[str, float]:
+        nonlocal answers
+        metrics, answers = evaluate_sets(setup.recipe, setup.held_out, context)
+        return metrics
+
     setup.memory.generate()
-    setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after iteration {done}")
-    metrics = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, context)
+    count = sum(len(own.prompts) for own in setup.held_out)
+    setup.hooks.say(f"evaluating {count} held-out problems after iteration {done}")
+    metrics = setup.world.from_driver(measure)
     progress.evaluated, progress.last_evaluation = done, metrics
     if not progress.first_evaluation:
         progress.first_evaluation = metrics
     setup.hooks.log(progress.cycles_begun, "eval", metrics, iteration=done)
+    setup.world.from_driver(lambda: setup.hooks.evaluated(done, answers))
+    if plan.best is not None:
+        progress.best = ranked(progress.best, done, metrics, plan.best)
+        setup.memory.clear()
+        setup.hooks.keep_best(done, progress.best)
+    if plan.early_stop is not None:
+        progress.early_stop = followed(progress.early_stop, metrics, plan.early_stop)
+        if stopped_early(plan.early_stop, progress):
+            setup.hooks.say(
+                f"ending the run after iteration {done}: {plan.early_stop.metric} was not better than "
+                f"{progress.early_stop[0]:.4g} in {progress.early_stop[1]} evaluations (evaluation.early_stop)"
+            )
     return True
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat_template import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
-from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig
-from megatron_rl.data.conversations import MESSAGES, shape_of
+from megatron_rl.chat_template import ChatError, ChatTokenizer, UserText, problem_text, tokenize, tokenizer_of
+from megatron_rl.config.schema import HELD_OUT, ConfigError, Model, PromptSet, RoleConfig
+from megatron_rl.data.benchmarks import Benchmark, read_benchmark
+from megatron_rl.data.conversations import MESSAGES, QUESTION, as_conversation, shape_of
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
+from megatron_rl.spec.evaluated_sets import EvaluatedSet
+from megatron_rl.text import read_template
 from megatron_rl.training.iteration import Recipe
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
@@ -50,26 +54,40 @@ def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
     return lambda values: tokenize(tokenizer, recipe.prompt(values))
 
 
+def read_set(source: PromptSet, benchmark: Benchmark | None) -> list[Problem]:
+    """Returns all problems of a set. `benchmark`: the benchmark whose rows `source` has; None for a set of your own.
+    Raises the errors of data.problems.read_rows."""
+    return read_problems(source) if benchmark is None else read_benchmark(benchmark, source)
+
+
 def read_sets(
     sets: Mapping[str, PromptSet],
     recipe: Recipe,
     tokenizer: Any | None,
     *,
-    held_out: str | None = None,
+    held_out: Sequence[EvaluatedSet] = (),
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, list[Problem]]:
     """Reads the problem sets of a run. Returns the problems of each set by its name in the settings. If a tokenizer is
     given, encodes one prompt of each form (sequence of message roles) as a test.
 
-    `held_out`: name of the set for evaluation.
+    `held_out`: the sets for evaluation, which are in `sets` as `evaluation.sets.NAME`. Questions of a benchmark are put
+        as conversations if the problems of the set `data` are conversations.
     `vocabulary`: vocabulary of the model, to detect tokens without an embedding row.
 
     Raises the errors of read_problems for a set that cannot be read. Raises ConfigError if the tokenizer has no chat
-    template, if a set holds conversations but the recipe builds prompts from plain text, or if `held_out` has another
-    form (texts or conversations) than the other sets. Raises DataError if the chat template does not render a
+    template, if a set holds conversations but the recipe builds prompts from plain text, or if a set of `held_out` has
+    another form (texts or conversations) than the other sets. Raises DataError if the chat template does not render a
     conversation, or if a prompt has a token without an embedding row.
     """
-    problems = {name: read_problems(source) for name, source in sets.items()}
+    evaluated = {f"{HELD_OUT}.{own.name}": own for own in held_out}
+    training = {name: read_problems(source) for name, source in sets.items() if name not in evaluated}
+    asked = any(MESSAGES in own[0].values for own in training.values() if own)
+    problems = training | {
+        name: _as_trained(read_set(sets[name], own.benchmark), own, chat=asked)
+        for name, own in evaluated.items()
+        if name in sets
+    }
     for name, own in problems.items():
         if own and MESSAGES in own[0].values and not isinstance(recipe.prompt(own[0].values), UserText):
             first = next(iter(recipe.roles()))
@@ -79,36 +97,65 @@ def read_sets(
             )
         if tokenizer is not None:
             try_prompts(name, own, encoder(recipe, tokenizer), vocabulary)
-    chats = {name: MESSAGES in own[0].values for name, own in problems.items() if own}
-    for name, chat in chats.items():
-        if held_out in chats and chat != chats[held_out] and sets[held_out].chat is None:
-            forms = ("texts", "conversations")
+    forms = ("texts", "conversations")
+    for name in [name for name in evaluated if problems.get(name)]:
+        own = MESSAGES in problems[name][0].values
+        other = next((key for key, found in training.items() if found and (MESSAGES in found[0].values) != own), None)
+        if other is not None and sets[name].chat is None:
             raise ConfigError(
-                f"{held_out} holds {forms[chats[held_out]]}, and {name} {forms[chat]}: set {held_out}.chat to "
-                f"{str(chat).lower()}, so that a model is measured as it is trained, or to {str(not chat).lower()}"
+                f"{name} holds {forms[own]}, and {other} {forms[not own]}: set `chat` of {name} to "
+                f"{str(not own).lower()}, so that a model is measured as it is trained, or to {str(own).lower()}"
             )
     return problems
 
 
+def _as_trained(problems: list[Problem], own: EvaluatedSet, *, chat: bool) -> list[Problem]:
+    """Returns the problems of a benchmark as conversations, if the benchmark's setting `chat`, or without it `chat`,
+    says so. Other problems are returned unchanged."""
+    if own.benchmark is None or not (chat if own.source.chat is None else own.source.chat):
+        return problems
+    system = own.source.system
+    return [
+        replace(p, values={**p.values, MESSAGES: as_conversation(str(p.values[QUESTION]), system)}) for p in problems
+    ]
+
+
 def readers_of(
     recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet], problems: Mapping[str, Sequence[Problem]], *,
-    max_prompt_tokens: int, seed: int,
+    max_prompt_tokens: int, seed: int, held_out: Sequence[EvaluatedSet] = (),
 ) -> dict[str, PromptReader]:  # fmt: skip
     """Returns a prompt reader for each problem set, by the name of the set in the settings.
 
+    `held_out`: the sets for evaluation, which may have templates of their own.
     `max_prompt_tokens`: maximum prompt length of the recipe's first role. Raises DataError if the share of longer
         prompts in a set is above the set's setting max_bad_share.
     """
     role, encode = next(iter(recipe.roles())), encoder(recipe, tokenizer)
+    own = {f"{HELD_OUT}.{each.name}": _filled(each.template, tokenizer) for each in held_out if each.template}
     readers = {
         name: PromptReader(
-            problems[name], encode, seed=seed, shuffle=source.shuffle, max_prompt_tokens=max_prompt_tokens
+            problems[name],
+            own.get(name, encode),
+            seed=seed,
+            shuffle=source.shuffle,
+            max_prompt_tokens=max_prompt_tokens,
         )
         for name, source in sets.items()
     }
     for name, reader in readers.items():
         reader.refuse_long(f"roles.{role}.max_prompt_tokens", sets[name].max_bad_share, f"{name} ({sets[name].path})")
     return readers
+
+
+def _filled(template: str, tokenizer: Any) -> Encode:
+    """Returns the function that converts a problem to the tokens of a template. `template`: name or file."""
+    text = read_template(template)
+
+    def encode(values: Mapping[str, Any]) -> list[int]:
+        asked = {name: values[name] for name in (QUESTION, MESSAGES) if name in values}
+        return tokenize(tokenizer, problem_text(text, asked))
+
+    return encode
 
 
 def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabulary: Vocabulary | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling
-from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.iteration import EvaluationDraws, RolloutContext
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of, spans_of_tokens
 
 # allowed difference between the share of tokens that a tandem's senior generated and the expected share
@@ -147,6 +147,14 @@ def plain(sampling: Sampling, *, seed: int) -> Sampling:
     truncation, no tandem.
     """
     return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
+
+
+def evaluated(sampling: Sampling, draws: EvaluationDraws, *, seed: int) -> Sampling:
+    """Returns sampling settings for the samples of an evaluation, by the model alone (without a tandem's junior)."""
+    return replace(
+        sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k, min_p=0.0, n=draws.n, seed=seed,
+        tandem=None,
+    )  # fmt: skip
 
 
 def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:

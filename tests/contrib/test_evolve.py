@@ -287,8 +287,9 @@ def test_evaluation_measures_the_solver_on_held_out_problems(texts):
     recipe = Evolve(updates=1, **texts)
     context = context_of(solver=lambda prompt, i, j: prompt.removeprefix("S seed").replace("3", "4"))
     metrics = recipe.evaluate(Seeds(4).prompts, context)
-    kinds = {f"solver/{name}_{kind}": 0.75 for name in ("accuracy", "reward") for kind in ("sampled", "greedy")}
-    assert metrics == {**kinds, "solver/num_problems": 4.0}
+    kinds = {f"solver/{name}{kind}": 0.75 for name in ("accuracy", "reward") for kind in ("", "_greedy")}
+    written = {"solver/finished": 1.0, "solver/tokens": metrics["solver/tokens"]}
+    assert metrics == {**kinds, **written, "solver/num_problems": 4.0}
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ def test_a_judge_that_is_trained_earns_form_and_agreement(texts):
 def test_evaluation_measures_drawn_and_greedy_responses(texts):
     context = context_of(generator=lambda prompt, key, j: ["ae", "ae@"][key], judge=judges)
     metrics = Rubric(updates=1, group_size=5, **texts).evaluate(problems(2, rubric=RUBRIC), context)
-    assert metrics["generator/reward_greedy"] == metrics["generator/reward_sampled"] == pytest.approx(2.5 / 2)
-    assert metrics["generator/vetoed_greedy"] == 0.5 and metrics["generator/ungraded_sampled"] == 0
+    assert metrics["generator/reward_greedy"] == metrics["generator/reward"] == pytest.approx(2.5 / 2)
+    assert metrics["generator/vetoed_greedy"] == 0.5 and metrics["generator/ungraded"] == 0
     temperatures = {role: [s.temperature for _, s in context.engines[role].asked] for role in ("generator", "judge")}
     assert temperatures == {"generator": [1, 1, 0, 0], "judge": [0] * 12}
 

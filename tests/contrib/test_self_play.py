@@ -319,8 +319,8 @@ def test_nothing_to_play_is_no_error(texts):
 def test_evaluation_measures_the_solver(texts):
     problems = [Prompt(id=q, tokens=[1], payload={"question": q, "answer": "2"}) for q in ("1+1", "2+2")]
     metrics = recipe_of(texts).evaluate(problems, context_of())
-    kinds = {f"solver/{name}_{kind}": 0.5 for name in ("accuracy", "reward") for kind in ("sampled", "greedy")}
-    assert metrics == {**kinds, "solver/num_problems": 2.0}
+    kinds = {f"solver/{name}{kind}": 0.5 for name in ("accuracy", "reward") for kind in ("", "_greedy")}
+    assert metrics == {**kinds, "solver/finished": 1.0, "solver/tokens": 2.0, "solver/num_problems": 2.0}
 
 
 @pytest.mark.parametrize(

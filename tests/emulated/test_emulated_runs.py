@@ -129,13 +129,14 @@ def run_programs(emulated: Server, base: Any) -> Outcome:
         "run.peak_tflops=100",
     ]  # fmt: skip
     evaluation = [
-        "eval", f"model.path={base}/generator/model", f"data.path={base}/task/test.jsonl", "data.settings=last_letter",
+        "eval", f"model.path={base}/generator/model", 
+        f"sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
         "template=examples/miniatures/last_letter/prompts/generator.txt", "sampling.max_tokens=40", one,
         "reward.target=megatron_rl.contrib.last_letter:grade", "output=OWN/eval.json",
     ]  # fmt: skip
     tango = [
         "train", *tango_settings(base, "OWN", "tango"), one, "recipe.args.generator_updates=1",
-        "recipe.args.warmup_updates=0", "run.prompts_per_iteration=4", "evaluation.num_prompts=4",
+        "recipe.args.warmup_updates=0", "run.prompts_per_iteration=4", "evaluation.limit=4",
         "roles.verifier.sleep=true", "roles.generator.model.dtype=bfloat16",
     ]  # fmt: skip
     return emulated.run("programs", sft=sft, evaluation=evaluation, tango=tango)

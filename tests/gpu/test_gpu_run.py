@@ -18,7 +18,7 @@ def test_iterations_of_both_roles_with_sleep(last_letter, tmp_path, monkeypatch)
     settings = [
         "launch.nproc=1", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=1",
         "run.prompts_per_iteration=4",
-        "evaluation.prompts=null", "roles.generator.sleep=true", "roles.verifier.sleep=true",
+        "evaluation.sets=[]", "roles.generator.sleep=true", "roles.verifier.sleep=true",
         "roles.generator.model.dtype=bfloat16",
     ]  # fmt: skip
     assert main(["train", *tango_settings(last_letter, tmp_path, "tango"), *settings]) == 0

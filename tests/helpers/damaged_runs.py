@@ -37,7 +37,7 @@ def make_run(directory: Path) -> Path:
     for iteration in range(4):
         cells = {f"confusion/{cell}": 2.0 + iteration for cell in ("tp", "fp", "tn", "fn")}
         tracker.log(iteration, "solver", {"loss": 0.1 * iteration, "seconds/train": 1.0, **cells}, iteration=iteration)
-        tracker.log(iteration, "eval", {"solver/accuracy_sampled": 0.2 * iteration}, iteration=iteration)
+        tracker.log(iteration, "eval", {"solver/accuracy": 0.2 * iteration}, iteration=iteration)
         json_lines.append(
             run.refits, json.dumps({"role": "solver", "version": iteration, "refit/seconds": 0.5}).encode()
         )

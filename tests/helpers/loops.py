@@ -19,7 +19,8 @@ from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.held_out_sets import HeldOutSet
+from megatron_rl.training.iteration import EvaluationDraws, RolloutContext
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
@@ -143,7 +144,7 @@ def make(template, log, directory, **own):
         recipe=recipe,
         context=context,
         iterations=collector,
-        held_out=Questions().take(5),
+        held_out=[HeldOutSet(name="questions", prompts=Questions().take(5), draws=EvaluationDraws())],
         hooks=hooks,
     )
     return setup, progress

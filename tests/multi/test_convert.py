@@ -28,7 +28,7 @@ def run(last_letter, tmp_path_factory):
     out = tmp_path_factory.mktemp("convert")
     program(
         "train", *tango_settings(last_letter, out, "run"), "roles.generator.layout.tp=2", "roles.verifier.layout.pp=3",
-        "launch.nproc=6", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=1", "evaluation.prompts=null",
+        "launch.nproc=6", "recipe.args.generator_updates=1", "recipe.args.warmup_updates=1", "evaluation.sets=[]",
     )  # fmt: skip
     return out / "run"
 

@@ -14,11 +14,12 @@ from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config import schema as config
+from megatron_rl.config.evaluation import sets_of
 from megatron_rl.config.schema import CorrectionConfig, EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
 from megatron_rl.contrib import ssrl_reward
 from megatron_rl.contrib.evolve import Evolve
 from megatron_rl.contrib.self_play import SelfPlay
-from megatron_rl.evaluation.benchmarks import benchmark
+from megatron_rl.data.benchmarks import benchmark
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.grading_pool import GradePool
 from megatron_rl.training.preflight import PreflightFailure, check_reward
@@ -31,10 +32,12 @@ TRAIN = [
         for name in (
             "tango_qwen2.5_7b",
             "tango_gae_qwen2.5_7b",
+            "tango_evaluated_qwen2.5_7b",
             "tango_llama3.1_8b",
             "grpo_qwen2.5_7b",
             "grpo_chat_qwen2.5_7b",
             "tandem_qwen3_4b",
+            "tandem_evaluated_qwen3_4b",
             "tango_rloo_qwen2.5_7b",
             "tango_reinforce_pp_qwen2.5_7b",
             "dapo_qwen2.5_32b",
@@ -153,7 +156,7 @@ def test_sft_examples_are_valid(name):
 def test_eval_examples_are_valid(name):
     config = load(EvalConfig, name)
     config_checks.check(config, 8)
-    assert all(benchmark(each).template and not benchmark(each).judged for each in config.benchmarks)
+    assert all(benchmark(own.name).template and not benchmark(own.name).judged for own in sets_of(config.sets))
 
 
 @pytest.mark.parametrize("name", [*TRAIN, *EVAL, "published/generate_sft_llama3.1_70b"])

@@ -22,6 +22,7 @@ from megatron_rl.config.schema import (
     CorrectionConfig,
     Debug,
     Evaluation,
+    EvaluationSet,
     LossConfig,
     Model,
     Preflight,
@@ -60,7 +61,7 @@ def test_grpo_learns_the_table(template, tmp_path):
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.9, rewards
     assert [(t, s) for t, s, scope, _ in log.lines if scope == "eval"] == [(0, 0), (10, 10), (20, 20), (25, 25)]
     metrics = progress.first_evaluation, progress.last_evaluation
-    assert metrics[0]["generator/accuracy_sampled"] < 0.5 < metrics[1]["generator/accuracy_sampled"]
+    assert metrics[0]["generator/accuracy"] < 0.5 < metrics[1]["generator/accuracy"]
     assert progress.updates == {"generator": 25 - int(sum(log.series("skipped")))} and progress.number == 25
     assert set(log.series("version_lag")) == {0.0} and max(log.series("engine_gap")) < 1e-5
 
@@ -142,7 +143,7 @@ def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_iterations_c
     assert not loop.train(setup, plan, progress)
     setup.iterations.close()
     (first,) = [metrics for _, _, scope, metrics in log.lines if scope == "eval"]
-    assert log.saved[3]["state"]["progress"]["kept"] == {"first": first}
+    assert log.saved[3]["state"]["progress"]["kept"] == {"questions": {"first": first}}
     setup, progress = make(template, later, tmp_path / "iterations", state=log.saved[3]["state"], **parts)
     assert loop.train(setup, plan, progress)
     setup.iterations.close()
@@ -348,13 +349,13 @@ def test_the_loop_has_the_settings_of_its_config():
         roles={"generator": RoleConfig(model=Model(path="m"))},
         recipe=Use(target="megatron_rl.recipes.grpo:Grpo", args=args),
         data=PromptSet(path="d"),
-        evaluation=Evaluation(every=3, at_start=False),
+        evaluation=Evaluation(sets=(EvaluationSet(name="held", path="h"),), every=3, at_start=False),
         run=Run(save_every=5, train_without_signal=True),
         rollouts=Rollouts(mixed="drop"),
         preflight=Preflight(num_prompts=2, max_logprob_gap=0.25),
         reward=Reward(target="r", wrong_answer="w", answer_format="f{answer}", range=(-1.0, 2.0)),
     )
-    models = SimpleNamespace(readers={"generator": SimpleNamespace(restarted=Questions)}, held_out=[])
+    models = SimpleNamespace(readers={"generator": SimpleNamespace(restarted=Questions)}, held_out={})
     first = Questions().take(2)
     checks = preflight.PreflightPlan(
         settings=config.preflight, prompts=first, wrong_answer="w", answer_format="f{answer}", bounds=(-1.0, 2.0)
@@ -368,7 +369,7 @@ def test_the_loop_has_the_settings_of_its_config():
         return session._plan(SimpleNamespace(spec=spec_of(config), **vars(models)))
 
     assert [p.id for p in planned(config).preflight.prompts] == [p.id for p in first]
-    models.held_out = first
+    models.held_out = {"held": first}
     assert planned(config) == plan
     for off in (replace(config, preflight=Preflight(enabled=False)), replace(config, debug=Debug(replay="run"))):
         assert planned(off) == replace(plan, preflight=None)

@@ -303,7 +303,8 @@ def test_each_run_of_a_sweep_has_its_own_servers_on_a_slurm_cluster(launch, clus
     settings = [
         "examples/miniatures/last_letter/grpo.yaml", f"run.dir={tmp_path}", "run.name=rates", "engine.kind=vllm",
         f"engine.python={VLLM}", f"roles.generator.model.path={last_letter}/generator/model",
-        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
+        f"data.path={last_letter}/task/train.jsonl",
+        f"evaluation.sets=[{{path: {last_letter}/task/test.jsonl, settings: last_letter}}]",
         "recipe.args.updates=2", "run.prompts_per_iteration=8",
     ]  # fmt: skip
     points = [{"run.seed": seed} for seed in (0, 1)]

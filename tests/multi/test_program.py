@@ -142,18 +142,22 @@ def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
 @pytest.mark.multi
 def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     shared = [
-        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl",
-        "data.settings=last_letter",
+        f"model.path={last_letter}/generator/model",
         "template=examples/miniatures/last_letter/prompts/generator.txt", "sampling.max_tokens=40", "launch.nproc=2",
     ]  # fmt: skip
-    program("generate", *shared, f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
+    rows = f"{{path: {last_letter}/task/test.jsonl, settings: last_letter}}"
+    program("generate", *shared, f"data={rows}", f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
     train, held = (pq.read_table(tmp_path / f"pairs/{name}.parquet").to_pylist() for name in ("train", "validation"))
     assert 44 <= len(train) <= 48 and 14 <= len(held) <= 16, (
         "of 32 problems two each; answers that were cut are left out"
     )
     assert not {row["question"] for row in train} & {row["question"] for row in held}
     text = program(
-        "eval", *shared, "reward.target=megatron_rl.contrib.last_letter:grade", f"output={tmp_path}/eval.json"
+        "eval",
+        *shared,
+        f"sets=[{rows}]",
+        "reward.target=megatron_rl.contrib.last_letter:grade",
+        f"output={tmp_path}/eval.json",
     ).stdout
     answer = json.loads((tmp_path / "eval.json").read_text())
     responses = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
@@ -172,7 +176,7 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
     arguments = [
         *tango_settings(last_letter, tmp_path, "run"), "roles.generator.layout.tp=2",
         "roles.generator.samples_per_optimizer_step=20",
-        "roles.verifier.sleep=true", "recipe.args.generator_updates=3", "evaluation.prompts=null",
+        "roles.verifier.sleep=true", "recipe.args.generator_updates=3", "evaluation.sets=[]",
     ]  # fmt: skip
     port = str(free_port("127.0.0.1"))
     done = subprocess.run(

@@ -19,8 +19,9 @@ def test_a_tandem_run_learns_from_its_seniors_tokens(last_letter, tmp_path):
     program(
         "train", "examples/studies/tandem_last_letter/tandem.yaml",
         f"roles.generator.model.path={last_letter}/generator/model",
-        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
-        "evaluation.num_prompts=32",
+        f"data.path={last_letter}/task/train.jsonl",
+        f"evaluation.sets=[{{path: {last_letter}/task/test.jsonl, settings: last_letter}}]",
+        "evaluation.limit=32",
         "run.prompts_per_iteration=8", "recipe.args.updates=2", "roles.generator.samples_per_optimizer_step=32",
         "launch.nproc=2", f"run.dir={tmp_path}", "run.name=run",
     )  # fmt: skip
@@ -33,7 +34,7 @@ def test_a_tandem_run_learns_from_its_seniors_tokens(last_letter, tmp_path):
 
 
 def test_tango_with_a_tandem_generator_trains_both(last_letter, tmp_path):
-    settings = ["roles.generator.tandem={}", "evaluation.prompts=null", "run.iterations=2", "run.save_every=0"]
+    settings = ["roles.generator.tandem={}", "evaluation.sets=[]", "run.iterations=2", "run.save_every=0"]
     program("train", *tango_settings(last_letter, tmp_path, "run"), *settings)
     assert all(0.3 < row["senior_share"] < 0.7 for row in rows_of(tmp_path / "run", "generator"))
     assert all("senior_share" not in row for row in rows_of(tmp_path / "run", "verifier"))
@@ -44,7 +45,7 @@ def test_the_recipe_without_a_junior_stops_before_the_first_update(last_letter, 
     done = program(
         "train", "examples/studies/tandem_last_letter/tandem.yaml",
         f"roles.generator.model.path={last_letter}/generator/model",
-        f"data.path={last_letter}/task/train.jsonl", "evaluation.prompts=null", "roles.generator.tandem=null",
+        f"data.path={last_letter}/task/train.jsonl", "evaluation.sets=[]", "roles.generator.tandem=null",
         f"run.dir={tmp_path}", "run.name=run", check=False,
     )  # fmt: skip
     assert done.returncode and "set roles.generator.tandem" in done.stderr

@@ -62,8 +62,9 @@ def test_embedded_engines_on_two_hosts_get_each_the_other_hosts_shards(hosts, la
 def test_servers_on_another_host_than_the_trainer_get_its_weights(hosts, last_letter, tmp_path):
     settings = [
         "examples/miniatures/last_letter/grpo.yaml", f"roles.generator.model.path={last_letter}/generator/model",
-        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
-        "evaluation.num_prompts=32", "recipe.args.updates=2", "run.prompts_per_iteration=8", f"run.dir={tmp_path}",
+        f"data.path={last_letter}/task/train.jsonl",
+        f"evaluation.sets=[{{path: {last_letter}/task/test.jsonl, settings: last_letter}}]",
+        "evaluation.limit=32", "recipe.args.updates=2", "run.prompts_per_iteration=8", f"run.dir={tmp_path}",
         "run.name=run", CUT[0], "engine.kind=vllm", f"engine.python={PYTHON}", "engine.start=false",
     ]  # fmt: skip
     serve = [*PROGRAM, "serve", *settings, "engine.host=cable1", "--role=generator"]

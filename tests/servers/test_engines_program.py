@@ -118,8 +118,9 @@ def test_no_server_is_left(run):
 
 def test_eval_gives_the_same_by_a_server_as_by_the_embedded_engine(last_letter, tmp_path):
     shared = [
-        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl",
-        "data.settings=last_letter", "template=examples/miniatures/last_letter/prompts/generator.txt",
+        f"model.path={last_letter}/generator/model",
+        f"sets=[{{path: {last_letter}/task/test.jsonl, settings: last_letter}}]",
+        "template=examples/miniatures/last_letter/prompts/generator.txt",
         "sampling.max_tokens=40",
         "reward.target=megatron_rl.contrib.last_letter:grade",
     ]  # fmt: skip

@@ -59,11 +59,11 @@ SIZES = {
         f"recipe.args.generator_template={TASK['generator']}", f"recipe.args.verifier_template={TASK['verifier']}",
         "recipe.args.step_labels=megatron_rl.contrib.last_letter:step_labels", "recipe.args.generator_updates=30",
         "recipe.args.warmup_updates=1", f"reward={TASK['reward']}", "data.settings=last_letter",
-        "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false",
+        "evaluation.limit=16", "evaluation.at_start=false",
         "evaluation.every=0", "run.prompts_per_iteration=8", "run.save_every=1",
     ],
     "examples/published/eval_tango_qwen2.5_7b.yaml": [
-        "model.dtype=float32", "benchmarks=[math500]", f"template={TASK['generator']}",
+        "model.dtype=float32", "sets=[math500]", f"template={TASK['generator']}",
         "sampling={max_tokens: 40, temperature: 0.0}", "engine={kind: embedded}",
     ],
 }  # fmt: skip

@@ -124,7 +124,7 @@ def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
     cluster, _ = site
     for name in ("words", "letters"):
         (tmp_path / f"{name}.yaml").write_text(
-            f"model: {{path: x}}\ndata: {{path: {last_letter}/task/test.jsonl, settings: last_letter, limit: 8}}\n"
+            f"model: {{path: x}}\nsets: [{{path: {last_letter}/task/test.jsonl, settings: last_letter, limit: 8}}]\n"
             f"template: {ROOT}/examples/miniatures/last_letter/prompts/generator.txt\n"
             "reward: {target: 'megatron_rl.contrib.last_letter:grade'}\nsampling: {max_tokens: 40, temperature: 0.0}\n"
         )

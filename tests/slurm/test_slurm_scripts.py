@@ -366,7 +366,7 @@ def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
     words = ["train", str(ROOT / "examples/miniatures/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
     make_model(tmp_path / "model")
     words += [f"roles.generator.model.path={tmp_path}/model"]
-    words += [f"{name}={tmp_path}" for name in ("data.path", "evaluation.prompts.path")]
+    words += [f"data.path={tmp_path}", f"evaluation.sets=[{{path: {tmp_path}}}]"]
     for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     assert main(words) == 130
@@ -377,7 +377,7 @@ def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
 
 def test_two_evaluations_never_write_one_file(tmp_path, capsys):
     config = tmp_path / "e.yaml"
-    config.write_text("model: {path: x}\ndata: {path: d}\ntemplate: t.txt\n")
+    config.write_text("model: {path: x}\nsets: [{path: d}]\ntemplate: t.txt\n")
     assert (
         main(["submit", str(config), "--profile=cpu", "--checkpoints", "runs/a/models/generator", "runs/a/generator"])
         == 2

@@ -69,7 +69,7 @@ def test_settings_may_be_nested_dotted_or_of_the_schema(tmp_path):
         ({"roles": {"a": {"optimizer": {"lr": -1.0}}}}, "roles.a.optimizer.lr = -1.0"),
         ({"roles.a.loss.kl_clamp": 1.0, "roles.a.loss.kl": "k1"}, "loss.kl_clamp = 1.0 with loss.kl = 'k1'"),
         ({"roles": {"a": {"same_as": "a"}}}, "roles.a.same_as = 'a': name another role"),
-        ({"evaluation": {"prompts": {"chat": "yes"}}}, "evaluation.prompts.chat"),
+        ({"evaluation": {"sets": [{"path": "x", "chat": "yes"}]}}, "evaluation.sets.0.chat"),
         ({"run.": 1}, "config key 'run.': it has the form a.b"),
         ({"run": {1: 2}}, "run.1: unknown key"),
         ({"data": {"filters": {"x": np.int64(3)}}}, "is a int64: give numbers, texts"),

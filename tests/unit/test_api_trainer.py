@@ -82,8 +82,8 @@ def test_rows_of_all_kinds_become_the_same_problems(make, tmp_path):
     trainers = [make(dataset=own, eval_dataset=own) for own in given]
     found = [[p.values for p in read_problems(t.config.resolve().data)] for t in trainers]
     assert all(problems == found[0] for problems in found) and found[0][0]["question"] == "one"
-    held = trainers[0].config.resolve().evaluation.prompts
-    assert held is not None and not held.shuffle and len(read_problems(held)) == 2
+    [held] = trainers[0].config.resolve().evaluation.sets
+    assert held.title == "eval" and not held.shuffle and len(read_problems(held)) == 2
     again = make(dataset=[{**row, "score": np.float32(1.5), "ids": np.arange(2)} for row in rows])
     [line, _] = Path(again.config.resolve().data.path).read_text().splitlines()
     assert json.loads(line)["score"] == 1.5 and json.loads(line)["ids"] == [0, 1]
@@ -117,7 +117,7 @@ def test_rewards_get_the_columns_that_they_name(make):
     assert make(single, rows).config.resolve().data.fields == {}
     mapped = make(named, rows, eval_dataset=rows, config={"data.fields": {"word": "task"}}).config.resolve()
     assert mapped.data.fields == {"word": "task", "task": "task"}
-    assert mapped.evaluation.prompts is not None and mapped.evaluation.prompts.fields == mapped.data.fields
+    assert mapped.evaluation.sets[0].fields == mapped.data.fields
     with pytest.raises(ConfigError, match=r"reward named: its parameter 'word' is no column of .*prompt, task"):
         make(named, [{"prompt": "a", "task": 1}])
 

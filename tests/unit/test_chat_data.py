@@ -20,8 +20,11 @@ from megatron_rl.config import sources
 from megatron_rl.config.schema import (
     ConfigError,
     EvalConfig,
+    Evaluation,
+    EvaluationSet,
     GenerateConfig,
     PromptSet,
+    Reward,
     RoleConfig,
     SftConfig,
     SftData,
@@ -38,6 +41,7 @@ from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.session.eval_engines import OpenModels
+from megatron_rl.spec.evaluated_sets import evaluated_sets
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
 
 USER = [said("user", "1 + 1?")]
@@ -215,13 +219,18 @@ def test_a_recipe_with_a_template_of_its_own_says_what_to_set(tmp_path):
 def test_a_model_is_measured_as_it_is_trained(tmp_path):
     train = PromptSet(path=jsonl(tmp_path / "train.jsonl", {"prompt": USER, "answer": "2"}))
     test = jsonl(tmp_path / "test.jsonl", {"question": "1 + 1?", "answer": "2"})
-    sets = {"data": train, "evaluation.prompts": PromptSet(path=test)}
-    recipe, tokenizer, held_out = Grpo(updates=1), chat_tokenizer(), "evaluation.prompts"
-    text = refused(read_sets, sets, recipe, tokenizer, held_out=held_out)
-    assert "evaluation.prompts holds texts, and data conversations: set evaluation.prompts.chat to true" in text
+    recipe, tokenizer, place = Grpo(updates=1), chat_tokenizer(), "evaluation.sets.mine"
+
+    def read(**settings):
+        held = evaluated_sets([EvaluationSet(**settings)], Evaluation(), Reward())
+        return read_sets({"data": train, place: held[0].source}, recipe, tokenizer, held_out=held)
+
+    text = refused(read, name="mine", path=test)
+    assert (
+        "evaluation.sets.mine holds texts, and data conversations: set `chat` of evaluation.sets.mine to true" in text
+    )
     for chat in (True, False):
-        own = {**sets, "evaluation.prompts": PromptSet(path=test, chat=chat)}
-        assert ("messages" in read_sets(own, recipe, tokenizer, held_out=held_out)[held_out][0].values) == chat
+        assert ("messages" in read(name="mine", path=test, chat=chat)[place][0].values) == chat
 
 
 def test_a_template_that_refuses_some_problems_is_found_before_training(tmp_path):
@@ -313,19 +322,19 @@ def test_rows_that_a_template_renders_anew_are_counted_and_named(tmp_path, caplo
 
 def test_an_evaluation_asks_conversations_as_they_are(tmp_path):
     path = jsonl(tmp_path / "mine.jsonl", {"prompt": USER, "answer": "2"})
-    config = config_files.load(EvalConfig, [], ["model.path=models/x", f"data.path={path}"])
+    config = config_files.load(EvalConfig, [], ["model.path=models/x", f"sets=[{{path: {path}}}]"])
     tokenizer = chat_tokenizer()
-    [source] = read_eval_sets(spec_of(config))
+    [source] = read_eval_sets(spec_of(config).evaluated)
     asked = evaluate.Evaluation(config, OpenModels({}, {}, {config.model: tokenizer})).problems(source)
     assert asked.prompts == [tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)]
-    texts = config_files.load(EvalConfig, [], ["model.path=models/x", f"data={{path: {path}, chat: false}}"])
-    [source] = read_eval_sets(spec_of(texts))
+    texts = config_files.load(EvalConfig, [], ["model.path=models/x", f"sets=[{{path: {path}, chat: false}}]"])
+    [source] = read_eval_sets(spec_of(texts).evaluated)
     [prompt] = evaluate.Evaluation(texts, OpenModels({}, {}, {texts.model: tokenizer})).problems(source).prompts
     assert "<|im_start|>" not in tokenizer.decode(prompt, skip_special_tokens=False)
 
 
 def test_a_verifier_of_an_evaluation_is_asked_in_its_chat_template():
-    words = ["model.path=models/x", "data.path=x.jsonl", "verifier.model.path=models/v"]
+    words = ["model.path=models/x", "sets=[{path: x.jsonl}]", "verifier.model.path=models/v"]
     for chat in (True, False):
         config = config_files.load(EvalConfig, [], [*words, f"verifier.chat={str(chat).lower()}"])
         assert config.verifier is not None
@@ -359,12 +368,12 @@ def test_check_says_what_it_found(model, tmp_path):
     pq.write_table(pa.Table.from_pylist([VERL, {**VERL, "prompt": ENDED}]), tmp_path / "verl.parquet")
     texts = jsonl(tmp_path / "texts.jsonl", {"question": "1 + 1?", "answer": "2"})
     found = lines(
-        TrainConfig, *train_words(model, tmp_path / "verl.parquet"), f"evaluation.prompts={{path: {texts}, chat: true}}"
+        TrainConfig, *train_words(model, tmp_path / "verl.parquet"), f"evaluation.sets=[{{path: {texts}, chat: true}}]"
     )
     assert found == [
         "data: 2 problems; prompts: column `prompt`, messages, rendered with the tokenizer's chat template; 1 end with "
         "an assistant's turn, which the model goes on with; answers: column `reward_model.ground_truth`",
-        "evaluation.prompts: 1 problems; prompts: column `question`, text, as the user's message, rendered with the "
+        "evaluation.sets.texts: 1 problems; prompts: column `question`, text, as the user's message, rendered with the "
         "tokenizer's chat template; answers: column `answer`",
     ]
     [line] = lines(TrainConfig, *train_words(model, texts))
@@ -386,7 +395,8 @@ def test_check_refuses_what_training_would_refuse(model, tmp_path):
     (model / "chat_template.jinja").unlink()
     assert "no chat template" in refused(lines, TrainConfig, *train_words(model, chats))
     for schema, more in ((EvalConfig, []), (GenerateConfig, ["output=x"])):
-        words = [f"model.path={model}", f"data.path={chats}", *more]
+        source = f"sets=[{{path: {chats}}}]" if schema is EvalConfig else f"data.path={chats}"
+        words = [f"model.path={model}", source, *more]
         assert "no chat template" in refused(lines, schema, *words)
     bad = jsonl(tmp_path / "bad.jsonl", {"prompt": [{"role": "user"}], "answer": "2"})
     assert "prompt.0 has no content" in refused(lines, TrainConfig, *train_words(model, bad))

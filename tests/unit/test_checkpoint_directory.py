@@ -81,7 +81,7 @@ def test_damaged_ones_never_push_out_a_complete_one(tmp_path):
         path = checkpoints.path(number)
         path.mkdir()
         (path / "part").write_text("x")
-    checkpoints._prune(99)
+    checkpoints.prune(99)
     assert checkpoints.newest().number == 1
 
 

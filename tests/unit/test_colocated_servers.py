@@ -55,6 +55,8 @@ from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.held_out_sets import HeldOutSet
+from megatron_rl.training.iteration import EvaluationDraws
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 
@@ -149,7 +151,8 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
         collector = Collector(maker, CreditStage(recipe), iterations, store, max_staleness=0)
         setup = loop.Setup(
             world=OneProcess(), memory=DeviceMemory(trainees, servers), policy_of={name: name for name in trainees},
-            recipe=recipe, context=context, held_out=problems(2),
+            recipe=recipe, context=context, 
+            held_out=[HeldOutSet(name="held", prompts=problems(2), draws=EvaluationDraws())],
             iterations=collector,
             hooks=loop.Hooks(log=lambda cycle, scope, m, *, iteration: None, save=saved.append),
         )  # fmt: skip
@@ -449,9 +452,11 @@ def test_adapters_and_servers_in_the_trainers_gpus_do_not_go_together():
     assert "roles.verifier.lora" in problem
 
 
-@pytest.mark.parametrize(("schema", "more"), [(EvalConfig, []), (GenerateConfig, ["output=x"])])
+@pytest.mark.parametrize(
+    ("schema", "more"), [(EvalConfig, ["sets=[{path: d}]"]), (GenerateConfig, ["data.path=d", "output=x"])]
+)
 def test_servers_beside_a_trainer_are_refused_where_nothing_trains(schema, more):
-    config = files.load(schema, [], ["model.path=m", "data.path=d", "engine.kind=vllm", *more])
+    config = files.load(schema, [], ["model.path=m", "engine.kind=vllm", *more])
     check(config, 1, to_come=True)
     with pytest.raises(ConfigError, match="engine.colocate = true where nothing trains"):
         check(replace(config, engine=Vllm(colocate=True)), 1, to_come=True)

@@ -379,7 +379,9 @@ def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
     """SFT keeps its own learning rate, and an evaluation stays greedy, whatever else of the section is set."""
     sft = load(SftConfig, [], ["model.path=m", "data.train=d.jsonl", "optimizer.weight_decay=0.5", "run.dir=x"])
     assert (sft.optimizer.lr, sft.optimizer.weight_decay, sft.run.name, sft.run.save_every) == (5e-6, 0.5, "sft", 100)
-    graded = load(EvalConfig, [], ["model.path=m", "data.path=d.jsonl", "template=t.txt", "sampling.max_tokens=48"])
+    graded = load(
+        EvalConfig, [], ["model.path=m", "sets=[{path: d.jsonl}]", "template=t.txt", "sampling.max_tokens=48"]
+    )
     assert (graded.sampling.temperature, graded.sampling.max_tokens) == (0.0, 48)
 
 
@@ -409,7 +411,7 @@ def test_files_that_are_not_there_yet_are_named():
         "roles.generator.model.path = runs/sft_qwen2.5_math_7b/model is not there yet",
         "roles.verifier.model.path = Qwen/Qwen2.5-7B is no directory here, so it is taken for a hub name",
         "data = nofile.jsonl is not there yet",
-        "evaluation.prompts = HuggingFaceH4/MATH-500 is no directory here, so it is taken for a hub name",
+        "evaluation.sets.math500 = HuggingFaceH4/MATH-500 is no directory here, so it is taken for a hub name",
         "debug.replay = no/such/dir is not there yet",
     ]
 

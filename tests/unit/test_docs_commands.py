@@ -28,7 +28,7 @@ BASE = {
     "recipe: {target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 3}}\n",
     "sft": "model: {path: org/model}\ndata: {train: pairs.jsonl}\n",
     "generate": "model: {path: org/model}\ndata: {path: problems.jsonl}\noutput: out\n",
-    "eval": "model: {path: org/model}\nbenchmarks: [gsm8k]\n",
+    "eval": "model: {path: org/model}\nsets: [gsm8k]\n",
 }
 
 

@@ -296,12 +296,12 @@ def refused(tmp_path, text, monkeypatch):
         ("data: {path: p.jsonl, generated: {size: 3}}", "data.generated is set, but data.path = 'p.jsonl'"),
         (
             "data: {path: 'reasoning_gym:gcd'}\n"
-            "evaluation: {prompts: {path: 'reasoning_gym:gcd', generated: {seed: 9}}}",
-            "evaluation.prompts may have questions of data: both are of gcd; set data.split to train",
+            "evaluation: {sets: [{path: 'reasoning_gym:gcd', split: train, generated: {seed: 9}}]}",
+            "evaluation.sets.reasoning_gym_gcd may have questions of data: both are of gcd; set data.split to train",
         ),
         (
             "data: {path: 'reasoning_gym:composite', generated: {args: {datasets: [{name: gcd}, {name: lcm}]}}}\n"
-            "evaluation: {prompts: {path: 'reasoning_gym:lcm', split: all}}",
+            "evaluation: {sets: [{path: 'reasoning_gym:lcm', split: all}]}",
             "both are of lcm",
         ),
     ],
@@ -312,7 +312,7 @@ def test_settings_that_cannot_be_are_refused_without_the_library(tmp_path, text,
 
 def test_the_two_splits_stand_beside_each_other(tmp_path, monkeypatch):
     with_reasoning_gym(monkeypatch)
-    text = "data: {path: 'reasoning_gym:gcd'}\nevaluation: {prompts: {path: 'reasoning_gym:gcd', split: test}}"
+    text = "data: {path: 'reasoning_gym:gcd'}\nevaluation: {sets: [{path: 'reasoning_gym:gcd'}]}"
     made = config(tmp_path, text)
     checks.check(made, 1)
     assert not [absent for absent in absent_files(checks.spec_of(made)) if "reasoning_gym" in absent.path]

@@ -107,14 +107,14 @@ def test_an_episode_that_forgot_a_reward_is_no_sample_and_no_reward_of_0():
 def test_evaluations_measure_roles_that_learn_and_pass_over_others_without_rewards():
     metrics = agents({"won": 1.0}).evaluate(problems(2), context_of(0.0))
     assert metrics == {
-        "player/won_sampled": 1.0, "player/won_greedy": 1.0,
-        "episodes/answers_sampled": 2.0, "episodes/answers_greedy": 2.0,
+        "player/won": 1.0, "player/won_greedy": 1.0,
+        "episodes/answers": 2.0, "episodes/answers_greedy": 2.0,
     }  # fmt: skip
 
 
 def test_evaluations_count_agents_of_failed_episodes_as_ungraded_with_the_reward_0():
     metrics = agents({"won": 1.0}, without="q1").evaluate(problems(4), context_of(1.0))
     assert {name: value for name, value in metrics.items() if name.startswith("player/")} == {
-        "player/won_sampled": 0.75, "player/won_greedy": 0.75,
-        "player/ungraded_sampled": 1.0, "player/ungraded_greedy": 1.0,
+        "player/won": 0.75, "player/won_greedy": 0.75,
+        "player/ungraded": 1.0, "player/ungraded_greedy": 1.0,
     }  # fmt: skip

@@ -76,12 +76,12 @@ def line(scope, **more):
 def work(seconds):
     end = time.process_time() + seconds
     while time.process_time() < end: pass
-metrics = {"generator/accuracy_sampled": 0.25, "generator/accuracy_greedy": 0.5}
+metrics = {"generator/accuracy": 0.25, "generator/accuracy_greedy": 0.5}
 work(0.5); line("preflight"); line("eval", metrics=metrics)
 for _ in range(3):
     work(0.4); line("generator", time={"train": 0.1, "rollout": 0.2}, metrics={"tokens": 7.0})
     time.sleep(0.3); work(0.6); time.sleep(0.3)
-    line("eval", metrics={**metrics, "generator/accuracy_sampled": 0.75})
+    line("eval", metrics={**metrics, "generator/accuracy": 0.75})
     time.sleep(0.3)
 time.sleep(60)
 """
@@ -101,9 +101,9 @@ def test_the_time_of_evaluations_is_left_out_and_a_run_ends_when_its_time_is_ove
 
 def test_metrics_between_evaluations_are_on_the_line_between_them(race):
     curve = [(0.0, 0.25), (2.0, 0.25), (4.0, 0.75), (6.0, 0.5)]
-    points = [{"cpu_s": cpu_s, "generator/accuracy_sampled": accuracy} for cpu_s, accuracy in curve]
+    points = [{"cpu_s": cpu_s, "generator/accuracy": accuracy} for cpu_s, accuracy in curve]
     times = (0.0, 1.0, 2.5, 4.0, 5.0, 100.0)
-    found = [race.at(points, "generator/accuracy_sampled", cpu_s) for cpu_s in times]
+    found = [race.at(points, "generator/accuracy", cpu_s) for cpu_s in times]
     assert found == pytest.approx([0.25, 0.25, 0.375, 0.75, 0.625, 0.5])
     clock = [{**point, "seconds": 2 * point["cpu_s"]} for point in points]
     assert race.reached(clock, 0.5, "seconds") == 6.0
@@ -111,7 +111,7 @@ def test_metrics_between_evaluations_are_on_the_line_between_them(race):
 
 
 def test_a_run_that_is_complete_is_read(race, tmp_path):
-    points = [{"cpu_s": 0.0, "generator/accuracy_sampled": 0.1}]
+    points = [{"cpu_s": 0.0, "generator/accuracy": 0.1}]
     (tmp_path / "grpo_seed0.json").write_text(json.dumps(points))
     assert race.race(race.ARMS["grpo"], tmp_path, argparse.Namespace(), 0, 1.0, tmp_path / "grpo_seed0") == points
 

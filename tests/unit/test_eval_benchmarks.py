@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, PromptSet
+from megatron_rl.data.benchmarks import benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.data.rows import DataError
-from megatron_rl.evaluation.benchmarks import benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.text import read_template
 
 CODE = {"code": "def f(x):\n    return x", "input": "1", "output": "1", "id": "s0"}
@@ -29,6 +29,9 @@ ROWS = {  # a row in each set's form, the end of its question, and its answer
     "aime25": ({"id": "0", "problem": "P", "answer": "070"}, "P", "070"),
     "aime26": ({"problem_idx": 1, "problem": "P", "answer": 7}, "P", "7"),
     "amc23": ({"id": 0, "question": "P", "answer": 27.0}, "P", "27"),
+    "amc24": ({"problem": "P", "answer": "11"}, "P", "11"),
+    "amc25": ({"problem": "P", "answer": 12}, "P", "12"),
+    "math_beyond": ({"problem": "P", "answer": "\\frac{3}{4}"}, "P", "\\frac{3}{4}"),
     "minerva_math": ({"problem": "P", "solution": "so \\boxed{4.5e-33} \\mathrm{~g}"}, "P", "4.5 \\times 10^{-33}"),
     "olympiadbench": ({"question": "P", "context": None, "final_answer": ["$69$,$84$"]}, "P", "69,84"),
     "gsm8k": ({"question": "P", "answer": "1+1\n#### 1,234"}, "P", "1234"),
@@ -58,8 +61,19 @@ ROWS = {  # a row in each set's form, the end of its question, and its answer
 } | {f"processbench_{name}": (STEPS, "P", "1") for name in ("gsm8k", "math", "olympiadbench", "omnimath")}
 
 
+IFEVAL = {"key": 1, "prompt": "P", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+
+
 def test_every_benchmark_has_a_row_here():
-    assert set(ROWS) == set(benchmarks())
+    assert {*ROWS, "ifeval"} == set(benchmarks())
+
+
+def test_ifeval_has_the_instructions_for_a_grader_of_the_config(tmp_path):
+    (tmp_path / "ifeval.jsonl").write_text(json.dumps(IFEVAL) + "\n" + json.dumps(IFEVAL) + "\n")
+    found = benchmark("ifeval")
+    problems = read_benchmark(found, source_of(found, str(tmp_path)))
+    assert [p.values["instruction_id_list"] for p in problems] == [["punctuation:no_comma"]] * 2
+    assert problems[0].values["question"] == "P" and problems[0].values["kwargs"] == [{}] and found.grader is None
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -97,7 +111,7 @@ def test_one_file_of_a_data_set_is_read(tmp_path):
 
 
 def test_all_problems_are_asked_without_the_word_mathematical():
-    generators = [found for found in benchmarks().values() if not found.judged]
+    generators = [found for found in benchmarks().values() if not found.judged and found.name != "ifeval"]
     assert {found.template for found in generators} == {"tango_general"}
     assert read_template("tango_general") == read_template("tango_generator").replace("mathematical ", "")
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.commands import evaluate
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig
+from megatron_rl.config.schema import EvalConfig
 from megatron_rl.data.problems import Problem
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Sampling, complete
@@ -97,7 +97,7 @@ def run(config):
 def config_of(models, folder, **changes) -> EvalConfig:
     settings = {
         "model": {"path": str(models[0])},
-        "benchmarks": ["gsm8k", "amc23"],
+        "sets": ["gsm8k", "amc23"],
         "data_dir": str(folder),
         "template": str(folder / "short.txt"),
         "sampling": {"max_tokens": 24, "temperature": 1.0},
@@ -138,7 +138,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     # A kill leaves some problems behind, and a last line that was cut in half.
     tasks = [
         evaluate.Evaluation(config, OpenModels({}, {}, {config.model: TOKENIZER})).problems(source)
-        for source in read_sets(spec_of(config))
+        for source in read_sets(spec_of(config).evaluated)
     ]
     digest = evaluate._digest(spec_of(config).settings, tasks, read_files(spec_of(config).settings))
     partial = Samples(out / "eval.jsonl", digest)
@@ -323,7 +323,7 @@ def test_all_measures_of_two_models_in_one_run(models, data):
         "junior": {"path": str(models[1])},
         "base": {"path": str(models[1])},
     }
-    config = config_of(models, data, benchmarks=["amc23"], **changes)
+    config = config_of(models, data, sets=["amc23"], **changes)
     run(config)
     metrics = json.loads((data.parent / "out/eval.json").read_text())
     found = metrics["metrics"]
@@ -446,9 +446,8 @@ def test_a_verifier_on_processbench_and_on_a_set_of_ones_own(models, data):
     own.write_text(json.dumps({"q": "1+1?", "parts": ["2"], "first_wrong": -1, "ok": True}) + "\n")
     fields = {"question": "q", "answer": "first_wrong", "label": "first_wrong", "steps": "parts", "correct": "ok"}
     changes = {
-        "benchmarks": ["processbench_gsm8k"],
+        "sets": ["processbench_gsm8k", {"path": str(own), "fields": fields}],
         "template": str(data / "judge.txt"),
-        "data": {"path": str(own), "fields": fields},
     }
     run(config_of(models, data, **changes))
     metrics = json.loads((data.parent / "out/eval.json").read_text())
@@ -479,18 +478,18 @@ def test_checkpoints_are_compared_problem_by_problem(models, data, tmp_path, cap
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("benchmarks=[gsm9k]", None),
-        ("benchmarks=[]", "without data"),
-        ("benchmarks=[] data.path=x.jsonl limit=3", "data.limit"),
+        ("sets=[gsm9k]", "'gsm9k' is not known; there are math500"),
+        ("sets=[ifeval]", "ifeval has no grader of its own"),
+        ("sets=[amc25]", "amc25 is not on the hub"),
+        ("sets=[gsm8k,{path: gsm8k.jsonl}]", "gsm8k is there twice"),
+        ("sets=[{n: 2}]", "a set has neither name nor path"),
+        ("sets=[{name: gsm8k, k: [9]}]", "pass@9 needs as many samples"),
+        ("sets=[]", "sets = []"),
         ("k=[3]", "needs as many samples"),
         ("measures=[handoff]", "needs a second model"),
         ("output=x.txt", "give NAME.json"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change, says, capsys):
-    words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", *change.split()]
-    if says is None:
-        with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
-            read_sets(spec_of(config_files.load(EvalConfig, [], words[1:])))
-        return
+    words = ["eval", "model.path=m", "sets=[gsm8k]", "n=2", change]
     assert main(words) == 2 and says in capsys.readouterr().err

@@ -41,7 +41,7 @@ def settings(tmp_path):
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/helpers/fake_vllm.py "$@"\n')
     (tmp_path / "python").chmod(0o755)
     return [
-        f"model.path={model}", "benchmarks=[amc23]", f"data_dir={tmp_path}", f"template={tmp_path}/t.txt",
+        f"model.path={model}", "sets=[amc23]", f"data_dir={tmp_path}", f"template={tmp_path}/t.txt",
         "sampling.max_tokens=8",
         f"output={tmp_path}/out/x.json", "engine.kind=vllm", "reward.workers=1", "reward.timeout_s=120",
     ]  # fmt: skip

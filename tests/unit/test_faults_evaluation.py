@@ -18,11 +18,11 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.data.problems import Problem
 from megatron_rl.engines.protocol import Sampling
+from megatron_rl.evaluation.answer_values import answer_values
 from megatron_rl.evaluation.completions import grade_file
 from megatron_rl.evaluation.draw import ProblemSet
-from megatron_rl.evaluation.set_metrics import answer_values
 from megatron_rl.evaluation.solve import Solver
-from megatron_rl.recipes.solutions import accuracies
+from megatron_rl.recipes.answers import accuracies
 from megatron_rl.report.curves import thin, thin_clock
 from megatron_rl.report.reading import read_run
 from megatron_rl.report.run_comparison import arms, runs_table
@@ -77,14 +77,14 @@ def test_cases_accuracy_and_reward_are_two_metrics_with_one_name_each_everywhere
     """Training logged the accuracy 0.300, and eval called the mean score 0.440 accuracy."""
     training, evaluation, completions = by_training(), by_eval(), by_completions(tmp_path)
     for name, wanted in {"accuracy": 2 / 5, "reward": 2.2 / 5}.items():
-        found = [training[f"g/{name}_sampled"], training[f"g/{name}_greedy"], evaluation[name], completions[name]]
+        found = [training[f"g/{name}"], training[f"g/{name}_greedy"], evaluation[name], completions[name]]
         assert found == pytest.approx([wanted] * 4)
-    assert training["g/ungraded_sampled"] == training["g/ungraded_greedy"] == 1.0
+    assert training["g/ungraded"] == training["g/ungraded_greedy"] == 1.0
 
 
 def test_faults_votes_count_right_answers_as_accuracy_does():
     """Of one sample each, maj@n of alike answers was the mean score, and pass@k the share that is right."""
-    rows = [[{"score": 0.8, "key": "x", "finished": True, "tokens": 1, "confidence": 1.0}] * 2]
+    rows = [[{"score": 0.8, "correct": True, "key": "x", "finished": True, "tokens": 1, "confidence": 1.0}] * 2]
     metrics = answer_values(rows, [2])
     names = ("accuracy", "pass@2", "maj@2", "best_of_2", "vote_of_2")
     assert [metrics[name] for name in names] == [[1.0]] * 5 and metrics["reward"] == [0.8]
@@ -95,7 +95,7 @@ def test_faults_answers_are_those_of_all_agents_in_every_figure():
     recipe, context = agents({"won": 1.0}), episode_context(0.0)
     assert recipe.play_episodes(context, tasks(2), [0, 1], context.samplings).metrics["answers"] == 2.0, "of two agents"
     metrics = recipe.evaluate(tasks(2), context)
-    assert metrics["episodes/answers_sampled"] == headline({"answers": 2.0})["answers"] == 2.0
+    assert metrics["episodes/answers"] == headline({"answers": 2.0})["answers"] == 2.0
 
 
 def test_faults_the_outcome_of_episodes_is_called_reward_and_has_its_accuracy():
@@ -111,12 +111,12 @@ def run(tmp_path):
     its end."""
     directory = RunDirectory(tmp_path / "run")
     with Tracker(directory.metrics) as tracker:
-        tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, iteration=0)
+        tracker.log(0, "eval", {"g/accuracy": 0.1}, iteration=0)
         for iteration, cycle in ((0, 0), (1, 0)):
             tracker.log(cycle, "g", {"loss": float(iteration)}, iteration=iteration)
-        tracker.log(1, "eval", {"g/accuracy_sampled": 0.2}, iteration=2)
+        tracker.log(1, "eval", {"g/accuracy": 0.2}, iteration=2)
         tracker.log(1, "g", {"loss": 2.0}, iteration=2)
-        tracker.log(2, "eval", {"g/accuracy_sampled": 0.3}, iteration=3)
+        tracker.log(2, "eval", {"g/accuracy": 0.3}, iteration=3)
     directory.config.write_text("run: {name: run}\n")
     return directory
 
@@ -136,7 +136,7 @@ def test_faults_evaluations_stand_at_the_iteration_that_they_measure(run):
         take_event(state, event, [Callback()])
     assert state.history == history and state.cycle == 2
     found = read_run(run.path)
-    curve = found.curves["eval", "g/accuracy_sampled"]
+    curve = found.curves["eval", "g/accuracy"]
     assert list(curve.iterations) == [-1, 1, 2] and list(found.clock.iterations) == [-1, 0, 1, 1, 2, 2]
     assert thin(curve, 1)["x"] == [-1, 1, 2] and thin(curve, 4)["x"] == [-1, 0]
     assert thin_clock(found.clock)["iteration"] == [-1, 0, 1, 2] and thin_clock(found.clock)["cycle"] == [0, 1, 1, 2]
@@ -146,7 +146,7 @@ def test_faults_evaluations_stand_at_the_iteration_that_they_measure(run):
 def test_faults_a_first_evaluation_is_no_iteration(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     with Tracker(directory.metrics, [sink := Prometheus("127.0.0.1", 0)]) as tracker:
-        tracker.log(0, "eval", {"g/accuracy_sampled": 0.1}, iteration=0)
+        tracker.log(0, "eval", {"g/accuracy": 0.1}, iteration=0)
         assert 'megatron_rl_iteration{scope="eval"} 0' in sink.text(), "iterations count from 1 there"
     found = read_run(directory.path)
     assert "not begun" in str(runs_table([found], arms([found])))

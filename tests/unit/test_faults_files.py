@@ -110,7 +110,7 @@ def words_of(schema, there, data):
     model = f"model.path={there}"
     return {
         SftConfig: [model, f"data.train={data}"],
-        EvalConfig: [model, f"data.path={data}"],
+        EvalConfig: [model, f"sets=[{{path: {data}}}]"],
         GenerateConfig: [model, f"data.path={data}", "output=x"],
         TrainConfig: [
             f"roles={{generator: {{model: {{path: {there}}}}}}}", "recipe.target=megatron_rl.recipes.grpo:Grpo",

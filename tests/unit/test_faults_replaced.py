@@ -19,9 +19,10 @@ from megatron_rl.config.schema import Reward, Use
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode_types import EnvironmentFailure, EpisodeEnd, NextRequest
+from megatron_rl.recipes.answers import accuracies
 from megatron_rl.recipes.episode_rollouts import OverEpisodes
 from megatron_rl.recipes.replacement import to_replace
-from megatron_rl.recipes.solutions import accuracies, solve
+from megatron_rl.recipes.solutions import solve
 from megatron_rl.rewards.grading_pool import GradePool, RewardFailure
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.metrics import MetricsRow
@@ -145,7 +146,7 @@ def test_a_sample_is_replaced_twice_at_most_and_a_greedy_one_never(reward):
     greedy = Sampling(max_tokens=50, temperature=0.0)
     assert "replaced/error" not in solve(context, "generator", problems(*"ab"), greedy)[1]
     metrics, _ = accuracies(context, "generator", problems(*"ab"))
-    assert metrics["generator/replaced_sampled"] == 2 and metrics["generator/ungraded_sampled"] == 1
+    assert metrics["generator/replaced"] == 2 and metrics["generator/ungraded"] == 1
 
 
 @pytest.mark.parametrize(

@@ -71,16 +71,21 @@ def test_faults_long_prompts_do_not_vanish_without_a_word(rows, caplog, held_out
     words = ["data.max_bad_share=0.6"]
     name = "data"
     if held_out:
-        name = "evaluation.prompts"
-        words += [f"evaluation.prompts={{path: {rows}/rows.jsonl}}"]
+        name = "evaluation.sets.rows"
     said = re.escape(f"30 of 60 rows of {name} ({rows}/rows.jsonl) cannot be used")
     cure = f"problem 1: its prompt has 40 tokens: raise {SETTING} = 20"
-    few = train_config(rows, *words, *[f"{name}.max_bad_share=0.4"])
+
+    def config_of(share):
+        """A config whose set `name` may lack as many of its rows."""
+        own = f"evaluation.sets=[{{path: {rows}/rows.jsonl, max_bad_share: {share}}}]"
+        return train_config(rows, *words, own if held_out else f"data.max_bad_share={share}")
+
+    few = config_of(0.4)
     with pytest.raises(ConfigError, match=f"{said}(.|\n)*more than max_bad_share = 0.4"):
         data_lines(few)
     with pytest.raises(DataError, match=f"{said}(.|\n)*more than max_bad_share = 0.4"):
         read_for_a_run(few)
-    many = train_config(rows, *words, *[f"{name}.max_bad_share=0.5"])
+    many = config_of(0.5)
     for look in (lambda: data_lines(many), lambda: read_for_a_run(many)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):

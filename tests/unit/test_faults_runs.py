@@ -189,7 +189,7 @@ def test_faults_of_plug_ins_are_said_before_torch_is_imported(settings, tmp_path
     words = [
         str(ROOT / "examples/miniatures/last_letter/grpo.yaml"), f"roles.generator.model.path={model}",
         f"data.path={data}",
-        f"evaluation.prompts.path={data}", f"run.dir={tmp_path}",
+        f"evaluation.sets=[{{path: {data}, settings: last_letter}}]", f"run.dir={tmp_path}",
     ]  # fmt: skip
     code = "import sys; sys.modules['torch'] = None; from megatron_rl.main import main; sys.exit(main(sys.argv[1:]))"
     for wrong, said in (("reward.target=nowhere:grade", "nowhere"), ("run.iterations=99999", "the recipe plans")):

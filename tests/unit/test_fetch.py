@@ -38,7 +38,7 @@ DATA = {"README.md": b"---\n---\n", "data/train.parquet": WEIGHTS[:1000], "scrip
 CONFIG = """
 roles: {generator: {model: {path: org/tiny, tokenizer: org/words}}}
 data: {path: org/rows}
-evaluation: {prompts: {path: org/rows, split: test}}
+evaluation: {sets: [{path: org/rows}]}
 recipe: {target: "megatron_rl.recipes.grpo:Grpo", args: {updates: 1}}
 """
 
@@ -85,8 +85,9 @@ def test_a_config_is_fetched_and_the_overrides_are_those_that_it_needs(served, t
     overrides = shlex.split(told.split("reads from there:\n")[1].replace("\\\n", " "))
     config = load(TrainConfig, [tmp_path / "run.yaml"], overrides)
     role = config.roles["generator"].model
-    assert config.evaluation.prompts is not None and role.tokenizer is not None
-    for path in (role.path, role.tokenizer, config.data.path, config.evaluation.prompts.path):
+    held = spec_of(config).sets["evaluation.sets.rows"]
+    assert role.tokenizer is not None
+    for path in (role.path, role.tokenizer, config.data.path, held.path):
         assert Path(path).is_relative_to(tmp_path) and (Path(path) / RECORD).is_file()
     assert (Path(config.data.path) / "data/train.parquet").read_bytes() == DATA["data/train.parquet"]
     assert not (Path(role.tokenizer) / "model.safetensors").exists(), "a tokenizer needs no weights"
@@ -111,7 +112,7 @@ BENCHMARKS = {  # in the forms of the hub: one file, a folder for each subset, a
     },
     "cruxeval-org/cruxeval": {"data/cases.jsonl": row(code="def f(x): return x", input="1", output="1")},
 }
-EVAL = "model: {path: org/tiny}\nbenchmarks: [math500, gsm8k, strategyqa_train]\n"
+EVAL = "model: {path: org/tiny}\nsets: [math500, gsm8k, strategyqa_train]\n"
 
 
 def test_the_benchmarks_of_an_evaluation_are_fetched_and_read_where_they_lie(served, tmp_path, capsys):
@@ -125,12 +126,15 @@ def test_the_benchmarks_of_an_evaluation_are_fetched_and_read_where_they_lie(ser
     overrides = shlex.split(capsys.readouterr().out.split("reads from there:\n")[1].replace("\\\n", " "))
     config = load(EvalConfig, [tmp_path / "eval.yaml"], overrides)
     assert config.data_dir == str(tmp_path / "hub/datasets") and config.model.path == str(tmp_path / "hub/org/tiny")
-    found = {one.name: [problem.values["answer"] for problem in one.problems] for one in read_sets(spec_of(config))}
+    found = {
+        one.settings.name: [problem.values["answer"] for problem in one.problems]
+        for one in read_sets(spec_of(config).evaluated)
+    }
     assert found == {"math500": ["1"], "gsm8k": ["2"], "strategyqa_train": ["true"]}
     number = len(served.asked)
     assert main([*words, *overrides, *to]) == 0 and len(served.asked) == number
     assert "the config names nothing of the hub" in capsys.readouterr().out
-    two = ["benchmarks=[cruxeval,cruxeval_input]", "limit=1"]
+    two = ["sets=[cruxeval,cruxeval_input]", "limit=1"]
     assert main([*words, *overrides, *two, *to]) == 0
     assert capsys.readouterr().out.count("cruxeval-org/cruxeval fetched") == 1, "both are of one data set"
 

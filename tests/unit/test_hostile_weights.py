@@ -80,7 +80,7 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}
     driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
     world = SimpleNamespace(rank=0, from_driver=OneProcess().from_driver)
-    progress = SimpleNamespace(number=1, last_evaluation={})
+    progress = SimpleNamespace(number=1, last_evaluation={}, best=[])
     parts = SimpleNamespace(spec=spec, world=world, driver=driver, policies={"solver": policy}, progress=progress)
     train._finish(parts, finished=True)  # type: ignore[arg-type]
     assert directory.read_summary()["finished"] is True
@@ -141,17 +141,18 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
         "data": {"path": f"{tmp_path}/rows.jsonl"}, "run": run, "preflight": {"enabled": False},
     }  # fmt: skip
     served = rl | {"engine": {"kind": "vllm", "python": "/bin/true"}}
-    asked = {"data": {"path": f"{tmp_path}/rows.jsonl"}, "template": str(tmp_path / "t.txt")}
+    data, template = {"path": f"{tmp_path}/rows.jsonl"}, {"template": str(tmp_path / "t.txt")}
     configs = {
         "train": rl,
         "serve": served,
         "sft": {"model": {"path": str(bad)}, "data": {"train": f"{tmp_path}/rows.jsonl"}, "run": run},
-        "generate": {"model": {"path": str(bad)}, "output": f"{tmp_path}/out", **asked},
+        "generate": {"model": {"path": str(bad)}, "output": f"{tmp_path}/out", "data": data, **template},
         "eval": {
             "model": {"path": str(model)},
             "junior": {"path": str(bad)},
             "measures": ["solve", "legibility"],
-            **asked,
+            "sets": [data],
+            **template,
         },
     }
     (tmp_path / "config.yaml").write_text(json.dumps(configs[command]))

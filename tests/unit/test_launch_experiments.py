@@ -112,7 +112,7 @@ def test_evaluations_by_nemo_run_have_the_engine_of_the_site(launch, tmp_path):
     """They had the config's interpreter, which a site's image does not have."""
     import experiments
 
-    settings = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "engine": {"kind": "vllm"}}
+    settings = {"model": {"path": "m"}, "sets": [{"path": "d"}], "template": "t.txt", "engine": {"kind": "vllm"}}
     words = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     task = experiments.Task(name="math", command="eval", settings=[*words, f"output={tmp_path}/eval/math.json"])
     site = replace(profile.read("cpu"), engine_python="/opt/vllm/bin/python")

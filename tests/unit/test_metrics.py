@@ -318,11 +318,11 @@ def test_plain_lines_when_no_terminal(tmp_path):
         console.log(
             row(metrics={"reward/outcome": 0.5, "loss": -0.0123, "alpha": 0.1}, time={"rollout": 2.0, "train": 1.5})
         )
-        console.log(row(scope="eval", metrics={"generator/accuracy_sampled": 0.25}))
+        console.log(row(scope="eval", metrics={"generator/accuracy": 0.25}))
         logging.getLogger("megatron_rl.rewards").warning("3 of 9 gradings timed out")
     expected = [
         "iteration 12/40 (cycle 5)  generator  reward 0.500  loss -0.012  3.5 s",
-        "after iteration 11  eval  generator/accuracy_sampled 0.250",
+        "after iteration 11  eval  generator/accuracy 0.250",
     ]
     expected.append("warning: 3 of 9 gradings timed out")
     assert stream.getvalue().splitlines() == expected

@@ -32,8 +32,9 @@ CASES = [
     ("recipes.tandem:Tandem", [], "set roles.generator.tandem; {} takes a frozen copy"),
     ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z"], "data.fields.rubric"),
     (
-        "contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}", "evaluation.prompts.path=y"],
-        "evaluation.prompts.fields.rubric",
+        "contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}",
+            "evaluation.sets=[{path: y}]"],
+        "evaluation.sets.y.fields.rubric",
     ),
     ("contrib.entailment:Entailment", ["data.fields={response: x}"], "data.fields.principle"),
     ("contrib.rubric:Rubric", ["recipe.args.labels=math:pi"], "'math:pi' is a float: name a function"),
@@ -47,8 +48,8 @@ CASES = [
 ]  # fmt: skip
 ACCEPTED = [
     ("recipes.online_dpo:OnlineDpo", [DPO]),
-    ("recipes.dapo:Dapo", ["recipe.args.overlong.cache=50", "evaluation.prompts.path=y"]),
-    ("recipes.dapo:Dapo", [HINTS, "data.fields={proof: x}", "evaluation.prompts.path=y"]),
+    ("recipes.dapo:Dapo", ["recipe.args.overlong.cache=50", "evaluation.sets=[{path: y}]"]),
+    ("recipes.dapo:Dapo", [HINTS, "data.fields={proof: x}", "evaluation.sets=[{path: y}]"]),
     ("recipes.dapo:Dapo", [HINTS, "roles.generator.data={path: y, fields: {proof: x}}"]),
     ("recipes.tandem:Tandem", [TANDEM]),
     ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}"]),

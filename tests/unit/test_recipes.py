@@ -413,10 +413,12 @@ def test_evaluation_measures_both_players_by_hand(texts):
     context = context_of(half_correct, optimist)
     metrics = recipe.evaluate(held_out, context)
     assert metrics == {
-        "generator/accuracy_sampled": 0.5,
+        "generator/accuracy": 0.5,
         "generator/accuracy_greedy": 1.0,
-        "generator/reward_sampled": 0.5,
+        "generator/reward": 0.5,
         "generator/reward_greedy": 1.0,
+        "generator/finished": 1.0,
+        "generator/tokens": metrics["generator/tokens"],
         "generator/num_problems": 6.0,
         "verifier/num_correct": 3.0,
         "verifier/num_wrong": 3.0,

@@ -375,7 +375,7 @@ def test_evaluation_measures_both_and_keeps_its_conversations(recipe):
     own = recipe(balanced_per_class=2, balanced_rounds=3, step_labels=f"{__name__}:labels")
     context = context_of(writer(writes), by_verdicts)
     metrics = own.evaluate(problems(3), context)
-    wanted = {"generator/reward_sampled": 2 / 3, "generator/accuracy_greedy": 2 / 3, "episodes/answers_sampled": 8 / 3}
+    wanted = {"generator/reward": 2 / 3, "generator/accuracy_greedy": 2 / 3, "episodes/answers": 8 / 3}
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
     assert (metrics["verifier/num_correct"], metrics["verifier/num_wrong"]) == (2.0, 2.0)
     assert metrics["verifier/outcome_f1"] == metrics["verifier/aligned"] == 1.0
@@ -404,7 +404,7 @@ def test_a_kept_conversation_that_was_cut_has_all_its_turns(recipe):
 def test_an_episode_that_failed_counts_with_0_in_an_evaluation_and_is_not_judged(recipe):
     context = context_of(writer((("=yes",), ("!",))), lambda *_: verification("+", "+"))
     metrics = recipe(balanced_per_class=1, balanced_rounds=1).evaluate(problems(2), context)
-    assert metrics["generator/reward_sampled"] == 0.5
+    assert metrics["generator/reward"] == 0.5
     assert (metrics["verifier/num_correct"], metrics["verifier/num_wrong"]) == (1.0, 0.0)
 
 

@@ -144,7 +144,7 @@ def make_run(tmp_path, iterations=24, rollouts=True, verifier=True, name="demo <
             metrics |= {f"confusion/{cell}": value for cell, value in counts.items()}
         tracker.log(iteration, role, metrics, iteration=iteration)
         if iteration % 6 == 0:
-            metrics = {"generator/accuracy_sampled": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4}
+            metrics = {"generator/accuracy": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4}
             tracker.log(iteration, "eval", metrics | {"generator/num_problems": 200.0}, iteration=iteration)
         if rollouts:
             keep(directory, iteration, **{role: [solution(draw, draw.random() < share, role) for _ in range(12)]})

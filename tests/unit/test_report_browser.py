@@ -93,7 +93,7 @@ def log(run, iterations=40, shift=0.0):
             tracker.log(
                 iteration,
                 "eval",
-                {"solver/accuracy_sampled": accuracy, "solver/num_problems": 400.0},
+                {"solver/accuracy": accuracy, "solver/num_problems": 400.0},
                 iteration=iteration,
             )
 
@@ -364,7 +364,7 @@ def test_runs_of_a_comparison_can_be_picked_and_seeds_averaged(tmp_path):
         found.open(page)
         seen = found.run(
             """
-          const chart = Report.charts.all.find((one) => one.title === "solver: held out: accuracy_sampled");
+          const chart = Report.charts.all.find((one) => one.title === "solver: held out: accuracy");
           const wait = async () => { await pause(60); await until(() => !chart.stale); };
           chart.card.scrollIntoView();
           await wait();

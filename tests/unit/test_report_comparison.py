@@ -76,7 +76,7 @@ def test_any_runs_are_compared_with_their_settings(tmp_path):
     assert found.problems == [] and "Settings that differ" in shown and "Means over seeds" in shown
     report, index = found.data("report"), found.data("rollouts")
     assert [run["arm"] for run in report["runs"]] == [0, 0, 1, 1] and set(index["run"]) == {0, 1, 2, 3}
-    [chart] = [c for c in report["charts"] if c["title"] == "generator: held out: accuracy_sampled"]
+    [chart] = [c for c in report["charts"] if c["title"] == "generator: held out: accuracy"]
     assert [line["run"] for line in chart["lines"]] == [0, 1, 2, 3]
     assert "run.name" not in shown
 

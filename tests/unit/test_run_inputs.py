@@ -60,7 +60,7 @@ def config():
         recipe=configs.Use(target="megatron_rl.recipes.grpo:Grpo", args={"template": "prompt.txt", **corpus}),
         reward=configs.Reward(target="mine_rewards:grade"),
         data=configs.PromptSet(path="rows.jsonl"),
-        evaluation=configs.Evaluation(prompts=configs.PromptSet(path="held.jsonl")),
+        evaluation=configs.Evaluation(sets=(configs.EvaluationSet(path="held.jsonl"),)),
     )
 
 
@@ -71,7 +71,7 @@ def compared(done="3 iterations", accept=False):
 
 NAMES = {
     "rows.jsonl": "data.path",
-    "held.jsonl": "evaluation.prompts.path",
+    "held.jsonl": "evaluation.sets.0.path",
     "own.jinja": "roles.solver.model.chat_template",
     "corpus.jsonl": "recipe.args.environment.args.corpus",
     "prompt.txt": "recipe.args.template",
@@ -203,7 +203,9 @@ def test_answers_of_another_model_or_reward_are_not_gone_on_with(here):
     reward = configs.Reward(target="mine_rewards:grade")
     data = configs.PromptSet(path="rows.jsonl")
     asked = configs.GenerateConfig(model=configs.Model(path="model"), data=data, output="out", reward=reward)
-    measured = configs.EvalConfig(model=configs.Model(path="model"), data=data, reward=reward)
+    measured = configs.EvalConfig(
+        model=configs.Model(path="model"), sets=(configs.EvaluationSet(path=data.path),), reward=reward
+    )
 
     def digests():
         read = read_files(spec_of(asked).settings)

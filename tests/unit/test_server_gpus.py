@@ -26,7 +26,7 @@ data: {path: nowhere.jsonl}
 engine: {kind: vllm}
 """
 OTHERS = {
-    "eval": (EvalConfig, ["model.path=org/m", "data.path=nowhere.jsonl", "engine.kind=vllm"]),
+    "eval": (EvalConfig, ["model.path=org/m", "sets=[{path: nowhere.jsonl}]", "engine.kind=vllm"]),
     "generate": (GenerateConfig, ["model.path=org/m", "data.path=nowhere.jsonl", "output=x", "engine.kind=vllm"]),
 }
 

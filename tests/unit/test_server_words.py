@@ -10,7 +10,7 @@ from megatron_rl.engines.kind import ServerStart, kind_of
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.settings import Vllm
 
-EVAL = ["model.path=m", "data.path=d"]
+EVAL = ["model.path=m", "sets=[{path: d}]"]
 TRAIN = ["roles={a: {model: {path: m}}}", "recipe={target: 'a.b:C'}", "data.path=d"]
 
 

@@ -20,6 +20,8 @@ from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.held_out_sets import HeldOutSet
+from megatron_rl.training.iteration import EvaluationDraws
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 
@@ -66,7 +68,7 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
         recipe=recipe,
         context=context,
         iterations=collector,
-        held_out=problems(2),
+        held_out=[HeldOutSet(name="held", prompts=problems(2), draws=EvaluationDraws())],
         hooks=loop.Hooks(
             log=lambda cycle, scope, m, *, iteration: lines.append((iteration, cycle, scope, m)), save=saved.append
         ),

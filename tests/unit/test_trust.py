@@ -116,7 +116,7 @@ def test_a_range_without_room_is_refused(words, bounds):
 
 def test_an_evaluation_refuses_a_range_that_it_would_not_count_by():
     with pytest.raises(ConfigError, match=r"reward\.range = \[0\.0, 2\.0\]: an evaluation counts scores from 0 to 1"):
-        config_files.load(EvalConfig, [], ["model.path=m", "data.path=d.jsonl", "reward.range=[0.0, 2.0]"])
+        config_files.load(EvalConfig, [], ["model.path=m", "sets=[{path: d.jsonl}]", "reward.range=[0.0, 2.0]"])
 
 
 def test_check_imports_none_of_the_heavy_libraries(words):
@@ -144,7 +144,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
         ("roles.generator.model.tokenizer={tmp}/none", "roles.generator.model.tokenizer = {tmp}/none is not there"),
         ("data.path={tmp}/none.jsonl", "data = {tmp}/none.jsonl is not there"),
         ("data.path={tmp}/bad.jsonl", "1 of 1 rows of {tmp}/bad.jsonl cannot be used"),
-        ("evaluation.prompts={{path: {tmp}/none.jsonl}}", "evaluation.prompts = {tmp}/none.jsonl is not there"),
+        ("evaluation.sets=[{{path: {tmp}/none.jsonl}}]", "evaluation.sets.none = {tmp}/none.jsonl is not there"),
         ("engine.kind=vlm", "engine.kind"),
         ("engine={{kind: vllm, python: {tmp}/python}}", "engine.python = {tmp}/python is not there"),
         ("recipe.args.group_sise=4", "did you mean 'group_size'"),

@@ -86,7 +86,7 @@ def _run(side: Path, name: str, out: Path, *, old: bool) -> Path:
         config = golden_runs.configs(out / "inputs", urls)[name]
         config["run"]["dir"] = str(home)
         file = home / f"{name}.yaml"
-        file.write_text(json.dumps(_old_names(config) if old else config))
+        file.write_text(json.dumps(_old_names(_old_evaluation(config)) if old else config))
         command = [sys.executable, "-m", "megatron_rl.main", "train", str(file)]
         with (home / f"{name}.log").open("w") as log:
             done = subprocess.run(command, cwd=side, env=_environment(side), stdout=log, stderr=subprocess.STDOUT)
@@ -118,6 +118,10 @@ def _no_servers() -> Iterator[list[str]]:
 def _compare_runs(old: Path, new: Path, name: str) -> list[str]:
     """Returns the differences of two run directories: metrics line by line, and every trained tensor."""
     lines, others = _metrics(new, name), _metrics(old, name, RENAMES["metrics"])
+    for own, other in zip(lines, others, strict=False):
+        for key in RENAMES["added"] if own["scope"] == "eval" else ():
+            if key not in other:
+                own.pop(key, None)
     faults = [] if len(lines) == len(others) else [f"{name}: {len(others)} lines of metrics became {len(lines)}"]
     for number, (own, other) in enumerate(zip(lines, others, strict=False)):
         for key in sorted(own.keys() | other.keys()):
@@ -160,6 +164,16 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def _old_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config with the one set of its evaluations where the other commit has it."""
+    if "evaluation.sets" not in RENAMES["changed"]:
+        return {**config}
+    own = {**config["evaluation"]}
+    [held] = own.pop("sets")
+    del held["name"]
+    return {**config, "evaluation": own | {"prompts": held}}
+
+
 def _old_names(value: Any, path: str = "") -> Any:
     """Returns a config with the names of the other commit."""
     if isinstance(value, Mapping):
@@ -196,10 +210,19 @@ def _compare_settings(other: Path) -> list[str]:
         old, new = _settings(other, command), _settings(ROOT, command)
         kept = {news.get(name, name): default for name, default in old.items() if name not in RENAMES["removed"]}
         for name in sorted(kept.keys() | new.keys()):
-            if name not in RENAMES["changed"] and kept.get(name) != new.get(name):
+            if not _may_change(command, name) and kept.get(name) != new.get(name):
                 faults.append(f"setting {name} of {command}: was {kept.get(name)!r} and is {new.get(name)!r}")
     print(f"settings     {f'{len(faults)} differ' if faults else 'the same'}", flush=True)
     return faults
+
+
+def _may_change(command: str, name: str) -> bool:
+    """Returns whether the table has a setting, by its name or behind the name of the command, as changed. A name that
+    ends in a dot stands for all that begin with it."""
+    named = (name, f"{command} {name}")
+    return any(
+        one in named or (one.endswith(".") and any(own.startswith(one) for own in named)) for one in RENAMES["changed"]
+    )
 
 
 def _check_configs() -> list[str]:

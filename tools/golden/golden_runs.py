@@ -90,7 +90,7 @@ def _config(base: Path, name: str, recipe: str, roles: Mapping[str, Any], args: 
         "roles": roles,
         "recipe": {"target": f"megatron_rl.{recipe}", "args": args},
         "data": data,
-        "evaluation": {"prompts": data | {"shuffle": False}, "num_prompts": 16, "every": 0},
+        "evaluation": {"sets": [data | {"name": "held", "shuffle": False, "limit": 16}], "every": 0},
         "reward": {"target": "golden_rewards:grade", "workers": 1, "timeout_s": 120.0},
         "preflight": {"enabled": False},
         "run": {"name": name, "prompts_per_iteration": 8, "save_every": 0},

@@ -32,7 +32,7 @@ SFT = {"batch": 32, "clean_steps": 400, "late_steps": 100}
 FRAME = 3  # tokens of a proposal besides its letters and their numbers: two tags and the end
 CURVES = {  # panel: (scope of the metrics, metric, label)
     "proposer": [("proposer", "letters", "letters per proposal"), ("proposer", "questions", "share accepted")],
-    "solver": [("solver", "reward/score", "judge's score"), ("eval", "solver/accuracy_sampled", "held-out accuracy")],
+    "solver": [("solver", "reward/score", "judge's score"), ("eval", "solver/accuracy", "held-out accuracy")],
     "judge": [("judge", "reward/form", "form of the judgements")],
 }
 

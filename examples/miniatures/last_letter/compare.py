@@ -26,7 +26,7 @@ from run import ARMS
 
 HERE = Path(__file__).parent
 FIGURES = {
-    "generator_accuracy_sampled": "generator accuracy (sampled)",
+    "generator_accuracy": "generator accuracy (sampled)",
     "generator_accuracy_greedy": "generator accuracy (greedy)",
     "verifier_outcome_f1": "verifier outcome-F1",
     "verifier_step_f1": "verifier step-F1",
@@ -43,7 +43,7 @@ T_95 = {
     10: 2.262,
 }  # two-sided Student t, n - 1 degrees
 DEFAULT = ["tango", "grpo", "frozen_verifier", "frozen_generator"]
-ACCURACY = "generator_accuracy_sampled"
+ACCURACY = "generator_accuracy"
 # Bars of regime a for the gain in a figure, by arm: the mean over seeds, and the smallest gain of a seed.
 GAINS = {
     "tango": {("gain", ACCURACY): 0.50, ("gain", "verifier_outcome_f1"): 0.10},
@@ -143,7 +143,7 @@ def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
     metric, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     for number, arm in enumerate(summaries):
         for axis, role, metric_name in (
-            (axes[0], "generator", "accuracy_sampled"),
+            (axes[0], "generator", "accuracy"),
             (axes[1], "verifier", "outcome_f1"),
         ):
             lines = [curve(options.out / f"{arm}_seed{seed}", role, metric_name) for seed in options.seeds]

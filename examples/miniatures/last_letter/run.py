@@ -116,7 +116,7 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
         f"run.name={options.out.name}",
         f"run.dir={options.out.parent}",
         f"data.path={base}/task/train.jsonl",
-        f"evaluation.prompts.path={base}/task/test.jsonl",
+        f"evaluation.sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
         f"roles.generator.model.path={base}/generator/model",
         f"evaluation.every={options.evaluate_every}",
         *ENGINES[options.engine],
@@ -150,7 +150,7 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
     path = options.out / "summary.json"
     summary = json.loads(path.read_text())
     for metric, source in (
-        ("generator_accuracy", "generator_accuracy_sampled"),
+        ("generator_accuracy", "generator_accuracy"),
         ("verifier_outcome_f1", None),
         ("verifier_step_f1", None),
     ):
@@ -164,7 +164,7 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
     table = Table(title=f"last letter, regime {options.regime}, {options.arm}, held-out problems")
     for column in ("figure", "before", "after"):
         table.add_column(column, justify="left" if column == "figure" else "right")
-    names = ("generator_accuracy_sampled", "generator_accuracy_greedy", "verifier_outcome_f1", "verifier_step_f1")
+    names = ("generator_accuracy", "generator_accuracy_greedy", "verifier_outcome_f1", "verifier_step_f1")
     for name in names:
         if f"{name}_end" in summary:
             table.add_row(

@@ -38,7 +38,7 @@ CURVES = [  # scope of the metrics, metric, label
     ("proposer", "accepted", "share that the rule accepts"),
     ("proposer", "reward/total", "reward: 4 a (1 - a)"),
     ("solver", "reward/outcome", "accuracy a on proposals"),
-    ("eval", "solver/accuracy_sampled", "held-out accuracy"),
+    ("eval", "solver/accuracy", "held-out accuracy"),
 ]
 
 

@@ -31,9 +31,9 @@ KNOWN = [*agents.KNOWN, *TAGS, *NUMBERS, *judge.VERDICTS.values(), "<sol>", "<ve
 STEPS = 700  # of the verifier's supervised start
 SPOILED, TRUST = 0.15, 0.4  # in its pairs: calls and answers with a wrong digit; guesses that its teacher believes
 FIGURES = {
-    "generator/accuracy_sampled": "generator: correct answers, held out",
+    "generator/accuracy": "generator: correct answers, held out",
     "generator/accuracy_greedy": "the same by the likeliest tokens",
-    "episodes/answers_sampled": "generator: turns in a conversation",
+    "episodes/answers": "generator: turns in a conversation",
     "verifier/outcome_f1": "verifier: F1 of final verdicts",
     "verifier/step_f1": "verifier: F1 of verdicts on turns",
     "verifier/aligned": "verifier: one verdict for each turn",

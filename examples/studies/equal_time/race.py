@@ -47,7 +47,7 @@ CPU_SECONDS = {"a": 10.0, "b": 20.0}  # enough for the quickest arm to come near
 RATES = {"a": 1.5e-4, "b": 3e-4}
 LOOK_S = 0.02
 ROLES = ("generator", "verifier")
-FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
+FIGURES = ("generator/accuracy", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
 console = Console(soft_wrap=True, width=120)
 Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its metrics
 
@@ -117,7 +117,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
     own = [
         str(EXAMPLE / f"{arm.config}.yaml"), f"run.seed={seed}", f"run.name={out.name}", f"run.dir={out.parent}",
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
-        f"evaluation.prompts.path={base}/task/test.jsonl",
+        f"evaluation.sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
         f"roles.generator.model.path={options.generator}", f"roles.generator.optimizer.lr={RATES[options.regime]}",
         f"evaluation.every={arm.evaluate}",
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def at(points: Sequence[Point], metric: str, cpu_s: float) -> float:
 def reached(points: Sequence[Point], accuracy: float, axis: str = "cpu_s") -> float | None:
     """Returns the CPU-seconds, or `seconds` by the clock, after which a run has this sampled accuracy, on the line
     between two evaluations; None where it has not."""
-    metric = "generator/accuracy_sampled"
+    metric = "generator/accuracy"
     for before, after in pairwise(points):
         if before[metric] >= accuracy:
             return before[axis]
@@ -205,7 +205,7 @@ def show(found: dict[str, list[list[Point]]], budget: float) -> None:
     for column in ("arm", "seconds", "updates", "1,000 tokens", "CPU-s to 0.5", "seconds to 0.5"):
         work.add_column(column, justify="left" if column == "arm" else "right")
     for arm, runs in found.items():
-        sampled = [interval([at(p, "generator/accuracy_sampled", s * budget) for p in runs]) for s in shares]
+        sampled = [interval([at(p, "generator/accuracy", s * budget) for p in runs]) for s in shares]
         accuracy.add_row(arm, *sampled, interval([at(p, "generator/accuracy_greedy", budget) for p in runs]))
         counts = [
             interval([at(p, name, budget) / unit for p in runs], digits)

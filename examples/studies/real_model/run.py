@@ -70,20 +70,20 @@ ARMS: Mapping[str, Arm] = {
 FLOAT32_RATE = 1e-5  # of reinforcement learning; with the configs' 3e-5 one run of two was lost (docs/real_model.md)
 UPDATES = {"grpo": "updates", "tango": "generator_updates"}  # how the recipe of a config names them
 FIGURES = {
-    "generator/accuracy_sampled": "right answers, sampled",
+    "generator/accuracy": "right answers, sampled",
     "generator/accuracy_greedy": "right answers, by the likeliest tokens",
     "verifier/outcome_f1": "verifier: F1 of final verdicts",
     "verifier/step_f1": "verifier: F1 of verdicts on steps",
 }
 AXES = {"seconds": "seconds of generation and training", "cpu_s": "CPU-seconds of generation and training"}
 SHORT = {  # settings of an arm by its config
-    "grpo": ["run.prompts_per_iteration=4", "evaluation.num_prompts=64", "evaluation.every=0"],
-    "tango": ["run.prompts_per_iteration=4", "evaluation.num_prompts=64", "recipe.args.balanced_per_class=16"],
+    "grpo": ["run.prompts_per_iteration=4", "evaluation.limit=64", "evaluation.every=0"],
+    "tango": ["run.prompts_per_iteration=4", "evaluation.limit=64", "recipe.args.balanced_per_class=16"],
 }
 QUICK = {
     "sft": ["steps=3", "optimizer.decay_steps=3"],
-    "grpo": ["evaluation.num_prompts=16", "run.prompts_per_iteration=4"],
-    "tango": ["evaluation.num_prompts=16", "run.prompts_per_iteration=12", "recipe.args.balanced_per_class=8"],
+    "grpo": ["evaluation.limit=16", "run.prompts_per_iteration=4"],
+    "tango": ["evaluation.limit=16", "run.prompts_per_iteration=12", "recipe.args.balanced_per_class=8"],
 }
 QUICK_UPDATES = 2
 Curve = Sequence[tuple[float, float]]  # (time of generation and training before an evaluation, its metric)
@@ -208,7 +208,7 @@ def show(runs: Mapping[str, Sequence[Path]]) -> None:
         for axis, label in AXES.items():
             table.add_row(arm, label, "", mean([spent(run, axis) for run in found], digits=0))
     console.print(table)
-    name = "generator/accuracy_sampled"
+    name = "generator/accuracy"
     for axis, label in AXES.items():
         ways = {arm: [curve(run, name, axis) for run in found] for arm, found in runs.items()}
         common = min(way[-1][0] for own in ways.values() for way in own)

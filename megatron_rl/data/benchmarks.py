@@ -42,11 +42,11 @@ class Benchmark:
 
     name: str
     title: str
-    hub: str  # name of the data set on the Hugging Face hub
+    hub: str | None  # name of the data set on the Hugging Face hub; None: the rows are read from `data_dir` alone
     # Function that converts a row to the question, the answer and other values for the grader.
     # The function returns None for a row that does not belong to the benchmark.
     read: Callable[[DataRow], Values | None]
-    grader: str = MATH
+    grader: str | None = MATH  # None: the set has no grader of its own, so the config must give one
     template: str = GENERAL
     split: str = "test"
     subset: str | None = None
@@ -67,6 +67,10 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark("aime25", "AIME 2025", "yentinglin/aime_2025", _plain, split="train"),
         Benchmark("aime26", "AIME 2026", "MathArena/aime_2026", _plain, split="train"),
         Benchmark("amc23", "AMC 2023", "math-ai/amc23", _plain),
+        Benchmark("amc24", "AMC 2024", "rawsh/2024_AMC12", _plain, split="train"),
+        Benchmark("amc25", "AMC 2025", None, _plain),
+        Benchmark("math_beyond", "MATH-Beyond", "brendel-group/MATH-Beyond", _plain),
+        Benchmark("ifeval", "IFEval", "google/IFEval", _ifeval, grader=None, template="plain", split="train"),
         Benchmark("minerva_math", "Minerva", "math-ai/minervamath", _plain),
         Benchmark("olympiadbench", "OlympiadBench", "knoveleng/OlympiadBench", _plain, split="train"),
         Benchmark("gsm8k", "GSM8K", "openai/gsm8k", _gsm8k, subset="main"),
@@ -95,9 +99,7 @@ def benchmark(name: str) -> Benchmark:
     """Returns the benchmark with this name. Raises ConfigError for an unknown name."""
     table = benchmarks()
     if name not in table:
-        raise ConfigError(
-            f"benchmarks: {name!r} is not known; there are {', '.join(table)}; any other set is given by `data`"
-        )
+        raise ConfigError(f"sets: {name!r} is not known; there are {', '.join(table)}; a set of your own has a `path`")
     return table[name]
 
 
@@ -106,21 +108,28 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
 
     Without `data_dir`, the location is the data set on the hub. Otherwise it is the first of these that exists in
     `data_dir`: a folder NAME, a file NAME.jsonl or NAME.parquet, or a folder with the data set's name on the hub, as
-    created by `megatron-rl fetch`. Raises ConfigError if `data_dir` has none of these. `limit`: maximum number of
-    problems.
+    created by `megatron-rl fetch`. Raises ConfigError if `data_dir` has none of these, and for a benchmark that is not
+    on the hub without `data_dir`. `limit`: maximum number of problems.
     """
+    name = found.folder or found.name
     if data_dir is None:
+        if found.hub is None:
+            raise ConfigError(
+                f"{found.name} is not on the hub: put {name}.jsonl into a directory, and name it data_dir"
+            )
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
-    base, name = Path(data_dir), found.folder or found.name
-    places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet", base / found.hub]
+    base = Path(data_dir)
+    places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
+    places += [] if found.hub is None else [base / found.hub]
     place = next((p for p in places if p.exists()), None)
     if place is None:
+        fetched = "" if found.hub is None else " (the last one is as `megatron-rl fetch` makes it), or data_dir null"
         raise ConfigError(
-            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)} (the last one is as "
-            "`megatron-rl fetch` makes it), or data_dir null for the hub"
+            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}"
+            f"{fetched and fetched + ' for the hub'}"
         )
     # only a folder from `megatron-rl fetch` has the splits of the hub
-    own = place.is_dir() and place != base / found.hub
+    own = place.is_dir() and (found.hub is None or place != base / found.hub)
     tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
     return PromptSet(path=str(place), split=split, subset=found.subset, file=found.file, limit=limit)
@@ -200,6 +209,14 @@ def _gold(answer: Any) -> str:
 def _gsm8k(row: DataRow) -> Values:
     _, mark, answer = str(row.get("answer", "")).rpartition("####")
     return {"question": _first(row, "question"), "answer": _gold(answer.replace(",", "") if mark else None)}
+
+
+def _ifeval(row: DataRow) -> Values:
+    """Converts a row of IFEval: a prompt, and the instructions that a response must follow, for the grader."""
+    kinds = row.get("instruction_id_list")
+    if not isinstance(kinds, list) or not kinds:
+        raise DataError(f"instruction_id_list is {str(kinds)[:60]!r}: give a list of the names of instructions")
+    return {"question": _first(row, "prompt"), "instruction_id_list": kinds, "kwargs": row.get("kwargs")}
 
 
 def _svamp(row: DataRow) -> Values:

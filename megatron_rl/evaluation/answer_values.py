@@ -1,0 +1,39 @@
+"""Computes the metrics of graded answers: accuracy, reward, pass@k and votes. Imports neither torch nor an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from megatron_rl.evaluation.samples import Sample
+from megatron_rl.evaluation.statistics import best_of_n, majority, pass_at_k, weighted_vote
+
+
+def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
+    """Returns {metric: [P] values} of graded answers. `groups`: [P][n], n samples of each of P problems.
+
+    The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
+    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). pass@k, maj@n,
+    best_of_n and vote_of_n use whether an answer is correct, not its score.
+    """
+    n = min((len(group) for group in groups), default=0)
+    correct = [[float(row["correct"]) for row in group] for group in groups]
+    out = {"accuracy": [fmean(own) for own in correct]}
+    out |= {"reward": [fmean(row["score"] for row in group) for group in groups]}
+    told = [k for k in ks if k <= n and (n > 1 or k > 1)]
+    out |= {f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in correct] for k in told}
+    if n > 1:
+        keys = [[row["key"] for row in group] for group in groups]
+        out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, correct, strict=True)]
+        if "confidence" in groups[0][0]:
+            weights = [[row["confidence"] for row in group] for group in groups]
+            out[f"best_of_{n}"] = [best_of_n(own, w) for own, w in zip(correct, weights, strict=True)]
+            out[f"vote_of_{n}"] = [weighted_vote(k, own, w) for k, own, w in zip(keys, correct, weights, strict=True)]
+    out["finished"] = [fmean(float(row["finished"]) for row in group) for group in groups]
+    out["tokens"] = [fmean(row["tokens"] for row in group) for group in groups]
+    if groups and "turns" in groups[0][0]:
+        out["turns"] = [fmean(len(row["turns"]) for row in group) for group in groups]
+        out["first_share"] = [
+            fmean(sum(row["turns"][::2]) / max(1, row["tokens"]) for row in group) for group in groups
+        ]
+    return out

@@ -1,0 +1,124 @@
+"""The evaluations of a training run: their sets with graders, their result files, and the best models."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.evaluation.samples import Samples, chosen_answers
+from megatron_rl.evaluation.set_metrics import SetMetrics, macro, metrics_of
+from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.report import evaluation_page
+from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.run.metrics import Sample, Tracker
+from megatron_rl.run.run_directory import RunDirectory
+from megatron_rl.spec.evaluated_sets import EvaluatedSet
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.training.held_out_sets import Answers, HeldOutSet
+from megatron_rl.training.iteration import EvaluationDraws, Grade
+from megatron_rl.types import Prompt
+
+
+def held_out_sets(
+    spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], stack: contextlib.ExitStack
+) -> list[HeldOutSet]:  # fmt: skip
+    """Returns the sets of a run's evaluations. `prompts`: the prompts of each set by name; sets without prompts are
+    left out.
+
+    Sets whose grader is not the run's have worker processes of their own, one pool for each grader, which the first
+    evaluation starts and which end when `stack` closes.
+    """
+    pools, out = dict[str, Grade](), []
+    for own in spec.data.held_out:
+        if own.name not in prompts:
+            continue
+        grade, key = None, repr(own.reward)
+        if own.reward != spec.reward:
+            if key not in pools:
+                pools[key] = stack.enter_context(GradePool(own.reward)).grade
+            grade = pools[key]
+        draws = EvaluationDraws(
+            n=own.n, k=own.k, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k,
+            greedy=spec.loop.evaluation.greedy,
+        )  # fmt: skip
+        out.append(
+            HeldOutSet(
+                name=own.name, prompts=prompts[own.name], draws=draws, grade=grade, threshold=own.reward.threshold,
+                max_failure_share=own.reward.max_failure_share,
+            )
+        )  # fmt: skip
+    return out
+
+
+def write_results(
+    directory: RunDirectory, sets: Sequence[EvaluatedSet], number: int, answers: Answers, *, seed: int
+) -> None:  # fmt: skip
+    """Writes RUN/evaluations/iteration_000012.json and .jsonl, in the form of `megatron-rl eval`: the metrics with
+    their intervals, and all answers. Used on the driver. `number`: number of finished iterations."""
+    place = directory.evaluations / f"iteration_{number:06d}.json"
+    samples, found = Samples(None, ""), list[SetMetrics]()
+    for own in sets:
+        for role, groups in answers.get(own.name, {}).items():
+            measure = SOLVE if len(answers[own.name]) == 1 else role
+            samples.add([{"set": own.name, "measure": measure, **row} for row in group] for group in groups)
+            found.append(metrics_of(samples, own.name, own.title, measure, ks=own.k, seed=seed))
+    if not found:
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    samples.write(place.with_suffix(".jsonl"))
+    evaluation_page.write_metrics(place, found, macro(found, seed=seed), {"iteration": number})
+
+
+def show_answers(tracker: Tracker, number: int, answers: Answers) -> None:
+    """Sends some answers of each set, half of them correct where there are as many, to the metric sinks."""
+    for name, by_role in answers.items():
+        rows = [row for groups in by_role.values() for group in groups for row in group]
+        if chosen := chosen_answers(rows, tracker.num_samples):
+            tracker.show(number - 1, f"eval/{name}", [_shown(row) for row in chosen])
+
+
+def keep_best(
+    directory: RunDirectory, number: int, best: Sequence[tuple[int, float]], export: Callable[[Path], None]
+) -> None:  # fmt: skip
+    """Exports the models of the present weights, if they are among the best, to RUN/best/iteration_000012. Collective.
+
+    `number`: number of finished iterations. `best`: (number, value) of the best evaluations. `export`: collective
+    function that writes the models below a directory. The weights before the first iteration are not exported: they are
+    those that the run was given.
+    """
+    if number and any(one[0] == number for one in best):
+        export(directory.best / f"iteration_{number:06d}")
+
+
+def remove_surpassed(directory: RunDirectory, best: Sequence[tuple[int, float]]) -> None:
+    """Removes the exported models that are no longer among the best. Used on the driver."""
+    kept = {f"iteration_{number:06d}" for number, _ in best}
+    for folder in directory.best.glob("iteration_*"):
+        if folder.name not in kept:
+            shutil.rmtree(folder)
+
+
+def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """Returns the entry `best` of the run's summary: for each of the best evaluations, the best first, the number of
+    finished iterations, the metric and its value, and the directories of the checkpoint and of the exported models.
+    Directories are null for the weights that the run was given."""
+    return [
+        {
+            "iteration": number, "metric": metric, "value": value,
+            "checkpoint": str(directory.checkpoints / f"iteration_{number:06d}") if number else None,
+            "models": str(directory.best / f"iteration_{number:06d}/models") if number else None,
+        }
+        for number, value in best
+    ]  # fmt: skip
+
+
+def _shown(row: Mapping[str, Any]) -> Sample:
+    rewards = {"reward": row["score"], "correct": float(row["correct"])}
+    group = f"{row['row']}, sample {row['sample']}"
+    return Sample(
+        group=group, prompt=str(row.get("question", "")), response=row["response"], rewards=rewards,
+        length=row["tokens"],
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Resolves the problem sets of an evaluation: where their problems are, and how answers are drawn and graded. Used by
+training runs and by `megatron-rl eval`. Does not import torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.evaluation import EvaluationSet, Reward
+from megatron_rl.data.benchmarks import Benchmark, benchmark, source_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluatedSet:
+    """A problem set of an evaluation, with all defaults filled in."""
+
+    name: str  # name in metrics
+    title: str  # name in tables
+    benchmark: Benchmark | None  # None: a set of your own
+    source: PromptSet
+    reward: Reward
+    template: str | None  # None: the template of the benchmark, of the command or of the recipe
+    n: int
+    k: tuple[int, ...]
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+def evaluated_sets(
+    sets: Sequence[EvaluationSet], defaults: Any, reward: Reward, *, drawn: Any = None
+) -> tuple[EvaluatedSet, ...]:  # fmt: skip
+    """Returns the resolved sets. `defaults`: the section with `n`, `k`, `template`, `limit` and `data_dir` of sets that
+    do not set them. `drawn`: the section with `temperature`, `top_p` and `top_k`; None: `defaults`. `reward`: grader of
+    sets of your own; its numbers of workers and limits also apply to the benchmarks' graders.
+
+    Raises ConfigError for an unknown benchmark, a benchmark that `data_dir` does not have, and a benchmark without a
+    grader.
+    """
+    return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn) for own in sets)
+
+
+def _resolved(own: EvaluationSet, defaults: Any, reward: Reward, drawn: Any) -> EvaluatedSet:
+    limit = own.limit or defaults.limit
+    found = None if own.path else benchmark(own.name)
+    if found is not None:
+        source = source_of(found, defaults.data_dir, limit=limit)
+        source = dataclasses.replace(
+            source, shuffle=own.shuffle, chat=own.chat, system=own.system, max_bad_share=own.max_bad_share
+        )
+        if own.reward is None and found.grader is None:
+            raise ConfigError(
+                f"sets: {own.name} has no grader of its own: give one by {{name: {own.name}, reward: {{target: "
+                "module:name}}"
+            )
+        reward = dataclasses.replace(reward, target=found.grader or "", args={}, range=(0.0, 1.0))
+    else:
+        shared = {field.name: getattr(own, field.name) for field in dataclasses.fields(PromptSet)}
+        source = PromptSet(**shared | {"path": _local(own.path, defaults.data_dir), "limit": limit})
+    numbers = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k")}
+    return EvaluatedSet(
+        name=own.title, title=own.title if found is None else found.title, benchmark=found, source=source,
+        reward=reward if own.reward is None else own.reward, template=own.template or defaults.template,
+        n=own.n or defaults.n, k=own.k or defaults.k,
+        **{name: getattr(drawn, name) if value is None else value for name, value in numbers.items()},
+    )  # fmt: skip
+
+
+def _local(path: str, data_dir: str | None) -> str:
+    """Returns the folder of a data set of the hub that `megatron-rl fetch` has made in `data_dir`, or `path` if there
+    is none."""
+    fetched = None if data_dir is None or Path(path).exists() else Path(data_dir) / path
+    return str(fetched) if fetched is not None and fetched.is_dir() else path

@@ -1,0 +1,109 @@
+"""Evaluates a recipe on the sets of held-out problems of a run, and compares evaluations to find the best checkpoints
+and to end a run early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.evaluation import Best, EarlyStop
+from megatron_rl.training.iteration import EvaluationDraws, Grade, Recipe, RolloutContext
+from megatron_rl.types import Prompt
+
+# {name of the set: {role: [P][n] graded answers}}
+Answers = Mapping[str, Mapping[str, list[list[dict[str, Any]]]]]
+COUNTS = (
+    "ungraded",
+    "ungraded_greedy",
+    "replaced",
+    "replaced_greedy",
+    "too_long",
+)  # metrics, besides num_*, that are added up over sets
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutSet:
+    """The prompts of a set of held-out problems, and how answers to them are drawn and graded."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    draws: EvaluationDraws
+    grade: Grade | None = None  # None: the run's grader
+    threshold: float | None = None  # score above which an answer is correct; None: that of the run
+    max_failure_share: float | None = None  # None: that of the run
+
+
+def evaluate_sets(
+    recipe: Recipe, sets: Sequence[HeldOutSet], context: RolloutContext
+) -> tuple[dict[str, float], Answers]:
+    """Evaluates a recipe on all sets. Used on the driver. Returns the metrics, and the graded answers.
+
+    `role/metric` is the mean over the sets with equal weights, or the sum of a count, for the metrics that all sets
+    have. With several sets there are also the metrics of each set, `role/SET/metric`. `context.kept` has a dict of its
+    own for each set.
+    """
+    found: dict[str, dict[str, float]] = {}
+    answers: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
+    for own in sets:
+        answers[own.name] = {}
+        alone = replace(
+            context,
+            evaluation=own.draws,
+            answers=answers[own.name],
+            kept=context.kept.setdefault(own.name, {}),
+            grade=own.grade or context.grade,
+            threshold=context.threshold if own.threshold is None else own.threshold,
+            max_failure_share=context.max_failure_share if own.max_failure_share is None else own.max_failure_share,
+        )
+        found[own.name] = recipe.evaluate(own.prompts, alone)
+    first, *others = found.values()
+    means = {
+        name: (sum if _is_count(name) else fmean)([metrics[name] for metrics in found.values()])
+        for name in first
+        if all(name in metrics for metrics in others)
+    }
+    if not others:
+        return means, answers
+    for name, metrics in found.items():
+        for metric, value in metrics.items():
+            role, _, rest = metric.rpartition("/")
+            means["/".join([role, name, rest] if role else [name, rest])] = value
+    return means, answers
+
+
+def ranked(
+    best: Sequence[tuple[int, float]], done: int, metrics: Mapping[str, float], settings: Best
+) -> list[tuple[int, float]]:
+    """Returns the (number of finished iterations, value) of the best evaluations, the best first, at most
+    `settings.keep`. `best`: the earlier ones. `done`, `metrics`: the new evaluation. Of equal values the earliest comes
+    first. Raises ConfigError if the evaluation has no such metric."""
+    sign = -1 if settings.mode == "max" else 1
+    both = [*best, (done, _value(metrics, settings))]
+    return sorted(both, key=lambda one: (sign * one[1], one[0]))[: settings.keep]
+
+
+def followed(before: tuple[float, int] | None, metrics: Mapping[str, float], settings: EarlyStop) -> tuple[float, int]:
+    """Returns (best value so far, number of evaluations since it). `before`: the result after the evaluation before;
+    None at the first one. Raises ConfigError if the evaluation has no such metric."""
+    value = _value(metrics, settings)
+    if before is None or (value > before[0] if settings.mode == "max" else value < before[0]):
+        return value, 0
+    return before[0], before[1] + 1
+
+
+def _value(metrics: Mapping[str, float], settings: Best | EarlyStop) -> float:
+    if settings.metric not in metrics:
+        place = "best" if isinstance(settings, Best) else "early_stop"
+        raise ConfigError(
+            f"evaluation.{place}.metric = {settings.metric!r}: the evaluation has no such metric; it has "
+            f"{', '.join(metrics)}"
+        )
+    return metrics[settings.metric]
+
+
+def _is_count(name: str) -> bool:
+    last = name.rpartition("/")[2]
+    return last.startswith("num_") or last in COUNTS

@@ -1,0 +1,129 @@
+"""Evaluations on several sets during a run: names and means of metrics, the best checkpoints, the early stop, and the
+same after a resume.
+"""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+from fake_policy import TablePolicy
+from loops import VOCAB, Log, Questions, make
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.evaluation import Best, EarlyStop
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.training import loop
+from megatron_rl.training.held_out_sets import HeldOutSet, evaluate_sets, followed, ranked
+from megatron_rl.training.iteration import EvaluationDraws
+
+VALUES = [0.1, 0.3, 0.7, 0.4, 0.7, 0.2]  # of the evaluations after 0, 2, 4, ... iterations; the best after 4
+BEST = Best(metric="generator/accuracy", keep=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Grpo):
+    """Grpo whose evaluations have the metrics VALUES, one after the other."""
+
+    def evaluate(self, prompts, context):
+        context.kept["calls"] = context.kept.get("calls", -1) + 1
+        return {"generator/accuracy": VALUES[context.kept["calls"]], "generator/num_problems": float(len(prompts))}
+
+
+@pytest.fixture
+def template(tmp_path):
+    (tmp_path / "template.txt").write_text("{question}")
+    return str(tmp_path / "template.txt")
+
+
+def run(template, directory, plan, *, stop_after=None, state=None, policy=None):
+    """Trains with scripted evaluations. Returns (log, progress, what was kept as the best, whether all is done)."""
+    log, kept = Log(), []
+    recipe = Scripted(updates=10, group_size=8, template=template)
+    parts = {"recipe": recipe, "policy": policy, "state": state, "stop_after": stop_after}
+    setup, progress = make(template, log, directory, **parts)
+    hooks = replace(setup.hooks, keep_best=lambda number, best: kept.append([number, [list(one) for one in best]]))
+    finished = loop.train(replace(setup, hooks=hooks), plan, progress)
+    return log, progress, kept, finished
+
+
+def resumed(template, folder, plan, stop_after):
+    """Trains until `stop_after` iterations are done, then goes on from the checkpoint of that stop."""
+    policy = TablePolicy(VOCAB, lr=0.3, seed=1)
+    first, _, before, finished = run(template, folder / "cut", plan, stop_after=stop_after, policy=policy)
+    assert not finished
+    policy.save(folder)
+    again = TablePolicy(VOCAB, lr=0.3, seed=1)
+    again.load(folder)
+    state = first.saved[stop_after]["state"]
+    second, progress, after, finished = run(template, folder / "cut", plan, state=state, policy=again)
+    return first.lines + second.lines, progress, before + after, finished
+
+
+def told(lines):
+    return json.dumps([(iteration, cycle, scope, metrics) for iteration, cycle, scope, metrics in lines])
+
+
+@pytest.mark.parametrize("stop_after", [3, 4, 5, 8])
+def test_the_best_is_the_same_after_a_stop_before_at_and_after_it(template, tmp_path, stop_after):
+    plan = loop.Plan(iterations=10, evaluate_every=2, save_every=3, best=BEST)
+    whole, progress, kept, finished = run(template, tmp_path / "whole", plan)
+    assert finished and progress.best == [(4, 0.7), (8, 0.7)]
+    assert kept[2] == [4, [[4, 0.7], [2, 0.3]]] and kept[-1] == [10, [[4, 0.7], [8, 0.7]]]
+    assert {2, 4, 6, 8, 10} <= set(whole.saved), "there is a checkpoint of every evaluation"
+    lines, later, kept_again, finished = resumed(template, tmp_path, plan, stop_after)
+    assert finished and told(lines) == told(whole.lines)
+    assert [tuple(one) for one in later.best] == progress.best
+    assert kept_again == kept
+
+
+@pytest.mark.parametrize("stop_after", [3, 4, 6, 7])
+def test_a_run_ends_early_at_the_same_iteration_after_a_resume(template, tmp_path, stop_after):
+    stop = EarlyStop(metric="generator/accuracy", patience=2)
+    plan = loop.Plan(iterations=10, evaluate_every=2, save_every=3, early_stop=stop)
+    whole, progress, _, finished = run(template, tmp_path / "whole", plan)
+    assert finished and progress.number == 8 and loop.stopped_early(plan.early_stop, progress)
+    assert max(whole.saved) == 8, "the weights of the end are in a checkpoint"
+    lines, later, _, finished = resumed(template, tmp_path, plan, stop_after)
+    assert finished and later.number == 8 and told(lines) == told(whole.lines)
+
+
+def test_a_run_without_patience_to_lose_goes_on_to_its_end(template, tmp_path):
+    stop = EarlyStop(metric="generator/accuracy", patience=3)
+    plan = loop.Plan(iterations=6, evaluate_every=2, early_stop=stop)
+    _, progress, _, finished = run(template, tmp_path / "whole", plan)
+    assert finished and progress.number == 6 and not loop.stopped_early(plan.early_stop, progress)
+
+
+def test_a_metric_that_no_evaluation_has_is_named_with_those_there_are(template, tmp_path):
+    plan = loop.Plan(iterations=2, best=Best(metric="generator/pass@4"))
+    with pytest.raises(ConfigError, match=r"best.metric = 'generator/pass@4'.*it has generator/accuracy"):
+        run(template, tmp_path / "whole", plan)
+
+
+def test_lower_is_better_where_the_config_says_so():
+    least = Best(metric="loss", mode="min", keep=2)
+    assert ranked([(1, 0.5), (2, 0.4)], 3, {"loss": 0.45}, least) == [(2, 0.4), (3, 0.45)]
+    assert ranked([(1, 0.5)], 3, {"loss": 0.5}, Best(metric="loss", keep=1)) == [(1, 0.5)], "the earlier of equal ones"
+    stop = EarlyStop(metric="loss", mode="min", patience=1)
+    assert followed((0.5, 1), {"loss": 0.4}, stop) == (0.4, 0) and followed((0.5, 1), {"loss": 0.5}, stop) == (0.5, 2)
+
+
+def test_metrics_of_several_sets_are_means_with_equal_weights_and_sums_of_counts(template, tmp_path):
+    setup, _ = make(template, Log(), tmp_path / "run")
+    setup.trainees["generator"].refit(0)
+    draws = [EvaluationDraws(n=2, k=(1, 2)), EvaluationDraws(n=4, k=(2, 4), temperature=0.5), EvaluationDraws(k=(1,))]
+    sets = [
+        HeldOutSet(name=name, prompts=Questions().take(count), draws=own)
+        for name, count, own in zip("abc", (2, 4, 3), draws, strict=True)
+    ]
+    metrics, answers = evaluate_sets(setup.recipe, sets[:2], setup.context)
+    for name in ("accuracy", "reward", "pass@2", "accuracy_greedy"):
+        own = [metrics[f"generator/{place}/{name}"] for place in "ab"]
+        assert metrics[f"generator/{name}"] == pytest.approx(sum(own) / 2)
+    assert "generator/pass@4" not in metrics and "generator/b/pass@4" in metrics
+    assert metrics["generator/num_problems"] == 6.0 and "generator/b/maj@4" in metrics
+    assert [len(group) for group in answers["b"]["generator"]] == [4] * 4
+    alone, _ = evaluate_sets(setup.recipe, sets[2:], setup.context)
+    assert all(name.count("/") == 1 for name in alone), "one set needs no name"
+    twice, _ = evaluate_sets(setup.recipe, sets[:2], setup.context)
+    assert twice == metrics
