@@ -91,6 +91,7 @@ class LogFile:
         self._places: dict[bytes, tuple[int, int]] = {}  # by address: offset and size of the packed value
         self._times: Counter[bytes] = Counter()  # how many times each content was asked for
         self._change = threading.Lock()  # guards the file and the attributes
+        self._sync = threading.Lock()  # held while the file is flushed or closed
         self._closed, self._new = False, True  # _new: the file's name may not be on the disk yet
         self._commit: threading.Timer | None = None  # the pending flush to the disk
         self._failure: OSError | None = None  # error of a flush
@@ -186,19 +187,22 @@ class LogFile:
             self._closed, commit = True, self._commit
         if commit is not None:
             commit.cancel()
-            commit.join()
-        self._file.close()
+        with self._sync:
+            self._file.close()
 
     def _flush(self) -> None:
-        with self._change:
-            self._commit = None
-        try:
-            os.fsync(self._file.fileno())
-            if self._new:
-                push([self.path.parent])
-                self._new = False
-        except OSError as error:
-            self._failure = error
+        with self._sync:
+            with self._change:
+                self._commit = None
+                if self._closed:
+                    return
+            try:
+                os.fsync(self._file.fileno())
+                if self._new:
+                    push([self.path.parent])
+                    self._new = False
+            except OSError as error:
+                self._failure = error
 
     def _recover(self) -> None:
         """Reads the addresses of all records and cuts off what follows the last complete transaction."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from dataclasses import fields
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from megatron_rl.engines.protocol import Completion, Sampling
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.json_lines import DiskError
+from megatron_rl.training import write_ahead
 from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.store import IterationStore, Waiting
 from megatron_rl.training.write_ahead import COMMIT_S, LogFile, WriteAhead
@@ -153,6 +155,19 @@ def test_durable_writes_of_a_moment_are_flushed_together(tmp_path, monkeypatch):
     file._commit.join(60 * COMMIT_S)
     assert 1 <= flushed.count(file._file.fileno()) <= 20
     file.close()
+
+
+def test_durable_a_file_may_be_closed_while_it_is_flushed(tmp_path, monkeypatch):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(write_ahead, "COMMIT_S", 0.0)
+    for number in range(100):
+        file = LogFile(tmp_path / str(number), "same")
+        for i in range(number % 7):
+            file.add([(address(i), completion(i))])
+        file.close()
+        assert readable(tmp_path / str(number), 7) == list(range(number % 7))
+    assert not failed
 
 
 def grading(calls):
