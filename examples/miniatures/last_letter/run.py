@@ -118,13 +118,12 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
         f"data.path={base}/task/train.jsonl",
         f"evaluation.sets=[{{path: {base}/task/test.jsonl, settings: last_letter}}]",
         f"roles.generator.model.path={base}/generator/model",
+        f"roles.generator.optimizer.lr={regime.generator_lr}",
         f"evaluation.every={options.evaluate_every}",
         *ENGINES[options.engine],
     ]
     if options.engine != "embedded":
         settings += [f"engine.python={options.python}"]
-    if options.arm != "online_dpo":  # which has a rate of its own
-        settings += [f"roles.generator.optimizer.lr={regime.generator_lr}"]
     if name := ALONE.get(options.arm):
         settings += [f"roles.critic.model.path={base}/generator/model"] if options.arm == "ppo" else []
         config = str(HERE / f"{options.arm}.yaml")
