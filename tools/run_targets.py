@@ -35,6 +35,11 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     ),
     "oracles": "make oracles",
     **{name: f"python examples/miniatures/{name}/run.py" for name in MINIATURES},
+    # PPO and online DPO beside GRPO, on three seeds
+    "last_letter-alone": (
+        "python examples/miniatures/last_letter/compare.py --arms grpo ppo online_dpo --evaluate-every 10 "
+        "--out runs/arms_alone --check"
+    ),
     "demo-vllm": "make demo ENGINE=vllm",
     "demo-sglang": "make demo ENGINE=sglang",
     # SGLang's real server, on stubbed kernels

@@ -81,6 +81,8 @@ TRAIN = [
         for name in (
             "last_letter/tango",
             "last_letter/grpo",
+            "last_letter/ppo",
+            "last_letter/online_dpo",
             "gsm8k/tango",
             "rubric/rubric",
             "evolve/three",
