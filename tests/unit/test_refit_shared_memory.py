@@ -77,6 +77,14 @@ def test_no_slot_of_cuda_ipc_is_in_an_expandable_segment(monkeypatch):
     assert len(told) == 2
 
 
+def test_a_slot_of_cuda_ipc_is_opened_on_the_gpu_as_its_receiver_numbers_it(monkeypatch):
+    opened: list[list[object]] = []
+    storage = torch.arange(64, dtype=torch.uint8).untyped_storage()
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *parts: opened.append([*parts]) or storage)
+    message = CudaIpc().open([0, b"handle".hex(), 64, 0], torch.device("cuda", 3))
+    assert opened == [[3, b"handle", 64, 0]] and message.tolist() == [*range(64)]
+
+
 def test_files_without_a_directory_are_refused_by_the_config():
     """`check` accepted it, and the run ended at its first refit."""
     with pytest.raises(ConfigError, match="refit.transport = disk: set refit.directory"):
