@@ -57,7 +57,7 @@ STALENESS = (0, 1, 2, 4)
 COUNT, PERMUTATIONS = 10, 4  # measured iterations; iterations after which the lengths repeat
 BOUND = 0.1  # greatest difference from the simulation
 BARS = {"mathematics/4/over_former": 1.6, "agents/4/over_former": 2.5}
-VLLM_BAR = 1.3
+VLLM_BAR, VLLM_COUNT = 1.3, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,9 @@ class FormerMaker(RolloutMaker):
         return made
 
 
-def run(engine: ServerEngine, case: Case, staleness: int, *, former: bool = False) -> dict[str, float]:
+def run(
+    engine: ServerEngine, case: Case, staleness: int, *, former: bool = False, count: int = COUNT
+) -> dict[str, float]:
     """Returns the rate, the idle share of the servers' places, and the mean staleness of a run of the collector."""
     context = RolloutContext(
         engines={ROLE: engine}, tokenizers={}, samplings={ROLE: Sampling(max_tokens=1)}, max_prompt_tokens={},
@@ -177,7 +179,7 @@ def run(engine: ServerEngine, case: Case, staleness: int, *, former: bool = Fals
         prompts_per_iteration=case.samples, max_staleness=staleness,
     )  # fmt: skip
     warm = 2 * (staleness + 1)
-    count = -(-COUNT // (staleness + 1)) * (staleness + 1)
+    count = -(-count // (staleness + 1)) * (staleness + 1)
     schedule = recipe.schedule()[: warm + count + staleness + 1]
     start = {"cycle": 0, "index": 0, "number": 0, "iterations": {}}
     marks, ages, members = list[tuple[float, float]](), list[float](), engine.members
@@ -259,7 +261,7 @@ def vllm_pool(python: str, folder: Path) -> Iterator[ServerEngine]:
 
     model = folder / "model"
     rollout.write_model(model, rollout.VLLM_PRESET, 1e-9)
-    settings = Vllm(python=python, replicas=SERVERS, max_batch=HEAVY.places // SERVERS, wait_s=60.0, threads=1)
+    settings = Vllm(python=python, replicas=SERVERS, max_batch=HEAVY.places // SERVERS, lost_after_s=600.0)
     with served.open_pool(folder, model, settings, rollout.EOS) as (pool, _):
         yield pool
 
@@ -277,7 +279,7 @@ def main() -> None:
         common.finish(metrics, bars, args, limits=dict.fromkeys(held, 1 + BOUND))
         return
     with tempfile.TemporaryDirectory() as folder, vllm_pool(args.python, Path(folder)) as pool:
-        former, ahead = run(pool, HEAVY, 1, former=True), run(pool, HEAVY, 2)
+        former, ahead = (run(pool, HEAVY, k, former=k == 1, count=VLLM_COUNT) for k in (1, 2))
     metrics = {
         f"{mode}/{name}": value for mode, own in (("former", former), ("2", ahead)) for name, value in own.items()
     }

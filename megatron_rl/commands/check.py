@@ -14,7 +14,7 @@ from megatron_rl.commands.settings import load
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
-from megatron_rl.config.schema import Model, TrainConfig
+from megatron_rl.config.schema import Model
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.explain import explain, explain_recipe
@@ -27,13 +27,12 @@ def run(args: argparse.Namespace) -> int:
     """Validates a config and prints explanations of its settings. Returns 0. Raises ConfigError for an invalid
     config."""
     command, config = load(args.settings, args.schema)
-    ranks, said = args.ranks or config.launch.nproc, ""
-    if isinstance(config, TrainConfig):
-        config, said = staleness.chosen(config, ranks)
+    ranks, lines = args.ranks or config.launch.nproc, list[str]()
+    config = staleness.chosen(config, ranks, say=lines.append)
     # If torchrun or srun will start the ranks, only one rank is known to run on this host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
     spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
-    lines = [*filter(None, [said]), *explain(spec), *gpu_notes(spec, host)]
+    lines += explain(spec) + gpu_notes(spec, host)
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
     if args.deep:

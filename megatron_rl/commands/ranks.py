@@ -70,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
             launch_ranks.ranks_on_host(place, config.launch.nproc, os.environ), launch_ranks.has_gpu(os.environ)
         )
     ranks = place.world_size if place else config.launch.nproc
-    if isinstance(config, configs.TrainConfig):
-        config, said = staleness.chosen(config, ranks)
-        if said and host is not None:
-            tell(args.command, said)
+    config = staleness.chosen(config, ranks, say=lambda text: host and tell(args.command, text))
     spec = resolve(config, ranks, here=host)
     if host is not None:
         if isinstance(spec, TrainingSpec):  # checks the run directory now, because later imports take half a minute

@@ -150,14 +150,7 @@ def plan_iteration(
         longest={name: cost.longest for name, cost in costs.items()},
         episodes=[_episode(roles[d.role], d, costs[d.role]) for d in own if d.episode.answers > 1],
         policies=list(trained),
-        generation=[
-            Generation(
-                role=d.role, policy=roles[d.role].owner, engine=roles[d.role].servers, samples=d.samples,
-                answer=d.response, longest=d.longest, answers=d.episode.answers, tool_s=d.episode.tool_s,
-                calls_at_once=d.episode.calls_at_once, places=costs[d.role].places, step_s=costs[d.role].step_s,
-            )
-            for d in own
-        ],
+        generation=[_generated(roles[draw.role], draw, costs[draw.role]) for draw in own],
     )  # fmt: skip
 
 
@@ -219,6 +212,14 @@ def _rollout(case: Case, draw: Draw, engine: EngineSetup) -> compute.RolloutCost
     return replace(
         alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating), longest=writers * alone.longest
     )
+
+
+def _generated(role: RoleSpec, draw: Draw, cost: compute.RolloutCost) -> Generation:
+    return Generation(
+        role=draw.role, policy=role.owner, engine=role.servers, samples=draw.samples, answer=draw.response,
+        longest=draw.longest, answers=draw.episode.answers, tool_s=draw.episode.tool_s,
+        calls_at_once=draw.episode.calls_at_once, places=cost.places, step_s=cost.step_s,
+    )  # fmt: skip
 
 
 def _episode(role: RoleConfig, draw: Draw, cost: compute.RolloutCost) -> EpisodePlan:

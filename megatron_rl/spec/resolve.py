@@ -109,10 +109,10 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     return spec, problems
 
 
-C = TypeVar("C", bound=Config)
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def with_staleness(config: C, number: int | None = None) -> C:
+def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
     """Returns the config with a number in place of rollouts.max_staleness = auto: `number` if it is given; otherwise 0
     if the engines cannot generate beside training, and else 1."""
     if not isinstance(config, TrainConfig) or config.rollouts.max_staleness != "auto":

@@ -3,7 +3,6 @@ refusals."""
 
 import json
 import math
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,27 +147,6 @@ def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_iterations_c
     assert loop.train(setup, plan, progress)
     setup.iterations.close()
     assert [metrics for _, _, scope, metrics in later.lines if scope == "eval"] == [first, first]
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_measures_the_idle_shares_and_how_late_it_trains(template, tmp_path, staleness):
-    log, speeds = Log(), list[dict[str, float]]()
-
-    def log_speed(cycle, scope, metrics, *, iteration):
-        log(cycle, scope, metrics, iteration=iteration)
-        speeds.append({name: value for name, value in metrics.items() if name.startswith("speed/") and "idle" in name})
-
-    setup, progress = make(template, log, tmp_path, max_staleness=staleness)
-    hooks = replace(setup.hooks, log=log_speed, occupied_s=lambda: 0.25 * time.perf_counter())
-    loop.train(replace(setup, hooks=hooks), loop.Plan(iterations=5, evaluate_at_start=False), progress)
-    setup.iterations.close()
-    trained = [own for own in speeds if own]
-    assert len(trained) == 5 and all(0 < own["speed/trainer_idle"] < 1 for own in trained)
-    assert all(own["speed/engines_idle"] == pytest.approx(0.75, abs=0.05) for own in trained)
-    late = [sum(log.series(f"trained_late/{age}")) for age in (1, 2)]
-    assert sum(late) <= 5 and (sum(late) > 0) == (staleness > 0)
-    ages = [one for one in log.series("staleness")]
-    assert max(ages) <= staleness and not log.series("trained_late/0") + log.series("trained_late/3")
 
 
 def test_a_run_that_was_killed_collects_no_iteration_twice(template, tmp_path):

@@ -100,24 +100,6 @@ def test_requests_go_to_the_least_loaded(run_engines: RunEngines):
     assert right(asked.result()) and [m.load for m in run_engines.pool.members.living()] == [0, 0]
 
 
-def test_occupied_places_are_counted_up_to_the_batch_of_each_server(run_engines: RunEngines):
-    fake = run_engines.start(0, stall_after=1)
-    start = time.monotonic()
-    asked = Asked(run_engines.serving(1, replicas=2, max_batch=4, max_sequences=100), PROMPTS, SAMPLING)
-    members = run_engines.pool.members
-    until("all requests", lambda: fake.running == 12)
-    before, begun = members.occupied_s(), time.monotonic()
-    until("some time", lambda: time.monotonic() - begun > 0.05)
-    end = time.monotonic()
-    during = members.occupied_s() - before
-    fake.release()
-    assert right(asked.result()) and members.limits.places == 8
-    assert 4 * 0.05 <= during <= 4 * (time.monotonic() - begun)  # 24 sequences in a batch of 4
-    assert 0 <= before <= 4 * (end - start)
-    empty = members.occupied_s()
-    assert members.occupied_s() == empty  # no request is in progress
-
-
 def test_a_server_that_is_alone_gets_no_more_than_its_max_sequences(run_engines: RunEngines):
     """Requests for all replicas at once went to the one that was left."""
     fake = run_engines.start(0, stall_after=1)

@@ -1,14 +1,15 @@
 """What a run says and when it ends while no server serves."""
 
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
-from fake_servers import engines_in, until
+from fake_servers import Asked, engines_in, until
 
 from megatron_rl.engines.pool import membership
 from megatron_rl.engines.pool.membership import FIRST_SAY_S, SAY_S, Members, Waiting
-from megatron_rl.engines.protocol import EngineError
+from megatron_rl.engines.protocol import EngineError, Sampling
 
 
 @pytest.fixture
@@ -69,3 +70,23 @@ def test_the_pool_looks_around_although_nothing_happens(tmp_path):
         line, looks = run_engines.open()._dispatcher._queue, []
         line.look = lambda: looks.append(1)
         until("it looks", lambda: len(looks) >= 3, timeout_s=30)
+
+
+def test_occupied_places_are_counted_up_to_the_batch_of_each_server(tmp_path):
+    with engines_in(tmp_path) as run_engines:
+        fake = run_engines.start(0, stall_after=1)
+        start = time.monotonic()
+        prompts, sampling = [[4, 5, i] for i in range(12)], Sampling(max_tokens=3, n=2)
+        asked = Asked(run_engines.serving(1, replicas=2, max_batch=4, max_sequences=100), prompts, sampling)
+        members = run_engines.pool.members
+        until("all requests", lambda: fake.running == 12)
+        before, begun = members.occupied_s(), time.monotonic()
+        until("some time", lambda: time.monotonic() - begun > 0.05)
+        end = time.monotonic()
+        during = members.occupied_s() - before
+        fake.release()
+        assert len(asked.result()) == 12 and members.limits.places == 8
+        assert 4 * 0.05 <= during <= 4 * (time.monotonic() - begun)  # 24 sequences in a batch of 4
+        assert 0 <= before <= 4 * (end - start)
+        empty = members.occupied_s()
+        assert members.occupied_s() == empty  # no request is in progress

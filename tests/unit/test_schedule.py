@@ -144,12 +144,18 @@ def test_a_plan_scales_each_iteration_to_the_planned_seconds(capsys):
     assert "(auto)" in capsys.readouterr().out
 
 
+def choice(config):
+    """Returns the config with the number that was chosen, and what was said of it."""
+    said = list[str]()
+    return chosen(config, 8, say=said.append), " ".join(said)
+
+
 def config_of(file, *overrides):
     return files.load(TrainConfig, [file], [*overrides, "rollouts.max_staleness=auto"])
 
 
 def test_auto_takes_the_smallest_number_within_5_percent_of_the_best(tmp_path):
-    config, said = chosen(config_of(PUBLISHED, f"run.dir={tmp_path}"), 8)
+    config, said = choice(config_of(PUBLISHED, f"run.dir={tmp_path}"))
     number = config.rollouts.ahead
     _, found = predicted(spec_of(config))
     assert number == best_staleness(found) and f"takes {number}: " in said
@@ -160,27 +166,27 @@ def test_auto_takes_the_smallest_number_within_5_percent_of_the_best(tmp_path):
 
 def test_a_number_that_is_given_stays(tmp_path):
     config = files.load(TrainConfig, [PUBLISHED], ["rollouts.max_staleness=3"])
-    assert chosen(config, 8) == (config, "")
+    assert choice(config) == (config, "")
 
 
 @pytest.mark.parametrize("engine", ["embedded", "colocated"])
 def test_auto_takes_0_for_engines_in_the_trainers_gpus(engine, tmp_path):
     overrides = ["engine={kind: embedded}"] if engine == "embedded" else []
-    config, said = chosen(config_of(COLOCATED, f"run.dir={tmp_path}", *overrides), 8)
+    config, said = choice(config_of(COLOCATED, f"run.dir={tmp_path}", *overrides))
     assert config.rollouts.max_staleness == 0 and "share the trainer's GPUs" in said
 
 
 def test_a_resumed_run_keeps_the_number_that_was_chosen(tmp_path):
     wanted = config_of(PUBLISHED, f"run.dir={tmp_path}")
-    first, _ = chosen(wanted, 8)
+    first, _ = choice(wanted)
     number = first.rollouts.ahead
     other = replace(first, rollouts=replace(first.rollouts, max_staleness=number + 1))
     wanted.directory.mkdir(parents=True)
     (wanted.directory / "config.yaml").write_text(files.dump(other))  # as another version of the package chose it
-    again, said = chosen(wanted, 8)
+    again, said = choice(wanted)
     assert not check_start(wanted.run, files.dump(wanted))  # as `submit` does with the config as it is
     assert again == other and f"stays {number + 1}" in said
-    changed, said = chosen(replace(wanted, run=replace(wanted.run, seed=wanted.run.seed + 1)), 8)
+    changed, said = choice(replace(wanted, run=replace(wanted.run, seed=wanted.run.seed + 1)))
     assert changed.rollouts.max_staleness == number and "takes" in said  # another run, which nothing was saved of
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fake_policy import TablePolicy
+from loops import Log, make
 from one_process import OneProcess
 
 from megatron_rl import timing
@@ -22,6 +25,7 @@ from megatron_rl.models.shape import read_shape
 from megatron_rl.run.metrics import SPEED, Tracker, read_metrics
 from megatron_rl.session import builders
 from megatron_rl.timing import Timer
+from megatron_rl.training import loop
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.training.update import _speed as speed_of
 from megatron_rl.types import Author, Rollout, spans_of
@@ -93,6 +97,28 @@ def test_rates_are_of_all_passes_over_what_is_computed():
     assert speed["model_tflops"] * 1e12 * seconds == pytest.approx(whole.training + 2 * whole.forward, rel=1e-6)
     assert speed["mfu"] == pytest.approx(speed["model_tflops"] / 1000)
     assert speed["tokens_per_second"] * seconds == pytest.approx(lengths.sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_measures_the_idle_shares_and_how_late_it_trains(tmp_path, staleness):
+    (tmp_path / "question.txt").write_text("?{question}\n")
+    log, speeds = Log(), list[dict[str, float]]()
+
+    def log_speed(cycle, scope, metrics, *, iteration):
+        log(cycle, scope, metrics, iteration=iteration)
+        speeds.append({name: value for name, value in metrics.items() if name.startswith("speed/") and "idle" in name})
+
+    setup, progress = make(str(tmp_path / "question.txt"), log, tmp_path / "iterations", max_staleness=staleness)
+    hooks = replace(setup.hooks, log=log_speed, occupied_s=lambda: 0.25 * time.perf_counter())
+    loop.train(replace(setup, hooks=hooks), loop.Plan(iterations=5, evaluate_at_start=False), progress)
+    setup.iterations.close()
+    trained = [own for own in speeds if own]
+    assert len(trained) == 5 and all(0 < own["speed/trainer_idle"] < 1 for own in trained)
+    assert all(own["speed/engines_idle"] == pytest.approx(0.75, abs=0.05) for own in trained)
+    late = [sum(log.series(f"trained_late/{age}")) for age in (1, 2)]
+    assert sum(late) <= 5 and (sum(late) > 0) == (staleness > 0)
+    ages = [one for one in log.series("staleness")]
+    assert max(ages) <= staleness and not log.series("trained_late/0") + log.series("trained_late/3")
 
 
 class ThreeRanks(OneProcess):
