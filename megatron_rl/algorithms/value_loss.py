@@ -1,5 +1,5 @@
-"""The losses of a role with a head: clipped squared errors of a critic's values, as in PPO, and the losses of reward
-models.
+"""The losses of models with a head: clipped squared errors of a critic's values, as in PPO, alone or added to the loss
+of a policy that the critic shares, and the losses of reward models.
 """
 
 from __future__ import annotations
@@ -68,6 +68,25 @@ class ValueLoss:
         return total, {name: at(batch.mask, values.detach()).sum() for name, values in sums.items()}
 
 
+class PolicyAndValueLoss(PolicyLoss):
+    """The loss of a policy that a critic shares: the policy loss plus `value_coef` times the value loss. The two losses
+    have the same aggregation.
+    """
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__(config)
+        self._value_loss = ValueLoss(config)
+        self.needs = self.needs | ValueLoss.needs | {"logprobs"}
+
+    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the sum of the two losses of a micro-batch of whole rollouts, and the metrics of both (detached sums
+        over trained tokens). `live`: statistics of the current forward pass, among them the values.
+        """
+        total, metrics = super().__call__(live, batch)
+        value_loss, others = self._value_loss(live, batch)
+        return total + self.config.value_coef * value_loss, metrics | others
+
+
 class RewardLoss(ValueLoss):
     """The loss of a reward model, which `loss.objective` names (one of REWARD_OBJECTIVES)."""
 
@@ -90,9 +109,9 @@ class RewardLoss(ValueLoss):
 
 
 def loss_of(role: RoleConfig) -> BatchLoss:
-    """Returns the loss that a role is trained with: the loss of a head, or a policy loss. Raises ConfigError for a loss
-    that cannot be built.
+    """Returns the loss that a role is trained with: the loss of a head, a policy loss, or both for a policy that a
+    critic shares. Raises ConfigError for a loss that cannot be built.
     """
     if role.head is None:
-        return PolicyLoss(role.loss)
+        return PolicyAndValueLoss(role.loss) if role.loss.value_coef else PolicyLoss(role.loss)
     return RewardLoss(role.loss) if role.loss.objective in REWARD_OBJECTIVES else ValueLoss(role.loss)

@@ -26,7 +26,9 @@ COUNT = "count/"  # prefix of the count of a metric that is divided by its own c
 # Names of the statistics that a model can compute for a label (predicted token).
 # `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
-VALUE = "value"  # the only statistic of a model with a head, which is a critic or a reward model: the head's output
+# The output of a model's head: the only statistic of a critic or a reward model, and a further statistic of a policy
+# that has a value head beside its output layer.
+VALUE = "value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,7 @@ class BatchLoss(Protocol):
         """Names of the inputs that the loss reads in addition to the log-probs. A name is one of the other STATISTICS,
         "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), "pairs" (the two
         rollouts of each group are in one batch, one after the other), or a key of Rollout.values. A loss that needs
-        VALUE is computed on the outputs of a head, and reads no log-probs.
+        VALUE is computed on the outputs of a head, and reads no log-probs unless it needs "logprobs" too.
         """
         ...
 
@@ -246,11 +248,17 @@ def at(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask if values.dim() == 1 else mask[:, None], values, 0)
 
 
+def reads_logprobs(needs: frozenset[str]) -> bool:
+    """Returns whether a loss with these `needs` reads log-probs. The loss of a model that has only a head does not."""
+    return VALUE not in needs or "logprobs" in needs
+
+
 def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Returns the names of the statistics that a model must compute, in the order of STATISTICS: the log-probs and
-    those in `needs`. A loss that needs the output of a head needs no other statistic.
+    """Returns the names of the statistics that a model must compute: VALUE if it is in `needs`, then, in the order of
+    STATISTICS, the log-probs if the loss reads them, and those in `needs`.
     """
-    return (VALUE,) if VALUE in needs else tuple(n for n in STATISTICS if n == "logprobs" or n in needs)
+    others = (n for n in STATISTICS if n in needs or (n == "logprobs" and reads_logprobs(needs)))
+    return (*([VALUE] if VALUE in needs else []), *others)
 
 
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:

@@ -226,6 +226,9 @@ class LossConfig:
     # of a policy; null: no clipping. The loss of a role with a head also reads aggregation and max_tokens, and none of
     # the other settings of `loss`.
     value_clip: PositiveFloat | None = 0.5
+    # Weight of the value loss in the update of a policy that a critic shares (a role with head = value and same_as).
+    # The value loss then reads value_clip and aggregation of this policy. 0: no critic shares the policy.
+    value_coef: NonNegativeFloat = 0.0
 
     def problems(self) -> Iterator[str]:
         """Yields error messages about settings that the objective or the KL estimator does not read."""
@@ -312,14 +315,17 @@ class RoleConfig:
     # engines keep the weights of model.path; the role uses no memory of the trainer and cannot be trained.
     policy: Literal["own", "none"] = "own"
     # Another role, whose policy and engines this role shares. This role's settings chat, sampling, max_prompt_tokens,
-    # tandem, data and mean_tokens apply; model, layout, optimizer, loss and all others are those of the other role.
+    # tandem, data and mean_tokens apply; model, layout, optimizer, loss and all others are those of the other role. If
+    # `head` is set too, this role is a critic that shares the policy, and all other settings are those of the other
+    # role.
     same_as: str | None = None
     # An OpenAI-compatible server that generates this role's answers; requires policy = none. null: the run's engine
     # generates them.
     endpoint: EndpointConfig | None = None
     # Replace the model's output layer by a head with one output per token. value: a critic, whose output is the value
     # of the state before the next token. score: a reward model, whose output at the last token is the reward of the
-    # text. Such a role generates no text and has no engine. null: a language model.
+    # text. Such a role generates no text and has no engine. With `same_as`, the value head stands beside the output
+    # layer of the other role's policy, whose loss.value_coef must be above 0. null: a language model.
     head: Head | None = None
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles with adapters and the
@@ -351,3 +357,9 @@ class RoleConfig:
         """Returns whether the trainer holds a separate policy for this role. A role without a policy, or with the
         policy of another role (`same_as`), has none."""
         return self.policy == "own" and self.same_as is None
+
+    @property
+    def shares_as_critic(self) -> bool:
+        """Returns whether this role is a critic that shares the policy of another role. Its loss is the loss of that
+        policy, which has a `value_coef`."""
+        return self.head is not None and self.same_as is not None and self.loss.value_coef > 0

@@ -48,6 +48,8 @@ HELD_OUT = "evaluation.sets"  # the setting that names the sets of held-out prob
 # Settings that a role keeps for itself when it shares another role's policy (`same_as`).
 OF_A_SHARED_ROLE = ("same_as", "chat", "sampling", "max_prompt_tokens", "tandem", "data", "mean_tokens")
 
+OF_A_SHARED_CRITIC = ("same_as", "head", "tandem", "data")  # likewise, of a critic that shares a policy
+
 
 @config
 class TrainConfig:
@@ -79,15 +81,27 @@ class TrainConfig:
                     f"roles.{name}.same_as = {role.same_as!r}: name another role that shares nobody's policy itself; "
                     f"the roles are {', '.join(self.roles)}"
                 )
-            elif role.head is not None and role.same_as is not None:
+            elif role.head == "value" and owner.head is None and not owner.loss.value_coef:
                 yield (
-                    f"roles.{name}.head = {role.head!r} with same_as = {role.same_as!r}: a head needs a model of its "
-                    "own; leave same_as out and set model.path, or leave head out"
+                    f"roles.{name}.head = 'value' with same_as = {role.same_as!r}: set roles.{role.same_as}.loss."
+                    "value_coef, the weight of the value loss in that policy's update, to a number above 0"
+                )
+            elif role.head not in (None, owner.head) and (role.head, owner.head) != ("value", None):
+                yield (
+                    f"roles.{name}.head = {role.head!r} with same_as = {role.same_as!r}: only a value head can share "
+                    "the policy of a language model; leave same_as out and set model.path, or leave head out"
                 )
             elif role.tandem is not None and owner.tandem is None:
                 yield (
                     f"roles.{name}.tandem with same_as = {role.same_as!r}: that role's engines hold no junior; set "
                     f"roles.{role.same_as}.tandem too, or leave this one out"
+                )
+        shared = {role.same_as for role in self.roles.values() if role.head == "value"}
+        for name, role in self.roles.items():
+            if role.loss.value_coef and role.head is None and role.same_as is None and name not in shared:
+                yield (
+                    f"roles.{name}.loss.value_coef = {role.loss.value_coef}, and no role with head = 'value' has "
+                    f"same_as = {name!r}: add such a critic, or leave value_coef out"
                 )
 
     def __post_init__(self) -> None:
@@ -95,8 +109,11 @@ class TrainConfig:
         refuse(*self.problems())
         roles = dict(self.roles)
         for name, role in self.roles.items():
-            own = {setting: getattr(role, setting) for setting in OF_A_SHARED_ROLE}
-            roles[name] = replace(roles[role.same_as], **own) if role.same_as is not None else role
+            if role.same_as is None:
+                continue
+            owner = roles[role.same_as]
+            kept = OF_A_SHARED_ROLE if role.head in (None, owner.head) else OF_A_SHARED_CRITIC
+            roles[name] = replace(owner, **{setting: getattr(role, setting) for setting in kept})
         object.__setattr__(self, "roles", roles)
 
     @property

@@ -63,8 +63,9 @@ FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", 
 
 
 class Head(torch.nn.Module):
-    """A linear map from hidden states to one number per token, which replaces the output layer in a critic or a reward
-    model. Every tensor-parallel rank of the last pipeline stage holds the whole weight [1, hidden]."""
+    """A linear map from hidden states to one number per token. The head replaces the output layer in a critic or a
+    reward model, and stands beside the output layer in a policy that a critic shares. Every tensor-parallel rank of the
+    last pipeline stage holds the whole weight [1, hidden]."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,6 +88,14 @@ class PolicyModel(Chosen, GPTModel):
     asked: tuple[str, ...] = ("logprobs",)
     # [n] for each label: index, in the flattened [S * L], of the hidden state that predicts it
     wanted: Tensor | None = None
+    # the head of a critic that shares this policy, on the last stage; None if no critic shares it
+    value_head: Head | None
+
+    def add_value_head(self) -> None:
+        """Adds a value head beside the output layer, if the chunk has the output layer."""
+        if self.post_process:
+            head = Head(self.config.hidden_size, self.config.params_dtype)
+            self.value_head = head.to(next(self.parameters()).device)
 
     def _postprocess(
         self,
@@ -102,13 +111,14 @@ class PolicyModel(Chosen, GPTModel):
 
         `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
         label. The attribute `wanted` has the index of each label's hidden state. Without labels, returns
-        Megatron-core's logits [S, L, V/tp]. A model with a head returns the head's outputs instead.
+        Megatron-core's logits [S, L, V/tp]. A model that has a head in place of the output layer returns the head's
+        outputs instead.
         """
         if self.post_process and isinstance(self.output_layer, Head):
             return self._head_outputs(hidden_states, self.output_layer, labels)
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
-        assert self.wanted is not None and VALUE not in self.asked
+        assert self.wanted is not None
         hidden = hidden_states
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -118,6 +128,30 @@ class PolicyModel(Chosen, GPTModel):
             # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1,
             # mappings._reduce).
             chosen = copy_to_tensor_model_parallel_region(chosen)
+        if VALUE not in self.asked:
+            return self._vocab_statistics(chosen, labels, self.asked)
+        values = self._values(chosen)
+        others = tuple(name for name in self.asked if name != VALUE)
+        if not others:
+            return values
+        rows, at = self._vocab_statistics(chosen, labels, others), self.asked.index(VALUE)
+        return torch.cat([rows[:at], values, rows[at:]])
+
+    def _values(self, chosen: Tensor) -> Tensor:
+        """Returns the values [1, n] of the hidden states `chosen` [n, h], computed by the head beside the output layer.
+
+        Every tensor-parallel rank computes the same values, and has the whole gradient with respect to `chosen`. The
+        backward pass sums the gradients of the ranks, so each rank contributes its share of the gradient.
+        """
+        assert self.value_head is not None
+        tp, own = parallel_state.get_tensor_model_parallel_world_size(), chosen.view_as(chosen)
+        if tp > 1 and own.requires_grad:
+            own.register_hook(lambda gradient: gradient / tp)
+        return self.value_head(own).T
+
+    def _vocab_statistics(self, chosen: Tensor, labels: Tensor, names: tuple[str, ...]) -> Tensor:
+        """Returns the statistics `names` of the n labels as a tensor [R, n]. `chosen` [n, h]: the hidden states before
+        the labels. `labels`: see `_postprocess`."""
         tied = self.share_embeddings_and_output_weights
         for wait in [] if self.output_layer is None else [*self.output_layer._forward_pre_hooks.values()]:
             # calls the hooks of the output layer, which itself is not called (see optimizer.gather_late)
@@ -133,7 +167,7 @@ class PolicyModel(Chosen, GPTModel):
             vocab=self.true_vocab,
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
-            names=self.asked,
+            names=names,
             candidates=labels[:, 1:],
             triton=self.triton,
         )
@@ -335,7 +369,7 @@ def build(
         )
         if arch.head is not None and chunk.post_process:
             chunk.output_layer = Head(arch.hidden, config.params_dtype)  # type: ignore[assignment]
-        chunk.temperature, chunk.true_vocab = temperature, arch.vocab
+        chunk.temperature, chunk.true_vocab, chunk.value_head = temperature, arch.vocab, None
         _mark_experts(chunk)
         _prepare_routers(chunk, arch.features.routing)
         choose(chunk, triton=triton)

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import lora, offload, optimizer, platform, router_replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.models.blocks import OUTPUT, SCORE
+from megatron_rl.models.blocks import OUTPUT, SCORE, VALUE_HEAD
 from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
@@ -75,7 +75,8 @@ class RoleModel:
             if role.lora is not None:
                 cores = [models.unwrap(chunk) for chunk in self._model]
                 self.adapters = lora.RoleAdapters(cores, self.arch, role.lora, groups.shard)
-                self.adapters.fill(seed, self.head().values())
+                # a file of an adapter has no value head that stands beside an output layer
+                self.adapters.fill(seed, [] if role.head is None else self.head().values())
             if trainable:
                 sums = models.uses_fused_sums(role.model)
                 self.chunks = optimizer.wrap(
@@ -96,9 +97,10 @@ class RoleModel:
         return self.role.optimizer.overlap and self.adapters is None
 
     def named(self) -> dict[str, torch.nn.Parameter]:
-        """Returns this rank's model parameters by name, with global layer indices and without adapters."""
+        """Returns this rank's model parameters by name, with global layer indices. Adapters and a value head beside the
+        output layer are left out, because engines and exported models do not have them."""
         named = models.named_parameters(self.chunks)
-        return {name: parameter for name, parameter in named if not is_adapter(name)}
+        return {name: parameter for name, parameter in named if not is_adapter(name) and name != VALUE_HEAD}
 
     def trained(self) -> list[torch.nn.Parameter]:
         """Returns this rank's parameters that training changes: the adapters and the head if the role has adapters,
@@ -108,9 +110,10 @@ class RoleModel:
         return [p for _, p in models.named_parameters(self.chunks)]
 
     def head(self) -> dict[str, torch.nn.Parameter]:
-        """Returns {Megatron name: weight} of the role's head; an empty dict without a head, and on a rank that does not
-        belong to the last pipeline stage."""
-        return {name: p for name, p in self.named().items() if name == OUTPUT and self.role.head is not None}
+        """Returns {Megatron name: weight} of the role's head, in place of the output layer or beside it; an empty dict
+        without a head, and on a rank that does not belong to the last pipeline stage."""
+        own = VALUE_HEAD if self.role.head is None else OUTPUT
+        return {name: p for name, p in models.named_parameters(self.chunks) if name == own}
 
     def gather_weights(self, *, steps_left: int) -> None:
         """All-gathers the new weights that an optimizer step with `optimizer.overlap` leaves sharded over the
@@ -155,13 +158,15 @@ class RoleModel:
         cores = models.build(
             self.arch, config, temperature=self._temperature, fused=fused, attends=self.attends, triton=triton
         )
+        for core in cores if role.loss.value_coef else ():
+            core.add_value_head()
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():
             router_replay.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
             # call it after `in_half`, which leaves frozen parameters in float32
-            lora.freeze(cores, kept=() if role.head is None else (OUTPUT,))
+            lora.freeze(cores, kept=(VALUE_HEAD if role.head is None else OUTPUT,))
         return config, chunks
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
@@ -180,8 +185,8 @@ class RoleModel:
             hf_model.check(self.role.model.path, self.arch, cast=True)
             read, made = (tensors := hf_model.DirectoryTensors(self.role.model.path)).read, tensors.stored
         for name, parameter in models.named_parameters(cores):
-            rects = parameter_mapping.megatron(self.arch, name, self.groups.shard)[1]
-            if rects[0].tensor == SCORE and SCORE not in made:
+            rects = [] if name == VALUE_HEAD else parameter_mapping.megatron(self.arch, name, self.groups.shard)[1]
+            if not rects or (rects[0].tensor == SCORE and SCORE not in made):
                 _fill_new_head(parameter, seed)
             else:
                 tensor_copies.fill(parameter, rects, read)

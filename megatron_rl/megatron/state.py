@@ -90,7 +90,7 @@ class PolicyState:
         role, control, problem = self._model.role, self._model.groups.control, None
         adapter = directory / lora_adapters.DIRECTORY
         if dist.get_rank(control) == 0:
-            problem = dist_checkpoint.head_difference(directory, role.head)
+            problem = dist_checkpoint.head_difference(directory, role.head, beside=role.loss.value_coef > 0)
             if problem is None and (role.lora is not None or adapter.is_dir()):
                 problem = lora_adapters.difference(adapter, role.lora, role.model.path)
         if problem := broadcast(problem, control):

@@ -22,6 +22,7 @@ from megatron_rl.models.sizes import Sizes
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 OUTPUT = "output_layer.weight"  # name of the output layer's weight, and of a head's weight, in Megatron
+VALUE_HEAD = "value_head.weight"  # Megatron name of the weight of a value head that stands beside an output layer
 SCORE, BIAS = "score.weight", "score.bias"  # names of a head's weight and bias in Hugging Face files of classifiers
 PARTS = ("gate_proj", "up_proj", "down_proj")
 

@@ -137,7 +137,7 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
         if role.lora is not None and role.has_policy:
             model = role.model
             # a head is trained, so that no other role can use it
-            alone = None if role.head is None else name
+            alone = None if role.head is None and not role.loss.value_coef else name
             key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout, alone
             found[name] = first.setdefault(key, name)
     return found

@@ -101,7 +101,9 @@ def cycle_work(
     parts, schedule = spec.recipe.roles(), spec.recipe.schedule()
     # A long warm-up may consist of many short cycles, so that the middle of the list of cycles may be in the warm-up.
     ends = list(accumulate(len(cycle) for cycle in schedule))
-    iterations = [tuple(roles) for roles in schedule[bisect_right(ends, ends[-1] // 2)]]
+    cycle = schedule[bisect_right(ends, ends[-1] // 2)]
+    # a critic that shares a policy adds no work of its own
+    iterations = [tuple(name for name in roles if not spec.roles[name].shares_as_critic) for roles in cycle]
     out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
         said, same = Counter[str](), Counter[str]()

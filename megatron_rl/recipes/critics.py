@@ -73,7 +73,23 @@ class Critics:
         """Raises ConfigError if a critic cannot read the rollouts of its role."""
         for role, critic in self.critic_of.items():
             check_models(spec.roles[role].model, spec.roles[critic].model, "a critic reads the tokens of its role")
-        refuse(*self._too_short(spec))
+        refuse(*self._sharing_problems(spec), *self._too_short(spec))
+
+    def _sharing_problems(self, spec: RunSpec) -> Iterator[str]:
+        """Yields an error message for each critic that shares a policy with which it cannot be trained."""
+        for role, critic in self.critic_of.items():
+            shared = spec.roles[critic]
+            if shared.shares_as_critic and shared.owner != spec.roles[role].owner:
+                yield (
+                    f"roles.{critic}.same_as = {shared.same_as!r}, and {critic} reads the rollouts of {role}: name "
+                    f"{spec.roles[role].owner}, or give it a model of its own"
+                )
+            if shared.shares_as_critic and self.settings.critic_warmup:
+                yield (
+                    f"critic_warmup = {self.settings.critic_warmup} of the estimator gae, and {critic} shares the "
+                    f"policy of {shared.same_as}, which the warm-up would change: set it to 0, or give {critic} a "
+                    "model of its own"
+                )
 
     def _too_short(self, spec: RunSpec) -> Iterator[str]:
         """Yields an error message for each critic whose setting of a length is below that of its role."""

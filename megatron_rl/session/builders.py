@@ -81,8 +81,7 @@ def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
 
 def uncredited(spec: RunSpec) -> frozenset[str]:
     """Returns the names of the trained roles whose loss does not use advantages."""
-    found = spec.policy_of.items()
-    return frozenset(role for role, name in found if not loss_of(spec.roles[name]).uses_advantages)
+    return frozenset(role for role in spec.policy_of if not loss_of(spec.roles[role]).uses_advantages)
 
 
 def context(
@@ -94,7 +93,11 @@ def context(
     `engines` may lack engines on ranks other than the driver (rank 0), which generates the rollouts.
     """
     return RolloutContext(
-        engines={name: engines[role.owner] for name, role in spec.roles.items() if role.owner in engines},
+        engines={
+            name: engines[role.owner]
+            for name, role in spec.roles.items()
+            if role.head is None and role.owner in engines
+        },
         tokenizers=asked_tokenizers(spec.roles, tokenizers),
         samplings={
             name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))

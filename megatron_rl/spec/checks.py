@@ -209,9 +209,9 @@ def role_problems(role: RoleConfig) -> Iterator[str]:
 def _head_problems(role: RoleConfig) -> Iterator[str]:
     """Yields error messages about settings that contradict `head`, or that are read only by roles with a head."""
     defaults = LossConfig()
-    if role.head is None:
-        if role.loss.value_clip != defaults.value_clip:
-            yield f"loss.value_clip = {role.loss.value_clip} without head: only a value loss reads it; leave it out"
+    if role.head is None and role.loss.value_clip != defaults.value_clip and not role.loss.value_coef:
+        yield f"loss.value_clip = {role.loss.value_clip} without head: only a value loss reads it; leave it out"
+    if role.head is None or role.shares_as_critic:
         return
     place = f"head = {role.head!r} with"
     reasons = {

@@ -21,6 +21,8 @@ def explain(spec: Spec) -> list[str]:
         if not role.has_policy:
             where = "own engines" if role.endpoint is None else role.endpoint.url
             shared = f"shares policy and engines with {role.same_as}"
+            if role.head is not None:
+                shared = f"a value head on the policy of {role.same_as}, value_coef {role.loss.value_coef}"
             fixed = f"no policy in the trainer; {where} answer with fixed weights"
             lines.append(f"{name}: {fixed if role.same_as is None else shared}")
             continue

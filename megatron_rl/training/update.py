@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.batches.data_parallel_split import Partitioner, ReplicaShares, split_over_replicas
-from megatron_rl.batches.packed_batch import VALUE, BatchLoss
+from megatron_rl.batches.packed_batch import BatchLoss, reads_logprobs
 from megatron_rl.batches.replica_batch import COUNTED, Outline, Work
 from megatron_rl.run.metrics import SPEED
 from megatron_rl.timing import Timer
@@ -122,7 +122,7 @@ def update(
     training starts on any rank.
     """
     policy, loss, timer, start = trainee.policy, trainee.loss, trainee.policy.timer, time.perf_counter()
-    has_logprobs = VALUE not in loss.needs  # False for a model with a head
+    has_logprobs = reads_logprobs(loss.needs)  # False for a model that has only a head
     timer.clear()
     with timer("scatter"):
         work = scatter(

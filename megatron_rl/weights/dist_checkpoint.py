@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_rl.config.base import ConfigError, refuse, refusing
 from megatron_rl.config.model import Head
-from megatron_rl.models.blocks import OUTPUT
+from megatron_rl.models.blocks import OUTPUT, VALUE_HEAD
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.dist_names import OPTIMIZER, StackedKey, is_padded, places
 from megatron_rl.weights.parameter_mapping import WHOLE, Rect, megatron, megatron_names
@@ -175,13 +175,21 @@ def has_head(checkpoint: DistCheckpoint) -> bool | None:
     return None if shape is None else shape[0][0] == 1
 
 
-def head_difference(directory: Path, head: Head | None) -> str | None:
+def head_difference(directory: Path, head: Head | None, *, beside: bool = False) -> str | None:
     """Returns an error sentence if the checkpoint in `directory` holds a model with a head and the role has none, or
-    the other way round; otherwise returns None. `head`: the role's setting.
+    the other way round; otherwise returns None. `head`: the role's setting. `beside`: whether the role's model has a
+    value head beside its output layer.
 
     The checkpoint is trusted, because Megatron-core is about to load it.
     """
-    found = has_head(DistCheckpoint(directory, trust=True))
+    checkpoint = DistCheckpoint(directory, trust=True)
+    found = has_head(checkpoint)
+    if beside != (VALUE_HEAD in checkpoint.shapes):
+        held = "no value head beside its output layer" if beside else "a value head beside its output layer"
+        return (
+            f"{directory} holds a model with {held}, and the role's loss.value_coef is {'above ' * beside}0: set it as "
+            "it was, or start anew"
+        )
     if found is None or found == (head is not None):
         return None
     held = "a model with a head" if found else "a language model"

@@ -165,9 +165,17 @@ def ppo(base: Path, name: str) -> dict[str, Any]:
     return config(base, name, "megatron_rl.recipes.ppo:Ppo", roles, args=args, reward="begins_well")
 
 
+def ppo_shared(base: Path, name: str) -> dict[str, Any]:
+    """A critic that shares the policy, and a coefficient of the KL divergence that changes."""
+    found = ppo(base, name)
+    del found["recipe"]["args"]["estimator"]["args"]["critic_warmup"]
+    generator = _player(base, 0, loss={"value_coef": 0.5})
+    return found | {"roles": {"generator": generator, "critic": {"same_as": "generator", "head": "value"}}}
+
+
 METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
     "dapo": dapo, "brevity": brevity, "three": three, "shared": shared, "rubric": rubric, "pairwise": pairwise,
-    "self_play": self_play, "tango_agents": tango_agents, "ppo": ppo,
+    "self_play": self_play, "tango_agents": tango_agents, "ppo": ppo, "ppo_shared": ppo_shared,
 }  # fmt: skip
 
 # METHOD_STALENESS: (how many iterations may be collected ahead, after how many iterations the run is cut)
@@ -176,8 +184,9 @@ EVERY = {
     "three_1": (1, 1), "shared_0": (0, 1), "shared_1": (1, 1), "rubric_0": (0, 2), "rubric_1": (1, 1),
     "pairwise_0": (0, 3), "pairwise_1": (1, 3), "pairwise_2": (2, 1), "self_play_0": (0, 2), "self_play_1": (1, 1),
     "tango_agents_0": (0, 2), "tango_agents_2": (2, 3), "ppo_0": (0, 2), "ppo_2": (2, 2),
+    "ppo_shared_0": (0, 2), "ppo_shared_2": (2, 2),
 }  # fmt: skip
-QUICK = ("dapo_2", "pairwise_0", "tango_agents_2", "ppo_2")  # the others: make test-more ONLY=resume
+QUICK = ("dapo_2", "pairwise_0", "tango_agents_2", "ppo_2", "ppo_shared_2")  # the others: make test-more ONLY=resume
 FEW = {case: EVERY[case] for case in QUICK}
 TELLING = {  # metrics that are above 0 before and after the cut
     "dapo": ("retired", "resting", "hinted"),
@@ -189,6 +198,7 @@ TELLING = {  # metrics that are above 0 before and after the cut
     "self_play": ("played",),
     "tango_agents": ("verdicts_match",),
     "ppo": ("kl_coef",),
+    "ppo_shared": ("kl_coef",),
 }
 
 

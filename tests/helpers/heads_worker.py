@@ -17,6 +17,7 @@ import torch.distributed as dist
 from layouts_worker import DECAY, LR, learn, make_loss, make_rollouts, values_of, work_of, world
 from safetensors.torch import save_file
 
+from megatron_rl.algorithms.value_loss import PolicyAndValueLoss
 from megatron_rl.config.schema import ConfigError, Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.megatron import optimizer, parallel
@@ -26,18 +27,26 @@ FIRST, SECOND = {"pp": 2}, {"tp": 2, "sequence_parallel": True}
 
 
 def make_policy(
-    path: Path, layout: dict[str, Any], head: str, lora: Lora | None = None, *, overlap: bool = False, **model: Any
-) -> MegatronPolicy:
+    path: Path, layout: dict[str, Any], head: str | None, lora: Lora | None = None, *, overlap: bool = False,
+    loss: LossConfig | None = None, **model: Any,
+) -> MegatronPolicy:  # fmt: skip
     role = RoleConfig(
         model=Model(path=str(path), **model),
         head=head,
         layout=Layout(**layout),
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, overlap=overlap),
-        loss=LossConfig(value_clip=0.3),
+        loss=loss or LossConfig(value_clip=0.3),
         micro_batch_tokens=60,
         lora=lora,
     )
     return MegatronPolicy(role, parallel.create(role.layout))
+
+
+def save(policy: MegatronPolicy, directory: Path) -> None:
+    if world().rank == 0:
+        directory.mkdir()
+    dist.barrier()
+    policy.state.save(directory)
 
 
 def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[str, float]:
@@ -48,10 +57,7 @@ def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[s
     start = {name: tensor.clone() for name, tensor in own.export.weights()}
     first = learn(own, rollouts, loss, each=3)
     checkpoint = folder / f"checkpoint_{name}"
-    if world().rank == 0:
-        checkpoint.mkdir()
-    dist.barrier()
-    own.state.save(checkpoint)
+    save(own, checkpoint)
     other = make_policy(folder / "model", SECOND, head, lora, **model)
     new = {name: tensor.clone() for name, tensor in other.export.weights()}
     other.state.load(checkpoint)
@@ -76,6 +82,46 @@ def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[s
     }
 
 
+def everywhere(policy: MegatronPolicy) -> torch.Tensor:
+    """The weight of a value head beside the output layer, on ranks that do not hold it too."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [weight.detach().clone() for weight in policy.head().values()])
+    return next(part[0] for part in parts if part)
+
+
+def sharing(folder: Path, lora: Lora | None) -> dict[str, Any]:
+    """A policy that a critic shares: an update, a checkpoint, another layout, an update of both, and an export."""
+    name = f"shared_{'lora' if lora else 'full'}"
+    kept = LossConfig(value_coef=0.5, kl_coef=0.0)
+    own, other = (make_policy(folder / "model", layout, None, lora, loss=kept) for layout in (FIRST, SECOND))
+    _, rollouts, _ = make_loss("value", make_rollouts(own.arch.vocab))
+    new, loss = everywhere(own), PolicyAndValueLoss(kept)
+    learn(own, rollouts, loss, each=3)
+    save(own, folder / name)
+    other.state.load(folder / name)
+    loaded = (everywhere(own) - everywhere(other)).abs().max().item()
+    a, b = learn(own, rollouts, loss), learn(other, rollouts, loss)
+    ours, theirs, head = dict(own.export.weights()), dict(other.export.weights()), everywhere(own)
+    export_model(world(), other.export, other.role.model, folder / f"{name}_model")
+    plain = make_policy(folder / "model", FIRST, None, lora)
+    save(plain, folder / f"{name}_plain")
+    said = []
+    for policy, checkpoint in ((plain, name), (own, f"{name}_plain")):
+        try:
+            policy.state.load(folder / checkpoint)
+        except ConfigError as error:
+            said.append(str(error))
+    return {
+        "loaded": loaded,
+        "weights": max((ours[n] - theirs[n]).abs().max().item() for n in ours),
+        "head": (head - everywhere(other)).abs().max().item(),
+        "moved": (head - new).abs().max().item(),
+        "metrics": max(abs(a[n] - b[n]) for n in ("loss", "grad_norm", "value", "value_error", "entropy", "ratio")),
+        "exported": [n for n in (*ours, *own.export.shards(), *own.export.adapter()) if "value_head" in n],
+        "refused": said,
+    }
+
+
 def overlapped(folder: Path) -> float:
     """The largest difference that overlapped sums and gathers make to weights after three optimizer steps on two
     replicas. Every parameter is gathered on its own, so that the head must wait for its weight itself."""
@@ -94,11 +140,8 @@ def refusals(folder: Path) -> list[str]:
     """What is said of a checkpoint with a head in a role without one, and the other way round."""
     role = RoleConfig(model=Model(path=str(folder / "model")), layout=Layout(**FIRST))
     language, critic = MegatronPolicy(role, parallel.create(role.layout)), make_policy(folder / "model", FIRST, "value")
-    if world().rank == 0:
-        (folder / "untied").mkdir()
-    dist.barrier()
     untied = RoleConfig(model=Model(path=str(folder / "untied_model")), layout=Layout(**FIRST))
-    MegatronPolicy(untied, parallel.create(role.layout)).state.save(folder / "untied")
+    save(MegatronPolicy(untied, parallel.create(role.layout)), folder / "untied")
     said = []
     for policy, checkpoint in ((language, "checkpoint_value"), (critic, "untied"), (critic, "checkpoint_value_lora")):
         try:
@@ -119,6 +162,8 @@ def main() -> None:
         "score": crossing(folder, "score", None, dtype="bfloat16"),
         "refused": refusals(folder),
         "overlapped": overlapped(folder),
+        "shared_full": sharing(folder, None),
+        "shared_lora": sharing(folder, lora),
     }
     dist.barrier()
     # the adapter that was written begins another run, on one layout's ranks, with the same values

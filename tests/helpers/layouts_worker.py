@@ -9,23 +9,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from one_process import OneProcess
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.policy_loss import PolicyLoss
-from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from megatron_rl.batches.data_parallel_split import tally
 from megatron_rl.batches.packed_batch import CANDIDATES, VALUE, Batch, Statistics, pack, statistics_needed
 from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import CorrectionConfig, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import optimizer, parallel, pipeline_pass, router_replay
+from megatron_rl.megatron import optimizer, parallel, pipeline_pass, role_model, router_replay
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.models.blocks import VALUE_HEAD
 from megatron_rl.training.update import Trainee, policy_logprobs, scatter, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
 from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
@@ -33,6 +36,7 @@ from megatron_rl.world import World
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
+VALUE_COEF, VALUE_CLIP = 0.7, 0.3
 
 
 class WeightedLogprobs:
@@ -165,7 +169,9 @@ def reference(
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy,
     gradients, weights after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing
     loss, which is not in the loss that is returned. `decay_norms`: weight decay acts on vectors, too. Of a model with a
-    `head`, the values stand in place of the log-probs and logits, and their mean in place of the entropy."""
+    `head`, the values stand in place of the log-probs and logits, and their mean in place of the entropy. With a loss
+    that reads both log-probs and values, the model has a value head beside its output layer; the values [N] come
+    last."""
     arch, loss_function = hf_model.read_architecture(path, head), loss_function or WeightedLogprobs()
     batch, found = pack(rollouts), tally(rollouts)
     weights, denominator = loss_function.aggregate(found.weighted, found.groups)
@@ -173,6 +179,10 @@ def reference(
     eager = {"experts_implementation": "eager"} if arch.experts else {}
     kind = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
     model = kind.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
+    beside: list[torch.Tensor] = []  # values of the head beside the output layer
+    if both := isinstance(loss_function, PolicyAndValueLoss):
+        model.value_head = torch.nn.Linear(arch.hidden, 1, bias=False, dtype=dtype)
+        fill_value_head(model.value_head.weight)
     cu, logprobs, entropies, routers, logits, shown = batch.cu_seqlens.tolist(), [], [], [], [], []
     candidates, told = batch.values.get(CANDIDATES), []
     if batch.experts is not None:
@@ -185,6 +195,9 @@ def reference(
             logprobs.append(values[:, 0])
             continue
         out = model(input_ids=batch.tokens[None, a:b], **({"output_router_logits": True} if aux else {}))
+        if both:
+            hidden = model.model(input_ids=batch.tokens[None, a:b]).last_hidden_state[0]
+            beside.append(F.linear(hidden.float(), model.value_head.weight.float())[:, 0])
         routers.append(out.router_logits if aux else ())
         logits.append(out.logits[0].detach().float())
         logp = out.logits[0].float().log_softmax(-1)
@@ -193,7 +206,8 @@ def reference(
         told += [] if candidates is None else [logp.gather(1, candidates[a:b].long())]
     live = torch.cat(logprobs)
     entropy = live.detach() if head is not None else torch.cat(entropies)
-    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None, value=live)
+    value = torch.cat(beside) if beside else live
+    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None, value=value)
     loss = loss_function(statistics, batch)[0] / denominator
     extra = sum(balance([*layer], arch.features.experts_per_token) for layer in zip(*routers, strict=True))
     (loss + aux * extra).backward()
@@ -212,7 +226,15 @@ def reference(
         n: b for n, b in model.named_buffers() if n in model.state_dict()
     }  # parameters of ours that are not trained
     after = tensor_copies.by_expert({n: p.detach().float() for n, p in [*named.items(), *kept.items()]}, arch)
-    return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm), torch.cat(logits)
+    entropy, value = ent / float(batch.mask.sum()), torch.where(batch.mask, value.detach(), 0.0)
+    return logprobs, float(loss), entropy, grads, after, float(norm), torch.cat(logits), value
+
+
+def fill_value_head(weight: torch.Tensor, _seed: int = 0) -> None:
+    """Sets a weight [1, h] of a value head that gives the transformer gradients as large as those of the policy loss
+    are."""
+    with torch.no_grad():
+        weight.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(21)))
 
 
 def whole_gradients(policy: MegatronPolicy) -> None:
@@ -238,6 +260,10 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
             drawn = 0.6 * torch.randn(2, len(r.tokens), generator=g)
             out.append(replace(r, values={"old_value": drawn[0].numpy(), "returns": drawn[1].numpy()}))
         return ValueLoss(LossConfig(value_clip=0.3)), out, {}
+    if name == "shared":
+        _, rollouts, _ = make_loss("value", rollouts)
+        own, rollouts, extra = make_loss("policy", rollouts)
+        return PolicyAndValueLoss(replace(own.config, value_coef=VALUE_COEF, value_clip=VALUE_CLIP)), rollouts, extra
     if name == "distilled":
         g, out = torch.Generator().manual_seed(7), []
         for r in rollouts:
@@ -266,11 +292,12 @@ def make_policy(path: str, case: dict) -> MegatronPolicy:
         layout=layout,
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, clip_grad=1.0, **case.get("optimizer", {})),
         head=case.get("head"),
-        loss=LossConfig(kl_coef=0.001),
+        loss=LossConfig(kl_coef=0.001, value_coef=VALUE_COEF if case.get("loss") == "shared" else 0.0),
         micro_batch_tokens=case.get("budget", 60),
         router_replay=case.get("replay", False),
     )
-    return MegatronPolicy(role, parallel.create(layout))
+    with patch.object(role_model, "_fill_new_head", fill_value_head):
+        return MegatronPolicy(role, parallel.create(layout))
 
 
 def gradient_error(policy: MegatronPolicy, work: Work, loss, grads: dict[str, torch.Tensor]) -> float:
@@ -286,9 +313,12 @@ def gradient_error(policy: MegatronPolicy, work: Work, loss, grads: dict[str, to
     for name, p in models.named_parameters(policy.chunks):
         if not p.requires_grad:
             continue
-        _, rects = parameter_mapping.megatron(policy.arch, name, groups.shard)
         want = torch.zeros_like(p, dtype=torch.float32)
-        tensor_copies.fill(want, rects, lambda rect: tensor_copies.from_tensor(grads[rect.tensor], rect))
+        if name == VALUE_HEAD:
+            want.copy_(grads[name])
+        else:
+            _, rects = parameter_mapping.megatron(policy.arch, name, groups.shard)
+            tensor_copies.fill(want, rects, lambda rect: tensor_copies.from_tensor(grads[rect.tensor], rect))
         error = (p.main_grad.view_as(p) - want).abs().max().item()
         worst = max(worst, error)
         if error > 1e-5:
@@ -353,11 +383,13 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     work, index = work_of(policy, rollouts, loss, extra)
     aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
     decay_norms = case.get("optimizer", {}).get("decay_norms", False)
-    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits = reference(
+    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits, ref_values = reference(
         path, rollouts, loss, extra, aux=aux, decay_norms=decay_norms, head=head
     )
     ours = logprobs_of(policy, rollouts) if head is None else values_of(policy, work, index)
     errors = {"logprobs": (ours - ref_logprobs).abs().max().item()}
+    if case.get("loss") == "shared":
+        errors["values"] = (values_of(policy, work, index) - ref_values).abs().max().item()
     errors["logits"] = logits_error(policy, work, index, ref_logits)
     errors["loss_forward"] = abs(policy.evaluate(work, loss)["loss"] - ref_loss)
     errors["gradients"] = gradient_error(policy, work, loss, grads)
@@ -367,7 +399,9 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     errors["loss"] = abs(metrics["loss"] - ref_loss)
     errors["entropy"] = abs(metrics["entropy" if head is None else "value"] - ref_entropy)
     errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm) / max(1.0, ref_norm)
-    now = dict(policy.export.weights())
+    now, trained = dict(policy.export.weights()), after.pop(VALUE_HEAD, None)
+    for weight in policy.head().values() if trained is not None else ():
+        errors["value_head"] = (weight.detach() - trained).abs().max().item()
     errors["names"] = float(len(set(after) ^ set(now) - ({"lm_head.weight"} if arch.tied else set())))
     errors["weights"] = max((now[n] - after[n]).abs().max().item() for n in now)
     errors["moved"] = max((now[n] - before[n]).abs().max().item() for n in now)

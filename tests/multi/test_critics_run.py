@@ -1,6 +1,7 @@
-"""Recipes with critics, trained by `megatron-rl train`'s own code on 2 ranks: the values that a critic learns where the
-true values are known, and Tango, TangoAgents and Agents with a critic for each role. Exact resume
-is tested in test_open_centre.py and test_resume_methods.py.
+"""Recipes with critics, trained by `megatron-rl train`'s own code on 2 ranks: the values that a critic learns where
+the true values are known, PPO with a critic that shares the policy, compared with a calculation in torch, and Tango,
+TangoAgents and Agents with a critic for each role. Exact resume is tested in test_open_centre.py and
+test_resume_methods.py.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from functools import cache
 import cut_runs
 import numpy as np
 import pytest
+import torch
 from cut_runs import config, role, write_speakers
 from safetensors.torch import load_file, save_file
 from test_open_centre import collected_iterations, series
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.types import Author
 
 pytestmark = pytest.mark.multi
 WORDS = ["<eos>", "a", "b", "c"]
 LONGEST, GAMMA = 5, 0.9
+SHARED = {"lr": 0.02, "eps": 1e-4, "coef": 0.5, "clip": 0.2}
 SOLUTIONS = [
     *("<eos>", "a", "b"),
     *(
@@ -64,6 +68,21 @@ def chain(base):
     return settings | {"reward": {"target": "critic_rewards:two_a", "workers": 1, "timeout_s": 120.0}}
 
 
+def shared(base):
+    """PPO whose critic is a value head on the generator's own policy."""
+    write_speakers(base, ["both"], WORDS)
+    optimizer = {"lr": SHARED["lr"], "eps": SHARED["eps"], "weight_decay": 0.0}
+    args = {"updates": 16, "group_size": 2, "estimator": {"target": "gae", "args": {"lam": 0.95}}}
+    loss = {"value_coef": SHARED["coef"], "value_clip": SHARED["clip"]}
+    generator = role(base, model="both", sampling={"max_tokens": LONGEST}, optimizer=optimizer, loss=loss)
+    settings = config(
+        base, "shared", "megatron_rl.recipes.ppo:Ppo",
+        {"generator": generator, "critic": {"same_as": "generator", "head": "value"}},
+        args=args | {"template": f"{base}/chain.txt"}, prompts_per_iteration=32, save_every=0,
+    )  # fmt: skip
+    return settings | {"reward": {"target": "critic_rewards:two_a", "workers": 1, "timeout_s": 120.0}}
+
+
 def tango(base):
     write_speakers(base, ["solver"], SOLUTIONS)
     args = {
@@ -105,7 +124,7 @@ def runs(tmp_path_factory):
     base = tmp_path_factory.mktemp("critics")
     cut_runs.write_data(base, [{"criterion": "a"}])
     cut_runs.write_players(base)
-    cut_runs.run_all(base, [(one(base), None) for one in (chain, tango, agents, tango_agents)])
+    cut_runs.run_all(base, [(one(base), None) for one in (chain, shared, tango, agents, tango_agents)])
     return base / "runs"
 
 
@@ -127,6 +146,51 @@ def test_a_critic_learns_the_values_of_a_chain(runs):
         variances.append(np.var(outcomes))
     assert np.mean(errors[-3:]) < 0.05 * np.mean(variances) < 0.5 * errors[0], (errors, np.mean(variances))
     assert set(series(runs / "chain", "generator", "skipped")) == {1.0}, "the critic warms up in the whole run"
+
+
+def test_ppo_with_a_critic_that_shares_the_policy_learns(runs):
+    rewards = series(runs / "shared", "generator", "reward/outcome")
+    assert np.mean(rewards[:2]) < 0.5 < 0.9 < np.mean(rewards[-3:]), rewards
+    explained = series(runs / "shared", "critic", "explained_variance")
+    assert np.mean(explained[:3]) < np.mean(explained[-3:]), explained
+    assert not (runs / "shared/models/critic").exists(), "the critic has no model of its own"
+
+
+def test_ppo_with_a_critic_that_shares_the_policy_by_hand(runs):
+    """The first four updates, computed with transformers and torch from the rollouts of the run: the losses, and the
+    values before each update."""
+    model = AutoModelForCausalLM.from_pretrained(runs.parent / "both", dtype=torch.float32, attn_implementation="eager")
+    size = model.config.hidden_size
+    drawn = torch.randn(1, size, generator=torch.Generator().manual_seed(0))  # run.seed is 0
+    head = torch.nn.Parameter(drawn / (size + 1))
+    parameters = [*model.parameters(), head]
+    optimizer = torch.optim.AdamW(parameters, lr=SHARED["lr"], betas=(0.9, 0.999), eps=SHARED["eps"], weight_decay=0.0)
+    losses = series(runs / "shared", "generator", "loss")
+    every = [*collected_iterations(runs / "shared", "generator", "critic")]
+    for number, iteration in enumerate(every[:4]):
+        total, tokens = 0.0, 0
+        for own, critic in zip(iteration.rollouts["generator"], iteration.rollouts["critic"], strict=True):
+            ids = torch.from_numpy(own.tokens).long()
+            hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]
+            logprobs = model.lm_head(hidden).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            trained = torch.from_numpy(own.trainable[1:])
+            advantages, old, returns = (
+                torch.from_numpy(np.array(values[1:], np.float32))[trained]
+                for values in (own.advantages, critic.values["old_value"], critic.values["returns"])
+            )
+            values = (hidden @ head[0])[trained]
+            assert torch.allclose(values, old, atol=1e-5), (number, values, old)
+            clipped = old + (values - old).clamp(-SHARED["clip"], SHARED["clip"])
+            errors = torch.maximum((values - returns).square(), (clipped - returns).square())
+            ratios = (logprobs[trained] - logprobs[trained].detach()).exp()
+            total = total + (-ratios * advantages + SHARED["coef"] * 0.5 * errors).sum()
+            tokens += int(trained.sum())
+        loss = total / tokens
+        assert loss.item() == pytest.approx(losses[number], abs=1e-6), number
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("run", "solver"), [("tango", "generator"), ("tango_agents", "agent")])

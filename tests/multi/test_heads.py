@@ -13,7 +13,7 @@ from layouts_worker import make_batch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megatron_rl.conversion.compare import compare
 from megatron_rl.conversion.convert import to_hf, to_megatron
@@ -71,6 +71,22 @@ def test_a_checkpoint_with_a_head_is_not_loaded_without_one_nor_the_other_way_ro
         assert "checkpoint_value holds a model with a head, and the role's head is null: set head as it was" in without
         assert "untied holds a language model, and the role's head is value: set head as it was" in language
         assert "holds adapters alone, and the role trains a whole model" in adapters
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", ["shared_full", "shared_lora"])
+def test_a_checkpoint_of_a_policy_that_a_critic_shares_crosses_layouts(folder, answers, name):
+    """The checkpoint has the value head; engines and exported models do not."""
+    for answer in answers:
+        found = answer[name]
+        assert found["loaded"] == 0.0 and found["moved"] > 1e-2
+        assert found["weights"] < 2e-6 and found["head"] < 2e-6 and found["metrics"] < 2e-6, found
+        assert found["exported"] == []
+        without, plain = found["refused"]
+        assert "holds a model with a value head beside its output layer, and the role's loss.value_coef is 0" in without
+        assert "holds a model with no value head beside its output layer, and the role's loss.value_coef is ab" in plain
+    _, told = AutoModelForCausalLM.from_pretrained(folder / f"{name}_model", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
 
 
 @pytest.mark.multi

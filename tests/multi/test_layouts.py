@@ -91,6 +91,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "deepseek_v2", "model": "deepseek_v2", "layout": {}},
         {"name": "olmo2", "model": "olmo2", "layout": {}},
         {"name": "head", "layout": {}, "head": "value"},
+        {"name": "critic", "layout": {}, "loss": "shared"},
         {"name": "head-bf16", "layout": {}, "head": "score", "dtype": "bfloat16"},
         {
             "name": "qwen2_moe-recompute",
@@ -154,6 +155,12 @@ CASES: dict[int, list[dict]] = {
         {"name": "olmo2-tp2sp", "model": "olmo2", "layout": SP},
         {"name": "head-tp2sp", "layout": SP, "head": "value"},
         {"name": "head-tied-pp2", "model": "qwen2_tied", "layout": PP, "head": "value"},
+        {"name": "critic-tp2", "layout": TP, "loss": "shared"},
+        {"name": "critic-tp2sp", "layout": SP, "loss": "shared"},
+        {"name": "critic-tied-pp2", "model": "qwen2_tied", "layout": PP, "loss": "shared"},
+        {"name": "critic-cp2", "layout": CP, "loss": "shared"},
+        {"name": "critic-dp2-overlap", "layout": {}, "loss": "shared", "optimizer": {"overlap": True}},
+        {"name": "critic-ep2", "model": "qwen3_moe", "layout": EP, "loss": "shared"},
     ],
     4: [
         {"name": "tp2pp2", "layout": TP | PP},
@@ -329,7 +336,8 @@ def matrix(world: int) -> list[dict]:
         case["name"].partition("-")[2]: {**case, "name": f"head-{case['name']}", "head": "value", "loss": "value"}
         for case in (reversed(cases) if world == 2 else cases)
     }
-    return [*cases, *heads.values()] + [{"model": "olmo2", **case} for case in NORMS_MOVED[world]]
+    shared = [{**case, "name": f"critic-{case['name']}", "loss": "shared"} for case in cases]
+    return [*cases, *heads.values(), *shared] + [{"model": "olmo2", **case} for case in NORMS_MOVED[world]]
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_scored
 
 from megatron_rl.algorithms.policy_loss import PolicyLoss
-from megatron_rl.algorithms.value_loss import ValueLoss, loss_of
+from megatron_rl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss, loss_of
 from megatron_rl.batches.packed_batch import Statistics, pack, statistics_needed, values_needed
-from megatron_rl.config.files import load
+from megatron_rl.config.files import load, tree_of
 from megatron_rl.config.schema import ConfigError, Lora, LossConfig, Model, RoleConfig, TrainConfig
 from megatron_rl.models.lora_targets import owners
 from megatron_rl.models.shape import read_shape
@@ -29,6 +29,7 @@ from megatron_rl.weights import counting, flops, hf_model
 from megatron_rl.weights.parameter_mapping import hf_shapes
 
 EXAMPLE = Path(__file__).parents[2] / "examples/published/tango_qwen2.5_7b.yaml"
+PPO = EXAMPLE.parent / "methods/ppo.yaml"
 PLAIN = ("roles.verifier.loss.kl_clamp=null", "roles.verifier.loss.entropy_coef=0.0")
 
 
@@ -49,9 +50,53 @@ def test_settings_that_contradict_a_head_are_refused(changes, says):
     assert says in found and found.count("\n") == 0, found
 
 
-def test_a_head_needs_a_model_of_its_own():
-    with pytest.raises(ConfigError, match=r"roles.verifier.head = 'value' with same_as = 'generator': a head needs"):
-        load(TrainConfig, [EXAMPLE], ["roles.verifier.head=value", "roles.verifier.same_as=generator"])
+SHARED = ("roles.verifier.head=value", "roles.verifier.same_as=generator", "roles.generator.loss.value_coef=0.5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            SHARED[:2],
+            r"same_as = 'generator': set roles.generator.loss.value_coef, the weight of the value loss in that",
+        ),
+        (
+            (*SHARED[1:], "roles.verifier.head=score"),
+            r"head = 'score' with same_as = 'generator': only a value head can",
+        ),
+        (
+            SHARED[2:],
+            r"roles.generator.loss.value_coef = 0.5, and no role with head = 'value' has same_as = 'generator'",
+        ),
+    ],
+)
+def test_a_head_on_another_policy_is_a_value_head_with_a_weight(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        load(TrainConfig, [EXAMPLE], changes)
+
+
+def test_a_critic_that_shares_a_policy_has_the_settings_of_that_policy():
+    """`EXAMPLE` gives the verifier settings of its own, which do not hold for a critic that shares the policy."""
+    changes = (*SHARED, "roles.verifier.sampling.max_tokens=7", "roles.generator.loss.value_clip=0.3")
+    config = load(TrainConfig, [EXAMPLE], changes)
+    roles = roles_of(config)
+    critic, owner = roles["verifier"], roles["generator"]
+    assert not [*role_problems(critic), *role_problems(owner)]
+    assert critic.shares_as_critic and not owner.shares_as_critic and not critic.has_policy
+    assert critic.sampling == owner.sampling and critic.loss == owner.loss and critic.owner == "generator"
+    assert [*engine_of(config).roles] == ["generator"]
+    assert isinstance(loss_of(owner), PolicyAndValueLoss) and type(loss_of(critic)) is ValueLoss
+    assert load(TrainConfig, trees=[("the settings of a run", tree_of(config))]) == config
+
+
+def test_a_plan_trains_a_shared_critic_with_its_policy():
+    alone = plans.make(case_of(load(TrainConfig, [PPO], ["roles.critic.head=value"]), "4x8xA100-80"))
+    settings = load(TrainConfig, [PPO], [one.replace("verifier", "critic") for one in SHARED])
+    made = plans.make(case_of(settings, "4x8xA100-80"))
+    assert [role.name for role in alone.roles] == ["generator", "critic"]
+    assert [role.name for role in made.roles] == ["generator"]
+    [iteration] = made.iterations
+    assert iteration.role == "generator" and "values" in iteration.phases
 
 
 def test_a_role_with_a_head_has_no_engine_and_no_correction():
@@ -135,6 +180,27 @@ def test_value_loss_by_hand():
     assert {name: float(found) for name, found in sums.items()} == wanted
     unclipped = float(ValueLoss(LossConfig(value_clip=None))(Statistics(value=value.detach()), batch)[0])
     assert unclipped == 0.5 * 5.625
+
+
+def test_the_loss_of_a_shared_policy_is_the_sum_of_both():
+    """A batch in which the critic's values are in the same rollouts as the advantages."""
+    old, returns = [np.nan, np.nan, 1.0, 1.0, 1.0, 0.0], [np.nan, np.nan, 2.0, 3.0, 0.0, 0.0]
+    batch = pack([replace(rollout(6, 2, old_value=old, returns=returns), advantages=0.5)])
+    settings = LossConfig(value_coef=0.25, value_clip=0.5, kl_coef=0.0, entropy_coef=0.1)
+    draw = torch.Generator().manual_seed(1)
+    logprobs, entropy, value = (torch.randn(6, generator=draw, requires_grad=True) for _ in range(3))
+    live = Statistics(logprobs, entropy, value=value)
+    both, policy, values = PolicyAndValueLoss(settings), PolicyLoss(settings), ValueLoss(settings)
+    total, sums = both(live, batch)
+    first, second = policy(live, batch), values(live, batch)
+    assert torch.equal(total, first[0] + 0.25 * second[0]) and sums == first[1] | second[1]
+    found = torch.autograd.grad(total, [logprobs, entropy, value])
+    wanted = torch.autograd.grad(first[0] + 0.25 * second[0], [logprobs, entropy, value])
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(found, wanted, strict=True))
+    counts, groups = np.array([4.0, 1.0]), np.array([0, 1])
+    assert both.aggregate(counts, groups)[1] == policy.aggregate(counts, groups)[1]
+    assert both.uses_advantages and {"old_value", "returns"} == {*values_needed(both.needs)}
+    assert statistics_needed(both.needs) == ("value", "logprobs", "entropy")
 
 
 def test_a_value_loss_asks_for_values_alone():
