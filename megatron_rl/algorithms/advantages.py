@@ -100,20 +100,21 @@ def assign_advantages(
 
 
 def step_rewards(
-    verdicts: Sequence[bool],
+    verdicts: Sequence[float] | np.ndarray,
     num_steps: int,
     *,
     credit: StepCredit = PAPER_CREDIT,
 ) -> np.ndarray | None:
-    """Converts a verifier's verdicts on K reasoning steps to step rewards y_k / K, where y_k is +1 if step k is judged
-    correct and -1 otherwise (Tango, arXiv 2505.15034, eq. 3). Returns [K] float64.
+    """Converts verdicts on K reasoning steps to step rewards y_k / K, where y_k is +1 if step k is judged correct and
+    -1 otherwise (Tango, arXiv 2505.15034, eq. 3). Returns [K] float64. A verdict is True or False, or the probability p
+    that the step is correct; y_k is then its expectation 2 p - 1.
 
     Returns None if the number of verdicts differs from the number of steps, or if there is no step (the count gate of
     the paper). If `credit.span` is "own", the rewards are not divided by K.
     """
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
-    signs = np.where(np.asarray(verdicts, bool), 1.0, -1.0)
+    signs = 2.0 * np.asarray(verdicts, np.float64) - 1.0
     return signs / num_steps if credit.span == "rest" else signs
 
 

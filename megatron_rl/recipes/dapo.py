@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import refuse
 from megatron_rl.recipes.curriculum import Curriculum, Record, success_rates
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
@@ -60,7 +61,7 @@ class Dapo(Grpo):
             )
         if self.dynamic_sampling is not None and self.group_size == 1:
             yield "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
-        if self.hints is not None and self.reward_model.weight:
+        if self.hints is not None and self.reward_model.used:
             yield "recipe.args: hints and reward_model: a reward model would not see the hint; take one of the two"
 
     def roles(self) -> Mapping[str, RecipeRole]:
@@ -89,8 +90,11 @@ class Dapo(Grpo):
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         self._record.learn(context.handed_over.get(RATES, ()))
         context.add_metrics(GENERATOR, self._record.metrics())
-        credited = super().credit(iteration, self.reward_model.scored(rollouts, GENERATOR), context)
-        return {GENERATOR: self.overlong.trained(credited[GENERATOR])} if self.overlong else credited
+        scored = self.reward_model.scored(rollouts, GENERATOR)[GENERATOR]
+        credited = assign_advantages(
+            scored, reward=self.reward(GENERATOR), estimator=self.estimator, alpha=self.reward_model.alpha
+        )
+        return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
 
     def reward(self, role: str) -> dict[str, float]:
         added = {"overlong": self.overlong is not None and self.overlong.cache, "brevity": self.brevity is not None}

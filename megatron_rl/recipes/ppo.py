@@ -57,4 +57,5 @@ class Ppo(WithCritics, Grpo):
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         scored = self.reward_model.scored(rollouts, GENERATOR)
-        return self._critics.credit(iteration, scored, context, reward=self.reward_model.weights)
+        option = self.reward_model
+        return self._critics.credit(iteration, scored, context, reward=option.weights, finish=option.mixed)

@@ -304,6 +304,11 @@ class Tango(BaseTango):
     def check(self, spec: RunSpec) -> None:
         super().check(spec)
         self.reward_model.check(spec, GENERATOR)
+        if self.reward_model.step_weight:
+            refuse(
+                f"recipe.args.reward_model.step_weight = {self.reward_model.step_weight}: Tango's verifier scores the "
+                "steps already; set it to 0, or take the recipe Dapo or Ppo"
+            )
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         found = super().rollout(iteration, source, context)

@@ -68,6 +68,8 @@ class Function:
             raise ValueError(f"the reward {where!r} cannot be loaded: {told(error)}") from error
         if not callable(found):
             raise ValueError(f"the reward {where!r} is a {type(found).__name__}, not a function")
+        if isinstance(found, type):  # instances of the class are called
+            return found(**self.args)
         return functools.partial(found, **self.args) if self.args else found
 
 

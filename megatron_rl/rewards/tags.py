@@ -33,6 +33,11 @@ def block_spans(text: str | bytes, tag: str, flags: int = 0) -> list[tuple[int, 
     return spans
 
 
+def after_thinking(text: str) -> str:
+    """Returns the part of a text after the last </think>, or the whole text if it has none, without leading spaces."""
+    return text.rpartition("</think>")[2].lstrip()
+
+
 def block_texts(text: str, tag: str, flags: int = 0) -> list[str]:
     """Returns the unchanged text inside each block <tag>...</tag>. `flags`: flags of `re`."""
     return [text[start + len(tag) + 2 : end - len(tag) - 3] for start, end in block_spans(text, tag, flags)]

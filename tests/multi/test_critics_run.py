@@ -1,5 +1,5 @@
 """Recipes with critics, trained by `megatron-rl train`'s own code on 2 ranks: the values that a critic learns where
-the true values are known, PPO with a critic that shares the policy, compared with a calculation in torch, and Tango,
+the true values are known, PPO with a critic that shares the policy, compared with a calculation in torch, Tango,
 TangoAgents and Agents with a critic for each role. Exact resume is tested in test_open_centre.py and
 test_resume_methods.py.
 """
@@ -15,9 +15,11 @@ import torch
 from cut_runs import config, role, write_speakers
 from safetensors.torch import load_file, save_file
 from test_open_centre import collected_iterations, series
-from transformers import AutoModelForCausalLM
+from tiny_models import make_scored
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from megatron_rl.types import Author
+from megatron_rl.rewards.tags import step_texts
+from megatron_rl.types import STEP, Author
 
 pytestmark = pytest.mark.multi
 WORDS = ["<eos>", "a", "b", "c"]
@@ -118,13 +120,30 @@ def tango_agents(base):
     return own | {"run": own["run"] | {"save_every": 0}}
 
 
+def stepped(base):
+    """PPO with a process reward model, which is random here."""
+    write_speakers(base, ["solver", "critic", "steps"], SOLUTIONS)
+    make_scored(base / "steps")
+    size = {"sampling": {"max_tokens": 2}}
+    roles = {
+        "generator": role(base, model="solver", lr=0.002, **size),
+        "critic": role(base, model="critic", head="value", lr=0.01, **size),
+        "reward": role(base, model="steps_scored", head="score", **size),
+    }
+    args = {
+        "updates": 2, "group_size": 4, "template": f"{base}/plain.txt",
+        "reward_model": {"step_weight": 0.5, "step_separator": " b"},
+    }  # fmt: skip
+    return config(base, "stepped", "megatron_rl.recipes.ppo:Ppo", roles, args=args, reward="begins_well", save_every=0)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """All runs, by one start of two ranks. -> the directory of the runs."""
     base = tmp_path_factory.mktemp("critics")
     cut_runs.write_data(base, [{"criterion": "a"}])
     cut_runs.write_players(base)
-    cut_runs.run_all(base, [(one(base), None) for one in (chain, shared, tango, agents, tango_agents)])
+    cut_runs.run_all(base, [(one(base), None) for one in (chain, shared, tango, agents, tango_agents, stepped)])
     return base / "runs"
 
 
@@ -200,6 +219,31 @@ def test_tango_trains_a_critic_for_each_role(runs, run, solver):
         assert all(np.isfinite(series(runs / run, f"{name}_critic", "explained_variance")))
     assert series(runs / run, f"{solver}_critic", "update") == [1.0, 2.0]
     assert series(runs / run, "verifier_critic", "update") == [1.0, 2.0, 3.0]
+
+
+def test_a_process_reward_model_scores_the_steps_of_solutions(runs):
+    """The rewards of the steps are those of transformers' classifier at the ends of the steps."""
+    directory = runs.parent / "steps_scored"
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(runs.parent / "steps")
+    counts = []
+    for iteration in collected_iterations(runs / "stepped", "generator", "critic"):
+        for own in iteration.rollouts["generator"]:
+            steps = own.annotations_of(STEP)
+            texts = step_texts(tokenizer.decode(own.response, skip_special_tokens=True))
+            assert len(texts) == len(steps)
+            counts.append(len(texts))
+            if not texts:
+                continue
+            ids, ends = [*tokenizer(f"{own.payload['question']} a")["input_ids"]], []
+            for text in texts:
+                ids += tokenizer(text)["input_ids"] + tokenizer(" b")["input_ids"]
+                ends.append(len(ids) - 1)
+            with torch.no_grad():
+                scores = model.score(model.model(torch.tensor([ids])).last_hidden_state)[0, ends, 0]
+            np.testing.assert_allclose(steps.scores, (2 * scores.sigmoid() - 1) / len(texts), atol=1e-6)
+    assert {1, 2} <= set(counts), counts
+    assert series(runs / "stepped", "generator", "update") == [1.0, 2.0]
 
 
 def test_agents_have_one_value_and_one_advantage_per_turn(runs):

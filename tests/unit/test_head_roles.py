@@ -95,8 +95,9 @@ def test_a_plan_trains_a_shared_critic_with_its_policy():
     made = plans.make(case_of(settings, "4x8xA100-80"))
     assert [role.name for role in alone.roles] == ["generator", "critic"]
     assert [role.name for role in made.roles] == ["generator"]
-    [iteration] = made.iterations
-    assert iteration.role == "generator" and "values" in iteration.phases
+    [own], [iteration] = alone.iterations, made.iterations
+    assert (own.role, iteration.role) == ("generator + critic", "generator")
+    assert "values" in iteration.phases and iteration.seconds < own.seconds and own.generated == iteration.generated
 
 
 def test_a_role_with_a_head_has_no_engine_and_no_correction():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,14 @@ from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, LossConfig, RoleConfig, SftConfig, SftData, TrainConfig
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.scored_texts import scored_rollout
-from megatron_rl.data.sft import read_samples, rows_of_loss, sft_rollouts
+from megatron_rl.data.sft import LabelledSteps, read_samples, rows_of_loss, sft_rollouts
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.reward_model import RewardModel
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.resolve import specify
 from megatron_rl.training.iteration import CreditContext, Iteration, RolloutContext
-from megatron_rl.types import Author, Rollout, spans_of
+from megatron_rl.types import STEP, Annotations, Author, Rollout, spans_of
 
 
 def loss(objective, **args):
@@ -170,6 +172,70 @@ def test_reward_models_scores_are_mixed_with_the_outcome_before_groups_are_compa
     assert [r.rewards["trained"] for r in credited["generator"]] == pytest.approx(rewards)
     assert [r.rewards["reward_model"] for r in credited["generator"]] == pytest.approx([of(score) for score in scores])
     assert [np.max(r.advantages) for r in credited["generator"]] == pytest.approx(rewards - rewards.mean())
+
+
+STEPPED = {"step_weight": 0.25, "step_separator": "\n"}
+
+
+def test_reward_models_of_steps_read_them_as_in_training():
+    """The texts and the places of the scores are those of a row that trains a process reward model."""
+    text = "x<step> cd</step>hm<step>e\n</step>yes"
+    recipe = Dapo(updates=1, template="plain", reward_model=RewardModel(**STEPPED))
+    context = RolloutContext(
+        engines={}, tokenizers={"generator": WRITER, "reward": characters()}, grade=lambda *_: [],
+        samplings={"reward": Sampling(max_tokens=1)}, max_prompt_tokens={"reward": 100},
+    )  # fmt: skip
+    both = [solution(text), solution("no steps")]
+    read, plain = recipe.reward_model.texts(context, both, recipe.prompt)["reward"]
+    sample = LabelledSteps(prompt="ab", steps=["cd", "e"], labels=[True, False], separator="\n")
+    [wanted] = sft_rollouts([sample], characters(), append_eos=True, max_tokens=20)
+    np.testing.assert_array_equal(read.tokens, wanted.tokens)
+    np.testing.assert_array_equal(read.trainable, wanted.trainable)
+    assert characters().decode(plain.tokens[:-1]) == "abno steps<eos>" and plain.num_trainable == 1
+
+
+def test_reward_models_scores_of_steps_become_advantages_of_the_steps():
+    """Two solutions with two steps and one. The rewards of the steps are (2 p - 1) / K: 0 and 0.25, and -0.5. Their
+    mean is -1/12. A token gets the sum over its step and the later ones."""
+    recipe = Dapo(updates=1, template="plain", reward_model=RewardModel(**STEPPED), estimator="dr_grpo")
+    iteration = Iteration(cycle=0, index=0, roles=("generator",), number=0)
+    solutions = [
+        replace(solution("cdefgh", outcome=1.0), annotations={STEP: Annotations(np.array([[2, 4], [4, 6]]))}),
+        replace(solution("cd", outcome=0.0), annotations={STEP: Annotations(np.array([[2, 3]]))}),
+    ]
+    logits = [[0.0, np.log(3)], [-np.log(3)]]
+    read = [scored_rollout("reward", "0", [1, 2, 3], ends=range(len(own)), values={"value": own}) for own in logits]
+    credited = recipe.credit(iteration, {"generator": solutions, "reward": read}, CreditContext())["generator"]
+    assert [own.annotations_of(STEP).scores.tolist() for own in credited] == [
+        pytest.approx([0.0, 0.25]),
+        pytest.approx([-0.5]),
+    ]
+    first, second, other = 1 / 12, 1 / 3, -5 / 12
+    wanted = [[0, 0, *[first + second] * 2, *[second] * 2, 0, 0, 0], [0, 0, other, 0, 0]]
+    for own, outcome, steps in zip(credited, (0.5, -0.5), wanted, strict=True):
+        trained = np.array([0.75 * outcome * (place > 1) + 0.25 * step for place, step in enumerate(steps)])
+        np.testing.assert_allclose(own.advantages, trained, atol=1e-6)
+        assert "reward_model" not in own.rewards
+    both = RewardModel(weight=0.5, scale="sigmoid", **STEPPED)
+    [one, _] = both.scored({"generator": solutions, "reward": read}, "generator")["generator"]
+    assert one.rewards["reward_model"] == pytest.approx(0.75), "the score of a solution is that of its last step"
+    cut = scored_rollout("reward", "0", [1, 2], ends=[1], values={"value": [9.0]})
+    [left, _] = both.scored({"generator": solutions, "reward": [cut, read[1]]}, "generator")["generator"]
+    assert left.annotations_of(STEP).scores is None, "the text lost its beginning, and a step"
+
+
+def test_reward_models_of_steps_are_refused_where_they_would_be_ignored():
+    example = Path(__file__).parents[2] / "examples/published/grpo_qwen2.5_7b.yaml"
+    settings = ["recipe.target=megatron_rl.recipes.dapo:Dapo", "recipe.args.reward_model={step_weight: 0.5}"]
+    settings += ["roles.reward={model: {path: m}, head: score, max_prompt_tokens: 100000}"]
+    spec = specify(load(TrainConfig, [example], [*settings, "recipe.args.estimator=w_reinforce"]), 8)[0]
+    with pytest.raises(ConfigError, match=r"step_weight = 0.5, and the estimator w_reinforce has no rule for rewards"):
+        spec.recipe.check(spec)
+    recipe = Tango(reward_model=RewardModel(step_weight=0.5))
+    spec = specify(load(TrainConfig, [example], settings), 8)[0]
+    spec.recipe.check(spec)
+    with pytest.raises(ConfigError, match=r"step_weight = 0.5: Tango's verifier scores the steps already"):
+        recipe.check(spec)
 
 
 def test_reward_models_that_read_less_than_the_generator_writes_are_refused():

@@ -1,0 +1,111 @@
+"""A reward function that asks a vLLM server for the scores of a reward model, which the trainer then does not hold."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import PositiveFloat
+
+from megatron_rl.config.base import Count, config
+from megatron_rl.rewards.tags import after_thinking
+from megatron_rl.text import fill, read_template
+
+Prompt = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
+_RETRIED = (408, 425, 429)  # HTTP statuses of a temporary condition; 5xx statuses are retried too
+_PAUSE_S = 0.5  # pause before the second attempt; each further pause is twice as long
+_USER, _ASSISTANT = "user", "assistant"
+
+
+@config
+class ServedRewardModel:
+    """A reward function for the setting `reward.target`, called with lists of prompts and completions.
+
+    The server is started with `vllm serve MODEL --runner pooling --convert classify`. Conversations, and all problems
+    with `chat`, are rendered with the chat template of the server's model. Otherwise, the model reads the prompt, the
+    response and `end`, one after another.
+    """
+
+    url: str  # address of the server, such as http://node17:8000
+    model: str | None = None  # name of the served model; null: the only model of the server
+    # Prompt of a problem: a text file with {question}, or the name of a packaged prompt; null: the question alone.
+    # Problems that are conversations need no template.
+    template: str | None = None
+    chat: bool = False  # whether a prompt that is a text is a user message, and the response an assistant message
+    end: str = ""  # text after a response without chat template, such as the EOS token of the reward model
+    # Part of the response that the model reads. whole: all of it. answer: the text after the last </think>.
+    reads: Literal["whole", "answer"] = "whole"
+    # sigmoid: the sigmoid of the model's output, from 0 to 1. none: the output, which needs a reward.range.
+    scale: Literal["sigmoid", "none"] = "sigmoid"
+    key_variable: str | None = None  # environment variable that holds the API key; null: requests have no key
+    attempts: Count = 5  # attempts of a request while the server cannot be reached or is busy
+    timeout_s: PositiveFloat = 60.0  # timeout of one attempt in seconds; see also reward.timeout_s
+
+    async def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt]) -> list[float]:
+        """Returns the score of each completion. Raises RuntimeError if the server refuses the request, answers
+        something else than one number per text, or cannot be reached.
+        """
+        import aiohttp  # a slow import, needed in the worker processes alone
+
+        pairs = [self._read(*pair) for pair in zip(prompts, completions, strict=True)]
+        texts = [one for one in pairs if isinstance(one, str)]
+        bodies = [{"messages": one} for one in pairs if not isinstance(one, str)] + [{"input": texts}] * bool(texts)
+        headers = {"Authorization": f"Bearer {os.environ[self.key_variable]}"} if self.key_variable else {}
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            found = await asyncio.gather(*(self._scores(session, body) for body in bodies))
+        of_texts = iter(found.pop() if texts else [])
+        of_chats = iter(found)
+        return [next(of_texts) if isinstance(one, str) else next(of_chats)[0] for one in pairs]
+
+    def _read(self, prompt: Prompt, completion: Prompt) -> str | list[dict[str, Any]]:
+        """Returns what the reward model reads: a text, or the messages of a conversation."""
+        response = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        response = after_thinking(response) if self.reads == "answer" else response
+        if isinstance(prompt, str):
+            if self.template is not None:
+                prompt = fill(read_template(self.template), question=prompt)
+            if not self.chat:
+                return f"{prompt}{response}{self.end}"
+            prompt = [{"role": _USER, "content": prompt}]
+        before = [dict(message) for message in prompt]
+        if before[-1]["role"] == _ASSISTANT:  # the response continues the last message
+            response = f"{before.pop()['content']}{response}"
+        return [*before, {"role": _ASSISTANT, "content": response}]
+
+    async def _scores(self, session: Any, body: Mapping[str, Any]) -> list[float]:
+        """Returns the scores of the texts in the body of a request, in order."""
+        answer = await self._answer(session, {**body, "use_activation": False})
+        rows = sorted(answer["data"], key=lambda row: row["index"])
+        count = len(body.get("input", [None]))
+        if len(rows) != count or any(len(row["probs"]) != 1 for row in rows):
+            raise RuntimeError(
+                f"{self.url} answered {[len(row['probs']) for row in rows]} numbers for {count} texts: serve a "
+                "sequence classifier with one label, which `megatron-rl sft` writes for a reward model"
+            )
+        scores = [float(row["probs"][0]) for row in rows]
+        return scores if self.scale == "none" else [0.5 + 0.5 * math.tanh(score / 2) for score in scores]
+
+    async def _answer(self, session: Any, body: Mapping[str, Any]) -> Any:
+        """Posts a request to the route /classify and returns the parsed answer. Repeats the request while the server
+        cannot be reached or is busy."""
+        import aiohttp
+
+        why, address = "", f"{self.url.rstrip('/')}/classify"
+        named = body if self.model is None else {**body, "model": self.model}
+        for attempt in range(self.attempts):
+            if attempt:
+                await asyncio.sleep(_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                async with session.post(address, json=named) as response:
+                    if response.status == 200:
+                        return await response.json(content_type=None)
+                    why = f"answered {response.status}: {(await response.text())[:400]}"
+                    if response.status < 500 and response.status not in _RETRIED:
+                        break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                why = f"cannot be reached: {error or type(error).__name__}"
+        raise RuntimeError(f"{address} {why}")
