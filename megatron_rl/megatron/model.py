@@ -20,7 +20,7 @@ from megatron_rl.megatron.joint_norm import JointNorm
 from megatron_rl.megatron.kernels import choice, varlen
 from megatron_rl.megatron.latent_attention import LatentAttention
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.megatron.torch_layers import Chosen, GeGLU, NormedAddition, RMSNorm, SwiGLU, choose
+from megatron_rl.megatron.torch_layers import Chosen, GeGLU, Head, NormedAddition, RMSNorm, SwiGLU, choose
 from megatron_rl.megatron.vocab_statistics import vocab_parallel_statistics
 from megatron_rl.models import core_settings
 from megatron_rl.models.partitions import padded_vocab
@@ -60,21 +60,6 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 
 
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-
-
-class Head(torch.nn.Module):
-    """A linear map from hidden states to one number per token. The head replaces the output layer in a critic or a
-    reward model, and stands beside the output layer in a policy that a critic shares. Every tensor-parallel rank of the
-    last pipeline stage holds the whole weight [1, hidden]."""
-
-    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the outputs [..., 1] for hidden states [..., hidden]. The product is computed in float32 whatever the
-        model's dtype, because bfloat16 would round a value of 0.9 to a multiple of 0.004."""
-        return F.linear(hidden.float(), self.weight.float())
 
 
 class PolicyModel(Chosen, GPTModel):
@@ -130,24 +115,13 @@ class PolicyModel(Chosen, GPTModel):
             chosen = copy_to_tensor_model_parallel_region(chosen)
         if VALUE not in self.asked:
             return self._vocab_statistics(chosen, labels, self.asked)
-        values = self._values(chosen)
+        assert self.value_head is not None
+        values = self.value_head.beside(chosen)
         others = tuple(name for name in self.asked if name != VALUE)
         if not others:
             return values
         rows, at = self._vocab_statistics(chosen, labels, others), self.asked.index(VALUE)
         return torch.cat([rows[:at], values, rows[at:]])
-
-    def _values(self, chosen: Tensor) -> Tensor:
-        """Returns the values [1, n] of the hidden states `chosen` [n, h], computed by the head beside the output layer.
-
-        Every tensor-parallel rank computes the same values, and has the whole gradient with respect to `chosen`. The
-        backward pass sums the gradients of the ranks, so each rank contributes its share of the gradient.
-        """
-        assert self.value_head is not None
-        tp, own = parallel_state.get_tensor_model_parallel_world_size(), chosen.view_as(chosen)
-        if tp > 1 and own.requires_grad:
-            own.register_hook(lambda gradient: gradient / tp)
-        return self.value_head(own).T
 
     def _vocab_statistics(self, chosen: Tensor, labels: Tensor, names: tuple[str, ...]) -> Tensor:
         """Returns the statistics `names` of the n labels as a tensor [R, n]. `chosen` [n, h]: the hidden states before

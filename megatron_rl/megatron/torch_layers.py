@@ -1,4 +1,4 @@
-"""Norms, gates and rotary embedding of the project's torch layer spec, by torch operations or by Triton kernels.
+"""Heads, norms, gates and rotary embedding of the project's torch layer spec, by torch operations or by Triton kernels.
 
 Kernel modules are imported inside the functions that use them, because they need Triton, which may not be installed on
 machines without a GPU.
@@ -19,6 +19,32 @@ platform.install()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+
+class Head(torch.nn.Module):
+    """A linear map from hidden states to one number per token. The head replaces the output layer in a critic or a
+    reward model, and stands beside the output layer in a policy that a critic shares. Every tensor-parallel rank of the
+    last pipeline stage holds the whole weight [1, hidden]."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the outputs [..., 1] for hidden states [..., hidden]. The product is computed in float32 whatever the
+        model's dtype, because bfloat16 would round a value of 0.9 to a multiple of 0.004."""
+        return F.linear(hidden.float(), self.weight.float())
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        """Returns the outputs [1, n] for hidden states [n, hidden] from which an output layer is computed too.
+
+        Every tensor-parallel rank computes the same outputs, and has the whole gradient with respect to `hidden`. The
+        backward pass of the output layer sums the gradients of the ranks, so each rank contributes its share.
+        """
+        tp, own = parallel_state.get_tensor_model_parallel_world_size(), hidden.view_as(hidden)
+        if tp > 1 and own.requires_grad:
+            own.register_hook(lambda gradient: gradient / tp)
+        return self(own).T
 
 
 class TensorSharded(torch.nn.Module):
