@@ -21,6 +21,8 @@ from megatron_rl.recipes.ppo import Ppo
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.checks import recipe_problems
 from megatron_rl.spec.resolve import specify
+from megatron_rl.training import loop
+from megatron_rl.training.credit import RolloutError
 from megatron_rl.training.iteration import CreditContext, Iteration, Score
 from megatron_rl.types import STEP, Annotations, Author, Rollout, spans_of
 
@@ -252,3 +254,38 @@ def test_a_penalty_in_the_reward_keeps_the_reference():
             load(TrainConfig, [EXAMPLES / "methods/ppo.yaml"], [f"recipe.args.estimator.args.kl_coef={coef}"]), 8
         )
         assert {name: role.reference for name, role in spec.roles.items()} == {"generator": wanted, "critic": False}
+
+
+def test_a_policy_gets_its_rollouts_with_the_values_of_its_critic():
+    own, others = rollouts_of("generator", [0.0, 1.0]), rollouts_of("critic", [0.0, 1.0])
+    advantaged = [replace(r, advantages=1.0, values={}) for r in own]
+    read = [replace(r, tokens=one.tokens, values={"returns": np.ones(4)}) for r, one in zip(others, own, strict=True)]
+    for merged, one in zip(loop._with_values("generator", advantaged, read), own, strict=True):
+        assert (merged.role, merged.advantages, [*merged.values]) == ("generator", 1.0, ["returns"])
+        np.testing.assert_array_equal(merged.tokens, one.tokens)
+    other = [read[0], replace(read[1], tokens=read[1].tokens + 1)]
+    for wrong in (read[:1], other):
+        with pytest.raises(RolloutError, match=rf"2 rollouts of policy generator and {len(wrong)} of a critic that sh"):
+            loop._with_values("generator", advantaged, wrong)
+
+
+@pytest.mark.parametrize(
+    ("example", "changes", "says"),
+    [
+        (
+            "methods/ppo.yaml",
+            ["roles.critic.same_as=generator", "recipe.args.estimator.args.critic_warmup=2"],
+            "critic_warmup = 2 of the estimator gae, and critic shares the policy of generator",
+        ),
+        (
+            "tango_gae_qwen2.5_7b.yaml",
+            ["roles.verifier_critic.same_as=generator", "recipe.args.estimator.args.critic_warmup=0"],
+            "same_as = 'generator', and verifier_critic reads the rollouts of verifier: name verifier, or give it",
+        ),
+    ],
+)
+def test_a_critic_shares_the_policy_of_the_role_that_it_reads_without_a_warm_up(example, changes, says):
+    config = load(TrainConfig, [EXAMPLES / example], [*changes, "roles.generator.loss.value_coef=0.5"])
+    spec = specify(config, 8)[0]
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        spec.recipe.check(spec)
