@@ -52,16 +52,7 @@ class Critics:
             role: replace(parts[role], reference=parts[role].trained and self.settings.kl_coef > 0)
             for role in self.critic_of
         }
-        critics = {
-            critic: replace(
-                parts[role],
-                head="value",
-                drawn={critic: parts[role].samples},
-                per_prompt={critic: parts[role].per_prompt.get(role, 1)},
-            )
-            for role, critic in self.critic_of.items()
-        }
-        return {**parts, **read, **critics}
+        return {**parts, **read, **{self.critic_of[role]: replace(parts[role], head="value") for role in read}}
 
     def schedule(self, schedule: Schedule) -> Schedule:
         """Returns a schedule in which the critic of a role is trained in every iteration that trains the role."""

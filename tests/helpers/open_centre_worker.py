@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import sys
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -33,9 +34,7 @@ class Farthest(Collector):
 
     def take(self, iteration):
         collected = super().take(iteration)
-        with self._change:
-            while self._max and len(self._ready) < self._max and self._failure is None:
-                self._change.wait(0.5)
+        wait([done for _, done in self._flights])
         if iteration.number + 1 == self._leave_after:
             (self._store.directory.parent / STOP).touch()
         return collected

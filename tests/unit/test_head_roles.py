@@ -97,7 +97,11 @@ def test_a_plan_trains_a_shared_critic_with_its_policy():
     assert [role.name for role in made.roles] == ["generator"]
     [own], [iteration] = alone.iterations, made.iterations
     assert (own.role, iteration.role) == ("generator + critic", "generator")
-    assert "values" in iteration.phases and iteration.seconds < own.seconds and own.generated == iteration.generated
+    assert (
+        "score generator by critic" in iteration.phases
+        and iteration.seconds < own.seconds
+        and own.generated == iteration.generated
+    )
 
 
 def test_a_role_with_a_head_has_no_engine_and_no_correction():
@@ -133,7 +137,7 @@ def test_a_plan_counts_no_vocabulary_engine_or_reference_of_a_head():
     assert role.swapped == 0 < other.swapped and role.workspace < other.workspace and role.weights < other.weights
     [own] = [iteration for iteration in made.iterations if iteration.role == "verifier"]
     [was] = [iteration for iteration in plain.iterations if iteration.role == "verifier"]
-    assert "values" in own.phases and not {"rollout verifier", "reference log-probs"} & own.phases.keys()
+    assert not {"rollout verifier", "reference log-probs"} & own.phases.keys()
     assert own.sent == 0 < was.sent and own.flops < was.flops and own.generated < was.generated
 
 
