@@ -24,7 +24,7 @@ from megatron_rl.types import STEP, Author
 pytestmark = pytest.mark.multi
 WORDS = ["<eos>", "a", "b", "c"]
 LONGEST, GAMMA = 5, 0.9
-SHARED = {"lr": 0.02, "eps": 1e-4, "coef": 0.5, "clip": 0.2}
+SHARED = {"lr": 0.01, "eps": 1e-4, "coef": 0.5, "clip": 0.2, "lam": 0.95}
 SOLUTIONS = [
     *("<eos>", "a", "b"),
     *(
@@ -74,7 +74,7 @@ def shared(base):
     """PPO whose critic is a value head on the generator's own policy."""
     write_speakers(base, ["both"], WORDS)
     optimizer = {"lr": SHARED["lr"], "eps": SHARED["eps"], "weight_decay": 0.0}
-    args = {"updates": 16, "group_size": 2, "estimator": {"target": "gae", "args": {"lam": 0.95}}}
+    args = {"updates": 16, "group_size": 2, "estimator": {"target": "gae", "args": {"lam": SHARED["lam"]}}}
     loss = {"value_coef": SHARED["coef"], "value_clip": SHARED["clip"]}
     generator = role(base, model="both", sampling={"max_tokens": LONGEST}, optimizer=optimizer, loss=loss)
     settings = config(
@@ -123,7 +123,7 @@ def tango_agents(base):
 def stepped(base):
     """PPO with a process reward model, which is random here."""
     write_speakers(base, ["solver", "critic", "steps"], SOLUTIONS)
-    make_scored(base / "steps")
+    PreTrainedTokenizerFast.from_pretrained(base / "steps").save_pretrained(make_scored(base / "steps"))
     size = {"sampling": {"max_tokens": 2}}
     roles = {
         "generator": role(base, model="solver", lr=0.002, **size),
@@ -169,9 +169,9 @@ def test_a_critic_learns_the_values_of_a_chain(runs):
 
 def test_ppo_with_a_critic_that_shares_the_policy_learns(runs):
     rewards = series(runs / "shared", "generator", "reward/outcome")
-    assert np.mean(rewards[:2]) < 0.5 < 0.9 < np.mean(rewards[-3:]), rewards
-    explained = series(runs / "shared", "critic", "explained_variance")
-    assert np.mean(explained[:3]) < np.mean(explained[-3:]), explained
+    assert rewards[0] < 0.5 < 0.9 < np.mean(rewards[-3:]), rewards
+    errors = series(runs / "shared", "critic", "value_error")
+    assert np.mean(errors[-3:]) < 0.1 * errors[0], errors
     assert not (runs / "shared/models/critic").exists(), "the critic has no model of its own"
 
 
@@ -188,15 +188,21 @@ def test_ppo_with_a_critic_that_shares_the_policy_by_hand(runs):
     every = [*collected_iterations(runs / "shared", "generator", "critic")]
     for number, iteration in enumerate(every[:4]):
         total, tokens = 0.0, 0
-        for own, critic in zip(iteration.rollouts["generator"], iteration.rollouts["critic"], strict=True):
+        for own in iteration.rollouts["generator"]:
             ids = torch.from_numpy(own.tokens).long()
             hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]
             logprobs = model.lm_head(hidden).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             trained = torch.from_numpy(own.trainable[1:])
-            advantages, old, returns = (
-                torch.from_numpy(np.array(values[1:], np.float32))[trained]
-                for values in (own.advantages, critic.values["old_value"], critic.values["returns"])
+            advantages, old = (
+                torch.from_numpy(np.array(given[1:], np.float32))[trained]
+                for given in (own.advantages, own.values["value"])
             )
+            returns, after = old.clone(), 0.0  # value plus advantage, from the last token on
+            for place in reversed(range(len(old))):
+                last = place == len(old) - 1
+                change = (own.rewards["outcome"] if last else float(old[place + 1])) - float(old[place])
+                after = change + SHARED["lam"] * after
+                returns[place] += after
             values = (hidden @ head[0])[trained]
             assert torch.allclose(values, old, atol=1e-5), (number, values, old)
             clipped = old + (values - old).clamp(-SHARED["clip"], SHARED["clip"])

@@ -31,9 +31,11 @@ pytestmark = [
     pytest.mark.servers,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]
-TOKENIZER, END = chat_tokenizer(), "<|im_end|>"
-ASKED = ["What is 2 + 2?", "why", "a b c"]
-ANSWERED = ["It is 4.", "hm</think> because of it", "no"]
+END = "<|im_end|>"
+# No text has a space: vLLM's tokenizer of the family qwen2 drops the spaces of this vocabulary of characters.
+TOKENIZER = chat_tokenizer("{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}")
+ASKED = ["2+2?", "why", "abc"]
+ANSWERED = ["4.", "hm</think>because", "no"]
 
 
 @pytest.fixture(scope="module")
