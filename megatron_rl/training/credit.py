@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -75,6 +76,18 @@ class CreditStage:
             for role, own in added.items():
                 metrics[role] = {**metrics.get(role, {}), **own}
         return Collected(rollouts=rollouts, metrics=metrics, handed_over=collected.handed_over, credited=True)
+
+
+def with_values(name: str, rollouts: Sequence[Rollout], critics: Sequence[Rollout]) -> list[Rollout]:
+    """Returns the rollouts of policy `name`, each with the values of the critic's rollout at the same place. Raises
+    RolloutError if the two lists are not of the same texts.
+    """
+    if [r.tokens.tobytes() for r in rollouts] != [r.tokens.tobytes() for r in critics]:
+        raise RolloutError(
+            f"{len(rollouts)} rollouts of policy {name} and {len(critics)} of a critic that shares it are not the same "
+            "texts in the same order: return the same ones from `credit`, or give the critic a model of its own"
+        )
+    return [replace(r, values={**r.values, **one.values}) for r, one in zip(rollouts, critics, strict=True)]
 
 
 def as_json(state: State) -> State:

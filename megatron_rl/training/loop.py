@@ -19,7 +19,7 @@ from megatron_rl.run.metrics import SPEED
 from megatron_rl.spec.run_spec import first_iterations
 from megatron_rl.training import preflight
 from megatron_rl.training.collector import Collector, upcoming
-from megatron_rl.training.credit import RolloutError
+from megatron_rl.training.credit import with_values
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.held_out_sets import Answers, HeldOutSet, evaluate_sets, followed, ranked
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Score
@@ -337,7 +337,7 @@ def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected
         shares = parts[role].head is not None and reads_logprobs(setup.trainees[name].loss.needs)
         (of_critics if shares else usable).setdefault(name, []).extend(own)
     for name, own in of_critics.items():
-        usable[name] = _with_values(name, usable.get(name, []), own)
+        usable[name] = with_values(name, usable.get(name, []), own)
     for name, own in usable.items():
         if "pairs" in setup.trainees[name].loss.needs:
             sizes = Counter((r.role, r.group) for r in own)
@@ -368,18 +368,6 @@ class _Clock:
         if occupied_s is not None and self._occupied_s is not None:
             found["engines_idle"] = 1 - (occupied_s - self._occupied_s) / seconds
         return {f"{SPEED}{name}": value for name, value in found.items()}
-
-
-def _with_values(name: str, rollouts: Sequence[Rollout], critics: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the rollouts of policy `name`, each with the values of the critic's rollout at the same place. Raises
-    RolloutError if the two lists are not of the same texts.
-    """
-    if [r.tokens.tobytes() for r in rollouts] != [r.tokens.tobytes() for r in critics]:
-        raise RolloutError(
-            f"{len(rollouts)} rollouts of policy {name} and {len(critics)} of a critic that shares it are not the same "
-            "texts in the same order: return the same ones from `credit`, or give the critic a model of its own"
-        )
-    return [replace(r, values={**r.values, **one.values}) for r, one in zip(rollouts, critics, strict=True)]
 
 
 def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score], clock: _Clock) -> Collected:

@@ -21,8 +21,7 @@ from megatron_rl.recipes.ppo import Ppo
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.checks import recipe_problems
 from megatron_rl.spec.resolve import specify
-from megatron_rl.training import loop
-from megatron_rl.training.credit import RolloutError
+from megatron_rl.training.credit import RolloutError, with_values
 from megatron_rl.training.iteration import CreditContext, Iteration, Score
 from megatron_rl.types import STEP, Annotations, Author, Rollout, spans_of
 
@@ -260,13 +259,13 @@ def test_a_policy_gets_its_rollouts_with_the_values_of_its_critic():
     own, others = rollouts_of("generator", [0.0, 1.0]), rollouts_of("critic", [0.0, 1.0])
     advantaged = [replace(r, advantages=1.0, values={}) for r in own]
     read = [replace(r, tokens=one.tokens, values={"returns": np.ones(4)}) for r, one in zip(others, own, strict=True)]
-    for merged, one in zip(loop._with_values("generator", advantaged, read), own, strict=True):
+    for merged, one in zip(with_values("generator", advantaged, read), own, strict=True):
         assert (merged.role, merged.advantages, [*merged.values]) == ("generator", 1.0, ["returns"])
         np.testing.assert_array_equal(merged.tokens, one.tokens)
     other = [read[0], replace(read[1], tokens=read[1].tokens + 1)]
     for wrong in (read[:1], other):
         with pytest.raises(RolloutError, match=rf"2 rollouts of policy generator and {len(wrong)} of a critic that sh"):
-            loop._with_values("generator", advantaged, wrong)
+            with_values("generator", advantaged, wrong)
 
 
 @pytest.mark.parametrize(
