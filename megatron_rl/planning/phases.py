@@ -126,23 +126,14 @@ def plan_iteration(
         phases |= {phase: phases.get(phase, 0.0) + seconds for phase, seconds in update.items()}
     if case.colocated:
         phases["sleep and wake"] = _changes_of_place(case, list(trained), actors, engines)
-    served = case.servers is not None and case.servers.serves_adapters  # a refit sends the adapter alone
-    place = "ranks" if case.servers is None else "gpus" if case.colocated else "elsewhere"
-    refits = [
-        compute.refit_cost(
-            actors[name], engines[name], case.cluster, place=place, adapter=served and actors[name].lora is not None
-        )
-        for name in trained
-        if roles[name].head is None
-    ]
+    refits = _refits(case, list(trained), actors, engines)
     phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
-    ahead = case.spec.loop.rollouts.ahead > 0
     batches = [(d.role, batch_of(roles[d.role], d, d.samples)) for d in work.trained]
     flops = [compute.train_flops(case.models[name], batch, roles[name].lora) for name, batch in batches]
     return IterationPlan(
         role=work.role, times=work.times, phases=phases,
-        hidden=min(drawn, sum(phases.values()) - drawn) if ahead else 0.0,
+        hidden=min(drawn, sum(phases.values()) - drawn) if case.spec.loop.rollouts.ahead > 0 else 0.0,
         generated=sum(d.samples * d.written for d in work.draws if roles[d.role].head is None),
         trained=sum(d.samples * d.length for d in work.trained),
         flops=sum(flops), sent=sum(refit.sent for refit in refits),
@@ -152,6 +143,21 @@ def plan_iteration(
         policies=list(trained),
         generation=[_generated(roles[draw.role], draw, costs[draw.role]) for draw in own],
     )  # fmt: skip
+
+
+def _refits(
+    case: Case, trained: Sequence[str], actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
+) -> list[compute.RefitCost]:
+    """Returns the costs of sending the new weights of the roles `trained` to their engines."""
+    served = case.servers is not None and case.servers.serves_adapters  # a refit sends the adapter alone
+    place = "ranks" if case.servers is None else "gpus" if case.colocated else "elsewhere"
+    return [
+        compute.refit_cost(
+            actors[name], engines[name], case.cluster, place=place, adapter=served and actors[name].lora is not None
+        )
+        for name in trained
+        if case.roles[name].head is None
+    ]
 
 
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
