@@ -216,7 +216,10 @@ def _opened(
     checkpoints = Checkpoints(directory.checkpoints, spec.run.keep)
     newest = _newest(world, checkpoints) if spec.run.resume != "never" else None
     done = newest.number if newest else 0
-    finished = world.from_driver(lambda: done == total_iterations and bool(directory.read_summary().get("finished")))
+    summary = world.from_driver(directory.read_summary)
+    # with `must`, a run that ended early may have got more patience
+    ends = (total_iterations, None if spec.run.resume == "must" else summary.get("stopped_early"))
+    finished = done in ends and bool(summary.get("finished"))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
     record = InputRecord(
         directory.path / input_digests.FILE,

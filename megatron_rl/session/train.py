@@ -157,8 +157,9 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
         stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
         for sentence in loop.never_learned(progress, setup.policy_of):
             driver.say(f"WARNING: {sentence}")
-        if loop.stopped_early(parts.spec.loop.evaluation.early_stop, progress):
-            driver.summary({"stopped_early": progress.number})
+        early = loop.stopped_early(parts.spec.loop.evaluation.early_stop, progress)
+        if early or "stopped_early" in driver.directory.read_summary():
+            driver.summary({"stopped_early": progress.number if early else None})
         if not finished:
             driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
         if finished or stopped:

@@ -1,4 +1,5 @@
-"""Compares PPO with a critic, as it is here, with the numbers of verl's own functions in tests/oracles/verl_ppo.json.
+"""Compares PPO with a critic and majority votes, as they are here, with the numbers of verl's own functions in
+tests/oracles/verl_ppo.json.
 
 Each function in ROWS returns the largest difference from verl, relative to verl's largest number.
 """
@@ -21,6 +22,7 @@ from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.batches.data_parallel_split import tally
 from megatron_rl.batches.packed_batch import Statistics, pack
 from megatron_rl.config.model import LossConfig
+from megatron_rl.evaluation.statistics import majority
 from megatron_rl.types import Author, Rollout, spans_of
 
 PROMPT = 3  # tokens of the prompt before each of verl's responses
@@ -140,6 +142,15 @@ def value_loss() -> float:
     return max(found)
 
 
+def votes() -> float:
+    """The score of the most frequent answer, without ties, of which verl takes the first."""
+    found = []
+    for name, theirs in verl()["votes"].items():
+        answers, correct = name.split()
+        found.append(abs(majority([*answers], [float(answer in correct) for answer in answers]) - theirs))
+    return max(found)
+
+
 # row -> (verl's functions, the place here, what is compared)
 ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
     "gae_tokens": ("compute_gae_advantage_return, masked_whiten", "level=token whiten=True", over_tokens),
@@ -147,6 +158,7 @@ ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
     "kl_in_reward": ("apply_kl_penalty, kl_penalty: k1, k2, k3", "kl_coef=0.125 kl=k1, k2, k3", penalties),
     "kl_adaptive": ("AdaptiveKLController", "kl_target=0.25 kl_horizon=16", controller),
     "value_loss": ("compute_value_loss, agg_loss", "head=value loss.value_clip=0.125, 0.5", value_loss),
+    "votes": ("calc_maj_val", "maj@n of evaluations", votes),
 }
 
 

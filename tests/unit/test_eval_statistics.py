@@ -20,6 +20,15 @@ def test_pass_at_k_vectors(n, c, k, expected):
     assert est.pass_at_k(n, c, k) == pytest.approx(expected, abs=5e-5)
 
 
+def test_pass_at_k_is_that_of_the_published_estimator():
+    """1 - prod(1 - k / i) over i from n - c + 1 to n, as HumanEval's evaluation computes it (arXiv 2107.03374)."""
+    for n in range(1, 33):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                theirs = 1.0 if n - c < k else 1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1))
+                assert est.pass_at_k(n, c, k) == pytest.approx(theirs, abs=1e-12)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(numbers):

@@ -1,4 +1,4 @@
-"""Writes what verl's functions for PPO with a critic give on fixed rollouts to a JSON file.
+"""Writes what verl's functions for PPO with a critic give on fixed rollouts, and its majority votes, to a JSON file.
 
     .venv-oracles/bin/python tools/oracles/verl_functions.py OUT.json
 
@@ -12,6 +12,7 @@ import ast
 import importlib.util
 import json
 import sys
+from collections import defaultdict
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -30,6 +31,8 @@ DISCOUNTS = tuple(product((1.0, 0.96875), (1.0, 0.9375, 0.0)))
 KINDS = ("k1", "k2", "k3")
 KL_COEF = 0.125
 BOUNDS = (0.125, 0.5)  # of the clipped value loss
+# Answers to a problem, a letter for each sample, without a tie for the most frequent one; and the correct answers.
+VOTES = (("a", "a"), ("aabba", "b"), ("abcbb", "b"), ("abcdefaff", "f"), ("zzyx", "xy"), ("qqqqrrr", "q"))
 
 
 def taken(file: str, names: tuple[str, ...], **known: Any) -> SimpleNamespace:
@@ -141,6 +144,17 @@ def run_value_loss(inputs: dict[str, Tensor], returns: Tensor, mask: Tensor, bou
     return {"clip": bound, "mode": mode, "loss": loss.item(), "clip_frac": clipped.item(), "gradient": cut(live.grad)}
 
 
+def run_votes() -> dict[str, float]:
+    """Returns, for each of VOTES, the score of the majority answer."""
+    votes = taken("trainer/ppo/metric_utils.py", ("calc_maj_val",), defaultdict=defaultdict)
+    return {
+        f"{answers} {correct}": votes.calc_maj_val(
+            [{"pred": answer, "val": float(answer in correct)} for answer in answers], vote_key="pred", val_key="val"
+        )
+        for answers, correct in VOTES
+    }
+
+
 def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__)
@@ -174,6 +188,7 @@ def main() -> None:
             f"{mode} clip={bound}": run_value_loss(inputs, targets * mask, mask, bound, mode)
             for bound, mode in product(BOUNDS, ("token-mean", "seq-mean-token-mean"))
         },
+        "votes": run_votes(),
     }
     lines = [
         f" {json.dumps(section)}: {{\n"
