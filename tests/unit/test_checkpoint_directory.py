@@ -168,3 +168,16 @@ def test_json_is_replaced_whole(tmp_path):
         write_json(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": [1.5, None]}
     assert names(tmp_path) == ["a.json"]
+
+
+def test_protected_checkpoints_stay_and_are_not_counted(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for number in range(1, 6):
+        checkpoints.write(number, lambda directory: (directory / "part").write_text("x") and None)
+        if number == 2:
+            checkpoints.protected = frozenset({0, 2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_000002", "iteration_000005"]
+    assert checkpoints.newest().number == 5
+    checkpoints.protected = frozenset()
+    checkpoints.prune()
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration_000005"]
