@@ -169,7 +169,7 @@ def test_a_run_that_was_killed_collects_no_iteration_twice(template, tmp_path):
     asked: list[int] = []
     setup, progress = make(template, second, tmp_path / "cut", policy=again)
     engine = setup.context.engines["generator"]
-    ask, engine.session = engine.session, lambda: (asked.append(progress.number), ask())[1]
+    ask, engine.session = engine.session, lambda *own: (asked.append(progress.number), ask(*own))[1]
     loop.train(setup, plan, progress)
     assert torch.equal(again.table, whole.saved[6]["table"])
     assert min(asked) >= 3, "iterations 0 to 2 were in the store"
