@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 COMMANDS = ("train", "sft", "generate", "eval")
-TIMING = {"staleness", "version_lag", "mixed_versions"}  # depend on time where rollouts are made ahead of training
+# metrics that depend on time where rollouts are made ahead of training
+TIMING = {"staleness", "version_lag", "mixed_versions", *(f"trained_late/{age}" for age in range(1, 5))}
 AHEAD = "staleness"  # the run with servers
 TABLE = Path("tools/golden/renames.yaml")
 RENAMES: dict[str, dict[str, str]] = yaml.safe_load((ROOT / TABLE).read_text())
