@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import Reward
-from megatron_rl.engines.protocol import Sampling
-from megatron_rl.recipes.solutions import (
-    Solution,
-)
-from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
+from megatron_rl.rewards.grading_pool import GradePool, check_failures
 from megatron_rl.rewards.role_tags import last_inside
-from megatron_rl.rewards.tags import boxed
-from megatron_rl.text import decode_all
-from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.training.rollouts import sample
-from megatron_rl.types import Outcome, Prompt
+from megatron_rl.types import Outcome
 
 Aim = Literal["hard", "middle", "even"]
 
@@ -68,46 +58,3 @@ class AnswerRule:
         check_failures(graded, max_failure_share)
         known = [one.correct if one.outcome is Outcome.SCORE else None for one in graded]
         return dict(zip(answers, known, strict=True))
-
-
-# grading of each sample of a problem for which no sample has an answer: the sample counts as wrong
-UNANSWERED = Graded(Outcome.SCORE)
-
-
-def solve_by_vote(
-    context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
-) -> tuple[list[Solution], dict[str, float]]:
-    r"""Samples [P * n] answers, and grades the answers to a problem against the most frequent answer in \boxed{} (the
-    earliest one if several are equally frequent), which replaces payload["answer"]. Returns the graded solutions in
-    order, and the metrics graded/timeout and graded/error.
-
-    R-Zero (arXiv 2508.05004) creates its labels in this way. R-Zero merges answers that its grader considers equal;
-    this function counts answers as strings, and uses the grader only to compare with the most frequent answer. A sample
-    without a score is left out of its group. Raises RewardFailure if too many gradings fail.
-    """
-    with context.watch("rollout"):
-        rollouts = sample(context, role, prompts, sampling)
-    texts = decode_all(context.tokenizers[role], [rollout.response for rollout in rollouts])
-    winners = [elected(texts[i : i + sampling.n]) for i in range(0, len(texts), sampling.n)]
-    keys = [winners[k // sampling.n] for k in range(len(texts))]
-    payloads = [{**rollout.payload, "answer": key} for rollout, key in zip(rollouts, keys, strict=True)]
-    known = [k for k, key in enumerate(keys) if key is not None]
-    with context.watch("reward"):
-        graded = context.grade([texts[k] for k in known], [payloads[k] for k in known])
-    check_failures(graded, context.max_failure_share)
-    results = dict.fromkeys(range(len(texts)), UNANSWERED) | dict(zip(known, graded, strict=True))
-    solutions = []
-    for k, result in results.items():
-        if result.outcome is Outcome.SCORE:
-            correct = result.correct
-            payload = {**payloads[k], "correct": correct, "grading": result.outcome.value}
-            rollout = replace(rollouts[k].with_rewards(**result.metrics, outcome=result.score), payload=payload)
-            solutions.append(Solution(rollout=rollout, text=texts[k], correct=correct))
-    failed = Counter(result.outcome for result in graded)
-    return solutions, {f"graded/{kind.value}": float(failed[kind]) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
-
-
-def elected(texts: Sequence[str]) -> str | None:
-    r"""Returns the most frequent answer in the last \boxed{} of each text, or None if no text has one."""
-    votes = Counter(answer for text in texts if (answer := boxed(text)))
-    return votes.most_common(1)[0][0] if votes else None

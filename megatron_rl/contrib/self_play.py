@@ -15,7 +15,7 @@ from megatron_rl.config.base import Count, CountOrZero, Decay, Share
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.clusters import cluster_shares
 from megatron_rl.contrib.judged import put, quoted
-from megatron_rl.contrib.proposals import Aim, AnswerRule, aimed, read_proposal, solve_by_vote
+from megatron_rl.contrib.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.answers import accuracies_of_fitting
 from megatron_rl.recipes.solutions import (
     check_arguments,
@@ -132,10 +132,8 @@ class SelfPlay(Recipe):
         )
         asked = {i: self._ask(context, i, {**payloads[i], "answer": found[i][1]}) for i in found if checked[i]}
         prompts = {i: prompt for i, prompt in asked.items() if prompt is not None}
-        play = solve if self.key == "proposed" else solve_by_vote
-        solved, metrics = play(
-            context, SOLVER, list(prompts.values()), sampling_for(context, iteration, SOLVER, self.answers)
-        )
+        sampling = sampling_for(context, iteration, SOLVER, self.answers)
+        solved, metrics = solve(context, SOLVER, list(prompts.values()), sampling, voted=self.key == "majority")
         correct: dict[int, list[bool]] = defaultdict(list)
         for solution in solved:
             correct[_place(solution.rollout)].append(solution.correct)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import refuse
@@ -44,6 +44,9 @@ class Dapo(Grpo):
     overlong: Overlong | None = None
     brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
+    # what answers are graded against: the problem's known answer, or the most frequent answer of the group (TTRL, arXiv
+    # 2504.16084), for problems without known answers
+    labels: Literal["known", "votes"] = "known"
     # state of the curriculum: the problems that are skipped
     _record: Record = field(init=False, repr=False, compare=False)
 
@@ -61,6 +64,10 @@ class Dapo(Grpo):
             )
         if self.dynamic_sampling is not None and self.group_size == 1:
             yield "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
+        if self.labels == "votes" and self.group_size == 1:
+            yield "recipe.args.group_size = 1 with labels: votes: one answer agrees with itself; give 2 or more"
+        if self.labels == "votes" and self.hints is not None:
+            yield "recipe.args: hints show known solutions, which labels: votes does without; take one of the two"
         if self.hints is not None and self.reward_model.used:
             yield "recipe.args: hints and reward_model: a reward model would not see the hint; take one of the two"
 
@@ -115,7 +122,7 @@ class Dapo(Grpo):
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         if number > 0:
             sampling = replace(sampling, seed=context.seed_for(iteration.number, GENERATOR, "round", number))
-        groups, metrics = solve_groups(context, GENERATOR, prompts, sampling)
+        groups, metrics = solve_groups(context, GENERATOR, prompts, sampling, voted=self.labels == "votes")
         if self.curriculum is not None:
             context.handed_over.setdefault(RATES, []).extend(success_rates(groups))
         if self.hints is None:

@@ -21,6 +21,7 @@ from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import HELD_OUT, ConfigError
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
+from megatron_rl.recipes.votes import VotedLabels
 from megatron_rl.rewards.grading_pool import Graded, check_failures
 from megatron_rl.rewards.tags import generator_format, step_spans, step_texts
 from megatron_rl.run.metrics import REPLACED
@@ -75,6 +76,8 @@ def solve(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     then: Then = pass_over,
+    *,
+    voted: bool = False,
 ) -> tuple[list[Solution], dict[str, float]]:
     """Samples n solutions of each of [P] prompts, and grades each solution while other solutions are still being
     generated. Returns the graded solutions in order, and metrics: graded/timeout and graded/error (number of samples
@@ -84,10 +87,16 @@ def solve(
     A sample whose grading failed for a reason that the response did not cause is replaced by a new sample of the same
     prompt, up to ROUNDS times, unless decoding is greedy; see `to_replace`. A sample that still has no score is not a
     solution and is left out of its group. As soon as a solution is graded, `then` is called with its index (among the P
-    * n samples) and the solution. Raises RewardFailure if too many gradings of the first P * n samples fail, and
-    EngineError for a tandem whose author mask is missing or implausible.
+    * n samples) and the solution.
+
+    `voted`: responses are graded against the majority's answer in place of the known one, which also replaces the
+    answer in the payload; the metrics of `VotedLabels` are added.
+
+    Raises RewardFailure if too many gradings of the first P * n samples fail, and EngineError for a tandem whose author
+    mask is missing or implausible.
     """
-    n, samples = sampling.n, _Samples(context=context, role=role, prompts=prompts, group_size=sampling.n, then=then)
+    n, labels = sampling.n, VotedLabels(sampling.n) if voted else None
+    samples = _Samples(context=context, role=role, prompts=prompts, group_size=n, then=then, labels=labels)
     samples.draw(sampling, {i: i * n for i in range(len(prompts))})
     check_failures(samples.gradings, context.max_failure_share)
     replaced: Counter[str] = Counter()
@@ -106,6 +115,7 @@ def solve(
     metrics |= {"graded/repeated": float(samples.repeated)} if samples.repeated else {}
     metrics |= {name: float(count) for name, count in replaced.items()}
     metrics["steps_per_solution"] = fmean(float(len(r.annotations_of(STEP))) for r in rollouts) if rollouts else 0.0
+    metrics |= labels.metrics(context, prompts) if labels is not None and prompts else {}
     return [samples.solutions[place] for place in sorted(samples.solutions)], metrics
 
 
@@ -118,6 +128,7 @@ class _Samples:
     prompts: Sequence[Prompt]
     group_size: int
     then: Then
+    labels: VotedLabels | None  # None: the known answers are used
     found: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
     solutions: dict[int, Solution] = field(default_factory=dict)  # the samples with a score
     repeated: int = 0  # number of gradings that failed once
@@ -143,13 +154,17 @@ class _Samples:
         places = [first + j for first, group in batch for j in range(len(group))]
         drawn = [rollout for _, group in batch for rollout in group]
         decoded = [decode(self.context.tokenizers[self.role], rollout.response) for rollout in drawn]
-        graded = self.context.grade([own.text for own in decoded], [rollout.payload for rollout in drawn])
-        for place, rollout, own, result in zip(places, drawn, decoded, graded, strict=True):
+        texts, payloads = [own.text for own in decoded], [rollout.payload for rollout in drawn]
+        if self.labels is None:
+            graded = self.context.grade(texts, payloads)
+        else:
+            payloads, graded = self.labels.grade(self.context, places, texts, payloads)
+        for place, rollout, payload, own, result in zip(places, drawn, payloads, decoded, graded, strict=True):
             annotated = annotate_steps(rollout, own)
             self.found[place] = annotated, result
             self.repeated += result.repeated
             if result.outcome is Outcome.SCORE:
-                payload = {**rollout.payload, "correct": result.correct, "grading": Outcome.SCORE.value}
+                payload = {**payload, "correct": result.correct, "grading": Outcome.SCORE.value}
                 rewards = {**rollout.rewards, **result.metrics, "outcome": result.score}
                 scored = replace(annotated, payload=payload, rewards=rewards)
                 self.solutions[place] = Solution(rollout=scored, text=own.text, correct=result.correct)

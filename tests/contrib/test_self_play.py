@@ -349,7 +349,7 @@ def test_wrong_arguments_are_refused_with_their_name(args, message):
         build(Use(target="megatron_rl.contrib.self_play:SelfPlay", args={"updates": 1, **args}))
 
 
-def test_a_vote_counts_gradings_that_fail_and_leaves_them_out(texts):
+def test_a_vote_counts_gradings_that_fail_and_replaces_their_samples(texts):
     def rule(response, payload):
         return Outcome.TIMEOUT if response.endswith("{3}") else payload["answer"] in response
 
@@ -358,7 +358,8 @@ def test_a_vote_counts_gradings_that_fail_and_leaves_them_out(texts):
 
     context = context_of(grade=graded(rule), solver=answer)
     found = roll_out(recipe_of(texts, key="majority"), context)
-    assert context.metrics[SOLVER]["graded/timeout"] == 7 and len(found[SOLVER]) == 7 * 3
+    assert context.metrics[SOLVER]["graded/timeout"] == 0 and len(found[SOLVER]) == 7 * 4
+    assert context.metrics[SOLVER]["replaced/timeout"] == 7
     assert {r.rewards["outcome"] for r in found[SOLVER]} == {1.0} and earned(found)[:3] == [0.0] * 3
     with pytest.raises(RewardFailure, match="7 of 28 gradings failed"):
         roll_out(recipe_of(texts, key="majority"), context_of(grade=graded(rule), solver=answer, max_failure_share=0.2))

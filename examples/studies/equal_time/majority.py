@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.base import Share
-from megatron_rl.contrib.proposals import elected
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, Solution, sampling_for, solve
 from megatron_rl.rewards.tags import boxed
@@ -51,3 +51,9 @@ def with_majority(solutions: Sequence[Solution]) -> list[Rollout]:
         agrees = winner is not None and boxed(solution.text) == winner
         rollouts.append(replace(solution.rollout, rewards={**solution.rollout.rewards, "majority": float(agrees)}))
     return rollouts
+
+
+def elected(texts: Sequence[str]) -> str | None:
+    r"""Returns the most frequent answer in the last \boxed{} of each text, or None if no text has one."""
+    votes = Counter(answer for text in texts if (answer := boxed(text)))
+    return votes.most_common(1)[0][0] if votes else None

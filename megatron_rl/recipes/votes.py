@@ -1,0 +1,84 @@
+"""Labels by majority vote: a model's most frequent answer to a problem takes the place of the known answer, as in TTRL
+(arXiv 2504.16084) and SeRL (2505.20347).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.rewards.answer_key import normal_form
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.rewards.tags import answer_text
+from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.types import Outcome, Prompt
+
+
+@dataclass(frozen=True)
+class Label:
+    """The answer that won the vote of one group. `text`: the first response with this answer. `share`: share of the
+    group's responses, with and without an answer, that have this answer.
+    """
+
+    answer: str
+    text: str
+    share: float
+
+
+def elect(texts: Sequence[str]) -> Label | None:
+    r"""Returns the most frequent answer, in \boxed{} or an <answer> block, of a group's responses; the earliest one if
+    several are equally frequent. Returns None if no response has an answer. Answers are compared by `normal_form`.
+    """
+    answers = [answer_text(text) for text in texts]
+    keys = [normal_form(answer) if answer else None for answer in answers]
+    if not (votes := Counter(key for key in keys if key)):
+        return None
+    winner, count = votes.most_common(1)[0]
+    first = keys.index(winner)
+    return Label(answer=str(answers[first]), text=texts[first], share=count / len(texts))
+
+
+@dataclass
+class VotedLabels:
+    """The labels of the prompts in one call of `solve`, by index of the prompt. None if no response had an answer."""
+
+    group_size: int
+    labels: dict[int, Label | None] = field(default_factory=dict)
+
+    def grade(
+        self, context: RolloutContext, places: Sequence[int], texts: Sequence[str],
+        payloads: Sequence[Mapping[str, Any]],
+    ) -> tuple[list[Mapping[str, Any]], list[Graded]]:  # fmt: skip
+        """Grades responses against the labels. Returns the payloads with the label as the answer, and the gradings.
+
+        `places`: index of each response among the samples. A prompt's label is elected by the responses of the first
+        call that has responses to the prompt, which must be the whole group. If there is no label, the responses get
+        the lowest reward without being graded.
+        """
+        groups: dict[int, list[str]] = {}
+        for place, text in zip(places, texts, strict=True):
+            groups.setdefault(place // self.group_size, []).append(text)
+        self.labels |= {index: elect(own) for index, own in groups.items() if index not in self.labels}
+        labels = [self.labels[place // self.group_size] for place in places]
+        voted = [{**p, "answer": own.answer if own else None} for p, own in zip(payloads, labels, strict=True)]
+        asked = [i for i, own in enumerate(labels) if own is not None]
+        unanswered = Graded(Outcome.SCORE, score=context.lowest_reward, threshold=context.threshold)
+        graded = [unanswered] * len(texts)
+        for i, one in zip(asked, context.grade([texts[i] for i in asked], [voted[i] for i in asked]), strict=True):
+            graded[i] = one
+        return voted, graded
+
+    def metrics(self, context: RolloutContext, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Returns votes/share (mean share of the responses that have the label as their answer) and, if prompts have
+        known answers, votes/labels_right: share of these prompts whose label the reward function grades as correct.
+        """
+        metrics = {"votes/share": fmean(one.share if one else 0.0 for one in self.labels.values())}
+        known = [index for index, prompt in enumerate(prompts) if prompt.payload.get("answer") is not None]
+        found = [(label.text, prompts[index].payload) for index in known if (label := self.labels[index]) is not None]
+        if known:
+            graded = context.grade([text for text, _ in found], [payload for _, payload in found])
+            metrics["votes/labels_right"] = sum(one.correct for one in graded) / len(known)
+        return metrics
