@@ -63,7 +63,9 @@ class VotedLabels:
             groups.setdefault(place // self.group_size, []).append(text)
         self.labels |= {index: elect(own) for index, own in groups.items() if index not in self.labels}
         labels = [self.labels[place // self.group_size] for place in places]
-        voted = [{**p, "answer": own.answer if own else None} for p, own in zip(payloads, labels, strict=True)]
+        voted: list[Mapping[str, Any]] = [
+            {**p, "answer": own.answer if own else None} for p, own in zip(payloads, labels, strict=True)
+        ]
         asked = [i for i, own in enumerate(labels) if own is not None]
         unanswered = Graded(Outcome.SCORE, score=context.lowest_reward, threshold=context.threshold)
         graded = [unanswered] * len(texts)
