@@ -35,8 +35,8 @@ class Remax(Dapo):
                 f"recipe.args.estimator = {word_of(self.estimator)!r}: it has a baseline of its own, and ReMax's would "
                 "be lost; give reinforce or reinforce_pp"
             )
-        if self.reward_model.weight or self.labels == "votes":
-            name = "reward_model" if self.reward_model.weight else "labels"
+        if self.reward_model.used or self.labels == "votes":
+            name = "reward_model" if self.reward_model.used else "labels"
             raise ConfigError(f"recipe.args.{name}: ReMax's baseline is a graded outcome; leave it out")
 
     def roles(self) -> Mapping[str, RecipeRole]:
