@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_servers import Asked, engines_in, until
+from fake_vllm import GENERATE
 
 from megatron_rl.engines.pool import membership
 from megatron_rl.engines.pool.membership import FIRST_SAY_S, SAY_S, Members, Waiting
@@ -90,3 +91,17 @@ def test_occupied_places_are_counted_up_to_the_batch_of_each_server(tmp_path):
         assert 0 <= before <= 4 * (end - start)
         empty = members.occupied_s()
         assert members.occupied_s() == empty  # no request is in progress
+
+
+def test_samples_of_an_iteration_ahead_of_training_free_their_places_one_by_one(tmp_path):
+    """Each sample is a request, with the same tokens as in a request for the whole group."""
+    sampling, found = Sampling(max_tokens=5, n=4, seed=7), []
+    with engines_in(tmp_path) as run_engines:
+        fake, pool = run_engines.start(0), run_engines.serving(1)
+        for priority, wanted in ((0, 1), (3, 4)):
+            before, session = fake.count(GENERATE), pool.session(priority)
+            session.ask(0, [4, 5, 6], sampling)
+            [(_, samples)] = session.answers()
+            assert fake.count(GENERATE) - before == wanted
+            found.append([sample.tokens.tolist() for sample in samples])
+    assert found[0] == found[1] and len({*map(tuple, found[0])}) == 4

@@ -60,11 +60,13 @@ class PoolSession(SessionBase):
             self._use_key(key)
             prefer = None if after is None else self._homes.get(after)
             address, known = self._log.known(key, prompt, sampling)
-            whole = not known
+            whole = not known and (not self._priority or sampling.greedy)
             asked = _Asked(key, prompt, sampling, address, known, self._work, prefer)
             self._asked[key] = asked
             missing = asked.missing
-        # The n samples of a request are one request to a server, unless some of them are known.
+        # The n samples of a request are one request to a server, unless some of them are known. A request keeps its
+        # places at the server until its longest sample is complete. So each sample of an iteration that is generated
+        # ahead of training is a request: samples of other iterations use the place of a finished sample.
         for samples in [range(sampling.n)] if whole else [range(j, j + 1) for j in missing]:
             self._dispatcher.submit(asked.work, self._write, asked, samples)
         if not missing:
