@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from megatron_rl.engines.protocol import Sampling
@@ -59,7 +58,7 @@ def answer_metrics(role: str, answers: Sequence[Sequence[Answer]], ks: Sequence[
     """Returns {role/metric: mean over problems} of graded answers, and role/ungraded if answers have no score.
     `answers`: [P][n] answers. `ks`: the values of k for pass@k."""
     ungraded = sum(row["outcome"] != Outcome.SCORE.value for own in answers for row in own)
-    metrics = {f"{role}/{name}": fmean(values) for name, values in answer_values(answers, ks).items()}
+    metrics = {f"{role}/{name}": sum(own) / len(own) for name, own in answer_values(answers, ks).items()}
     return metrics | ({f"{role}/ungraded": float(ungraded)} if ungraded else {})
 
 
