@@ -84,10 +84,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
         try:
             copy.deepcopy(spec.recipe)
         except TypeError as error:
-            yield (
-                f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on this recipe, which each iteration copies "
-                f"({error}); leave out of the recipe's attributes what cannot be copied, or set it to 0"
-            )
+            yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
     if isinstance(settings, Embedded):
         if ahead:
             yield (
