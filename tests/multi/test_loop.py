@@ -204,6 +204,8 @@ def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template,
 def test_a_role_that_sleeps_is_awake_only_for_its_updates(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations", sleeps=True)
+    setup.memory.start()
+    assert setup.trainees["generator"].policy.asleep, "before the first iteration too"
     loop.train(setup, loop.Plan(iterations=2, save_every=1), progress)
     assert setup.trainees["generator"].policy.asleep and sorted(log.saved) == [1, 2]
 
@@ -318,6 +320,26 @@ def test_rollouts_of_several_versions_are_kept_or_scored_anew_or_dropped_as_the_
     tokens = {mixed: own["trained_tokens"] for mixed, own in found.items()}
     assert tokens["keep"] == tokens["rescore"] == tokens["drop"] + 2 * share * 80, "a mixed rollout has two tokens"
     assert found["keep"]["engine_gap"] > 0.5 and max(found[m]["engine_gap"] for m in ("rescore", "drop")) < 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPairs(Mixed, OnlineDpo):
+    """Says so of every second rollout of the first five problems' alone."""
+
+    def rollout(self, iteration, source, context):
+        found, mixed = OnlineDpo.rollout(self, iteration, source, context)["generator"], range(1, 20, 2)
+        return {"generator": [self.older(r) if i in mixed and r.length > 1 else r for i, r in enumerate(found)]}
+
+
+def test_a_pair_that_loses_a_rollout_of_several_versions_is_left_out(template, tmp_path):
+    tokens = {}
+    for mixed in ("keep", "drop"):
+        log, recipe = Log(), MixedPairs(updates=1, group_size=4, template=template)
+        loss = LossConfig(objective="dpo", kl_coef=0.0)
+        setup, progress = make(template, log, tmp_path / mixed, recipe=recipe, loss=loss)
+        loop.train(setup, loop.Plan(iterations=1, mixed=mixed, evaluate_at_start=False), progress)
+        [tokens[mixed]] = log.series("trained_tokens")
+    assert 0 < tokens["drop"] < tokens["keep"]
 
 
 def test_the_loop_has_the_settings_of_its_config():
