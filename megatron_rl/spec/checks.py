@@ -27,9 +27,9 @@ from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
+from megatron_rl.spec.evaluation_checks import evaluation_problems
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_gpus import number_problems
-from megatron_rl.text import read_template
 
 
 def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
@@ -49,7 +49,7 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
             yield from _trained_problems(place, role, spec.cluster.ranks, to_come)
     if isinstance(spec, RunSpec):
         yield from _run_problems(spec)
-        yield from _evaluation_problems(spec)
+        yield from evaluation_problems(spec)
     if isinstance(spec, SftSpec):
         yield from _sft_problems(spec)
     if spec.engine is not None:
@@ -348,41 +348,6 @@ def _overlaps(spec: Spec) -> list[str]:
         if (common := generated_names(source) & generated_names(held.source))
         and {source.split, held.source.split} != {TRAIN, TEST}
     ]
-
-
-def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields error messages about the sets of the evaluations, and about metrics that no evaluation can have."""
-    settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
-    for own in spec.data.held_out:
-        if own.benchmark is not None and own.benchmark.judged:
-            yield f"{HELD_OUT}: {own.name} has solutions for a verifier: measure it by `megatron-rl eval`"
-        yield from _said(plugins.look_at, Use(target=own.reward.target, args=own.reward.args), place=f"{own.name}: ")
-        if own.template is not None:
-            yield from _template_problems(f"{HELD_OUT}: the template of {own.name}", own.template)
-    names = [own.name for own in spec.data.held_out]
-    if clash := sorted({*names} & {*roles}):
-        yield f"{HELD_OUT}: {clash[0]} is also the name of a role: give the set another name"
-    followed = {"best": settings.best, "early_stop": settings.early_stop}
-    for place, metric in {name: own.metric for name, own in followed.items() if own is not None}.items():
-        role, *inner = metric.split("/")
-        of = [own for own in spec.data.held_out if own.name == inner[0]] or spec.data.held_out if inner else []
-        k = re.fullmatch(r"pass@(\d+)", inner[-1]) if inner else None
-        if k is not None and any(int(k[1]) not in own.k or own.n == 1 for own in of):
-            yield (
-                f"evaluation.{place}.metric = {metric!r}: a set has n = 1, or no {k[1]} in its k; "
-                "raise evaluation.n, and add it to evaluation.k"
-            )
-        if roles and role not in roles and inner:
-            yield f"evaluation.{place}.metric = {metric!r}: name a metric of one of the roles {', '.join(roles)}"
-
-
-def _template_problems(place: str, template: str) -> Iterator[str]:
-    """Yields an error message about a prompt template that does not exist or has no {question}."""
-    try:
-        if "{question}" not in read_template(template):
-            yield f"{place} = {template!r}: the text has no {{question}}"
-    except FileNotFoundError as error:
-        yield f"{place}: {error}"
 
 
 def _sink_problems(sinks: Sinks) -> list[str]:
