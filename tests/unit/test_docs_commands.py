@@ -18,7 +18,7 @@ from megatron_rl.main import main
 
 SHELL = blocks("bash")
 CONFIGS = [block for block in blocks("yaml") if block.mark != "not a config"]
-OTHERS = {"git", "cd", "cp", "pip", "export", ".", "pre-commit"}  # programs that are not this project's
+OTHERS = {"git", "cd", "cp", "pip", "export", ".", "pre-commit", "vllm"}  # programs that are not this project's
 RUN = ("check", "plan")  # commands that need neither a model nor a data set
 MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PARSER = build_parser()
