@@ -124,8 +124,8 @@ def check(regime: str, metrics: dict[str, dict[str, float]]) -> int:
         wanted = [
             (f"{arm}'s {kind} in {FIGURES[name]}", metrics[f"{arm}/{name}"][kind], bar)
             for arm, bars in GAINS.items()
+            if arm in {key.partition("/")[0] for key in metrics}
             for (kind, name), bar in bars.items()
-            if f"{arm}/{name}" in metrics
         ]
     else:
         lead = metrics[f"tango/{ACCURACY}"]["end"] - metrics[f"grpo/{ACCURACY}"]["end"]
