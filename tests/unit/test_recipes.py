@@ -496,6 +496,5 @@ def test_an_estimator_of_ones_own_is_named_in_the_config(texts):
     assert [t.advantages for t in rollouts] == [0.0, 0.0, 2.0, 2.0]
 
 
-def raw(rewards, groups, tokens):
-    """An estimator of a user's own."""
+def raw(rewards, groups, tokens):  # an estimator of a user's own
     return 2.0 * rewards
