@@ -137,7 +137,9 @@ def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_
     tokenizer = tokenizer_of(Model(path=str(there)))
     with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
         if schema is EvalConfig:
-            evaluate.Evaluation(bad, OpenModels({}, {}, {bad.model: tokenizer})).problems(read_sets(spec_of(bad))[0])
+            evaluate.Evaluation(bad, OpenModels({}, {}, {bad.model: tokenizer})).problems(
+                read_sets(spec_of(bad).evaluated)[0]
+            )
         elif schema is GenerateConfig:
             generate.asked_of(spec_of(bad), tokenizer, read_problems(bad.data))
         else:

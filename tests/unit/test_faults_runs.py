@@ -90,8 +90,8 @@ def test_cases_of_names_that_are_no_directory_are_refused_wherever_one_is_made(n
 
 
 def outputs(schema: type, output: str) -> dict[str, object]:
-    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "output": output}
-    return tree
+    read = {"sets": [{"name": "d", "path": "d"}]} if schema is EvalConfig else {"data": {"path": "d"}}
+    return {"model": {"path": "m"}, **read, "template": "t.txt", "output": output}
 
 
 def test_faults_of_percent_signs_in_a_run_directory_are_no_fields_of_slurm(tmp_path):
