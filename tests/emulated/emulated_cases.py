@@ -170,7 +170,7 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     half, head = case.get("dtype") == "bfloat16", case.get("head")
     path = make(own, family, scored=head is not None, **(sizes or {}))
     loss, rollouts, _ = make_loss("weighted" if head is None else "value", make_rollouts(VOCAB))
-    logprobs, expected_loss, entropy, gradients, after, norm, _ = by_transformers(
+    logprobs, expected_loss, entropy, gradients, after, norm, *_ = by_transformers(
         path, rollouts, loss, stored=torch.bfloat16 if half else torch.float32, head=head
     )
     with LEDGER.part("build"):

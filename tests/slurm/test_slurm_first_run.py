@@ -59,6 +59,7 @@ SIZES = {
         f"recipe.args.generator_template={TASK['generator']}", f"recipe.args.verifier_template={TASK['verifier']}",
         "recipe.args.step_labels=megatron_rl.contrib.last_letter:step_labels", "recipe.args.generator_updates=30",
         "recipe.args.warmup_updates=1", f"reward={TASK['reward']}", "data.settings=last_letter",
+        "evaluation.sets=[{name: math500, path: HuggingFaceH4/MATH-500, settings: last_letter}]",
         "evaluation.limit=16", "evaluation.at_start=false",
         "evaluation.every=0", "run.prompts_per_iteration=8", "run.save_every=1",
     ],

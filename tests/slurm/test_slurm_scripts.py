@@ -34,7 +34,12 @@ TANGO = ROOT / "examples/published/tango_qwen2.5_7b.yaml"
 MOUNTS = ("/shared:/shared", f"{ROOT}:{ROOT}")
 TEACHER = ROOT / "examples/published/generate_sft_llama3.1_70b.yaml"
 JOB = SlurmJob(id="17_2", restart=1, node="n1", step=None, end=None, warning_s=None)
-EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "output": "/shared/eval/m.json"}
+EVAL = {
+    "model": {"path": "m"},
+    "sets": [{"name": "d", "path": "d"}],
+    "template": "t.txt",
+    "output": "/shared/eval/m.json",
+}
 
 
 def tango(*overrides: str) -> TrainConfig:
