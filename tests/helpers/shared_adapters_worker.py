@@ -88,7 +88,7 @@ class Shared:
 
     def _write_much(self) -> None:
         pool = self.run_engines.pools["verifier"]
-        many = prompts(self.vocab)[:3] * 4
+        many = prompts(self.vocab)[:3] * 12  # enough for a refit on a busy machine
         self.found["during"] = plain(complete(pool, many, Sampling(max_tokens=150, n=3, seed=5)))
 
 
