@@ -34,7 +34,7 @@ TOLERANCE = 1e-3
 def test_passes_and_an_update_are_those_of_transformers(one_rank, tmp_path, family):
     path = str(make_model(tmp_path / "model", family, vocab_size=VOCAB, num_hidden_layers=2))
     rollouts, loss = make_rollouts(VOCAB), WeightedLogprobs()
-    logprobs, expected_loss, entropy, gradients, after, norm, _ = reference(path, rollouts)
+    logprobs, expected_loss, entropy, gradients, after, norm, *_ = reference(path, rollouts)
     policy = make_policy(path, {"layout": {}})
     assert (logprobs_of(policy, rollouts) - logprobs).abs().max() < TOLERANCE
     work, _ = work_of(policy, rollouts, loss)
