@@ -217,7 +217,9 @@ class Trainer:
         return vars(plugins.build(recipe))[named[0]] if named else None
 
     def _asked(self, dataset: Any) -> list[Any]:
-        """Returns the setting `sets` for `evaluate`. Raises ConfigError if there is no problem set."""
+        """Returns the problem sets of a call of `evaluate`, as the setting `sets` of `megatron-rl eval`: `dataset`, or
+        the config's evaluation.sets if `dataset` is None. Raises ConfigError if there is neither.
+        """
         held = self.config.get("evaluation.sets") or []
         if dataset is None:
             if not held:

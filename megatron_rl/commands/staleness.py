@@ -18,24 +18,25 @@ AUTO = "rollouts.max_staleness = auto"
 
 
 def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda text: None) -> AnyConfig:
-    """Returns the config with a number in place of rollouts.max_staleness = auto, and says which number and why.
+    """Chooses a number in place of rollouts.max_staleness = auto. Returns the config with the number, and passes a
+    message with the number and the reason to `say`.
 
-    A run that was started before keeps its number. Otherwise, the number depends only on the config. Raises ConfigError
-    if the rates cannot be predicted.
+    A run that was started before keeps the number of its first start. Otherwise, the number depends only on the config.
+    `ranks`: number of ranks of the run. Raises ConfigError if the rates cannot be predicted.
     """
     only = with_staleness(config)
     if only is config or not isinstance(only, TrainConfig):
         return config
     recorded = _recorded(RunDirectory(only.directory), config_files.dump(config))
     if recorded is not None:
-        say(f"{AUTO} stays {recorded}, with which the run was started")
+        say(f"{AUTO} takes {recorded}, because the run was started with this value")
         return with_staleness(config, recorded)
     if not only.rollouts.ahead:
         say(f"{AUTO} takes 0: the engines share the trainer's GPUs, and cannot generate while it trains")
         return only
     spec, wrong = specify(only, ranks)
     if wrong or problems(spec, to_come=True):
-        return only  # the command refuses the config
+        return only  # the config has errors, which the command reports later
     assert isinstance(spec, RunSpec)
     try:
         cluster, found = predicted(spec)
@@ -53,8 +54,9 @@ def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda 
 
 
 def _recorded(directory: RunDirectory, config_text: str) -> int | None:
-    """Returns the max_staleness that an earlier start of the run recorded; None if no earlier start has saved a
-    checkpoint or had otherwise the same config."""
+    """Returns the max_staleness with which the run was started before. Returns None if the run was not started before,
+    or if its config differed and it saved no checkpoint.
+    """
     if not directory.config.exists():
         return None
     text = directory.config.read_text(encoding="utf-8", errors="replace")

@@ -62,17 +62,18 @@ class Reward:
 
 @config
 class EvaluationSet(PromptSet):
-    """A set of problems that a model is evaluated on: a benchmark by its name, or problems of your own. A setting that
-    is null has the value of the whole evaluation."""
+    """A set of problems on which a model is evaluated: a benchmark (`name`), or problems of your own (`path`). For a
+    setting that is null, the evaluation's setting with the same name is used."""
 
-    path: str = ""  # as in `data`; empty: the benchmark `name`
-    name: str = ""  # name of a benchmark (docs/evaluation.md), or of the set in metrics; empty: the name of the file
+    path: str = ""  # file, directory or hub name of the problems, as data.path; empty: the benchmark `name`
+    name: str = ""  # the benchmark (docs/evaluation.md); with `path`: the set's name in metrics, by default the file's
     split: str = "test"  # split of a set of your own, as in `data`
     shuffle: bool = False  # ask the problems of a set of your own in random order
-    # The function that grades the answers. null: the benchmark's grader; for a set of your own `reward` of the config.
+    # The reward function that grades the answers to this set. null: the benchmark's grader, or the config's section
+    # `reward` for problems of your own.
     reward: Reward | None = None
-    # Name or file of the prompt template. null: the recipe's prompt in a training run; in `megatron-rl eval` the
-    # benchmark's template.
+    # Prompt template of this set: a text file with {question}, or the name of a packaged template (such as
+    # tango_generator). null: the evaluation's setting `template`.
     template: str | None = None
     n: PositiveInt | None = None  # number of samples of each problem
     k: tuple[PositiveInt, ...] | None = None  # the values of k for which pass@k is reported
@@ -82,7 +83,8 @@ class EvaluationSet(PromptSet):
     top_k: NonNegativeInt | None = None  # sample only from this many most likely tokens; 0: all tokens
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about a set without a name, and a name that metrics cannot have."""
+        """Yields an error message if the set has neither a name nor a path, and if the name has a character that is not
+        allowed in names of metrics."""
         if not (self.path or self.name):
             yield "sets: a set has neither name nor path: name a benchmark (gsm8k, amc23, ...), or give a path"
         if not re.fullmatch(r"[\w.-]*", self.name):
@@ -90,7 +92,9 @@ class EvaluationSet(PromptSet):
 
     @property
     def title(self) -> str:
-        """Returns the name of the set in metrics. A file test.* or train.* has the name of its directory."""
+        """Returns the name of the set in metrics: `name`, or by default the file name of `path` without its suffix. For
+        a file test.* or train.*, the default is the name of the file's directory.
+        """
         path = Path(self.path)
         plain = path.stem in ("test", "train") and path.parent.name
         return self.name or re.sub(r"[^\w.-]", "_", path.parent.name if plain else path.stem)
@@ -100,26 +104,27 @@ Named = Annotated[
     Annotated[str, pydantic.Tag("(name)")] | Annotated[EvaluationSet, pydantic.Tag("(set)")],
     pydantic.Discriminator(lambda given: "(name)" if isinstance(given, str) else "(set)"),
 ]
-Sets = tuple[Named, ...]  # names of benchmarks, and sets
+Sets = tuple[Named, ...]  # a string is the name of a benchmark
 
 
 @config
 class Best:
-    """Which checkpoints of a run are the best ones. They are kept in addition to `run.keep`, and their models are
-    exported to RUN/best."""
+    """The rule by which the best checkpoints of a run are chosen. The best checkpoints are kept in addition to the
+    newest `run.keep` checkpoints, and their models are exported to RUN/best.
+    """
 
     metric: str  # name of a metric of the evaluations, such as generator/pass@4 or generator/math500/accuracy
     mode: Literal["max", "min"] = "max"  # whether a higher or a lower value is better
-    keep: PositiveInt = 1  # number of checkpoints
+    keep: PositiveInt = 1  # number of best checkpoints to keep
 
 
 @config
 class EarlyStop:
-    """When a run ends before its last iteration."""
+    """The condition that ends a run before its last iteration: a metric of the evaluations no longer improves."""
 
     metric: str  # name of a metric of the evaluations, such as generator/accuracy
     mode: Literal["max", "min"] = "max"  # whether a higher or a lower value is better
-    patience: PositiveInt = 3  # end the run after so many evaluations in a row that are not better than the best before
+    patience: PositiveInt = 3  # number of evaluations in a row without a new best value that end the run
 
 
 @config
@@ -143,33 +148,37 @@ class Evaluation:
     top_k: NonNegativeInt = 0  # sample only from this many most likely tokens; 0: all tokens
     # Draw one greedy answer in addition to the samples of a temperature above 0; its metrics end in _greedy.
     greedy: bool = True
-    template: str | None = None  # name or file of the prompt template; null: the recipe's prompt
+    # Prompt template: a text file with {question}, or the name of a packaged template. null: the prompt that the recipe
+    # uses in training.
+    template: str | None = None
     best: Best | None = None  # keep and export the best checkpoints; null: only the newest checkpoints are kept
     early_stop: EarlyStop | None = None  # end the run when a metric no longer improves; null: never
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about sets, samples, and metrics that are followed without evaluations."""
+        """Yields error messages about the sets and their numbers of samples, and about `best` or `early_stop` in a run
+        without evaluations during training."""
         yield from sets_problems("evaluation.sets", self.sets, n=self.n, k=self.k, temperature=self.temperature)
         followed = {"best": self.best, "early_stop": self.early_stop}
         for name in (name for name, own in followed.items() if own is not None):
             if not self.sets:
-                yield f"evaluation.{name} without evaluation.sets: there is nothing to compare; name sets"
+                yield f"evaluation.{name} without evaluation.sets: no evaluation takes place; set evaluation.sets"
             elif not self.every:
                 yield f"evaluation.{name} with evaluation.every = 0: give the iterations between evaluations"
 
 
 def sets_of(sets: Sets) -> list[EvaluationSet]:
-    """Returns the sets, each as an EvaluationSet: a name is that of a benchmark."""
+    """Returns the sets of a setting `sets` as EvaluationSets. A string in `sets` is the name of a benchmark."""
     return [EvaluationSet(name=own) if isinstance(own, str) else own for own in sets]
 
 
 def sets_problems(setting: str, sets: Sets, *, n: int, k: Sequence[int], temperature: float) -> Iterator[str]:
-    """Yields error messages about sets with the same name, and about numbers of samples. `setting`: name of the setting
-    of the sets. `n`, `k`, `temperature`: values of sets that do not set them."""
+    """Yields error messages about sets with the same name, about a k of pass@k above the number of samples, and about
+    several samples at temperature 0. `setting`: the setting that has the sets, for the messages. `n`, `k`,
+    `temperature`: values for sets in which these settings are null."""
     found = sets_of(sets)
     names = [own.title for own in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield f"{setting}: {', '.join(twice)} is there twice: give each set a name of its own"
+        yield f"{setting}: {', '.join(twice)} is there twice: give the sets different names"
     for own in found:
         samples, ks = own.n or n, own.k or k
         if too_large := [one for one in ks if one > samples]:
@@ -178,7 +187,7 @@ def sets_problems(setting: str, sets: Sets, *, n: int, k: Sequence[int], tempera
                 "raise n"
             )
         if samples > 1 and (temperature if own.temperature is None else own.temperature) == 0:
-            yield f"{setting}: {own.title}: n = {samples} with temperature = 0: all samples are the same; raise it"
+            yield f"{setting}: {own.title}: n = {samples} with temperature = 0 draws equal samples; raise temperature"
 
 
 @config
@@ -218,7 +227,8 @@ class EvalConfig:
     # DIR`. null: load sets that are no local files from the Hugging Face hub.
     data_dir: str | None = None
     limit: PositiveInt | None = None  # maximum number of problems of each set; null: all problems
-    # Name or file of the prompt template; null: the benchmark's template, and tango_generator for a set of your own.
+    # Prompt template: a text file with {question}, or the name of a packaged template. null: the template of the
+    # benchmark; for sets of your own, tango_generator, or tango_verifier if the set has solutions to judge.
     template: str | None = None
     # Send the prompt as a user message in the tokenizer's chat template. Conversations of a set always use it.
     chat: bool = False

@@ -181,9 +181,9 @@ class PromptReader:
         )
 
     def beside(self, name: object, taken: Collection[Prompt]) -> PromptReader:
-        """Returns a new reader over the same problems in a random order of its own, which depends only on the seed and
-        `name`. It begins in the epoch of the last prompt of `taken` with the problems that are not in `taken`. Does not
-        depend on the position in this stream, and does not change it.
+        """Returns a new reader over this reader's problems in another random order, which depends only on the seed and
+        `name`. The new reader begins in the epoch of the last prompt of `taken`, with the problems that are not in
+        `taken`. The position of this reader has no effect and is not changed.
         """
         other = copy.copy(self)
         other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
@@ -194,8 +194,9 @@ class PromptReader:
         return other
 
     def once(self, count: int | None = None) -> list[Prompt]:
-        """Returns the first `count` prompts of the first epoch that are not too long; None: all of them. Returns fewer
-        prompts if the epoch has fewer."""
+        """Returns the first `count` prompts of the first epoch, without prompts that are too long. Returns all prompts
+        of the epoch if `count` is None or if the epoch has fewer prompts.
+        """
         problems = (self._problems[i] for i in self._order_of(0))
         kept = (p for p in ((problem, self._tokens(problem)) for problem in problems) if len(p[1]) <= self._max)
         return [

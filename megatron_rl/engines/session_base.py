@@ -1,5 +1,5 @@
-"""The part that the sessions of all engines share: the requests and their keys, the log of finished samples, and the
-threads that may send more requests.
+"""The base class of the engines' sessions: checks the keys of requests, holds the log of finished samples, and counts
+the threads that may still send requests.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Asked:
 
     @property
     def missing(self) -> list[int]:
-        """The sample indices without a finished completion."""
+        """Returns the indices (0 to n - 1) of the request's samples that are not finished."""
         return [j for j in range(self.sampling.n) if j not in self.found]
 
     @property
     def completions(self) -> list[Completion]:
-        """The n completions in the order of their sample indices. All must be finished."""
+        """Returns the request's n completions in the order of their sample indices. Raises KeyError if a sample is not
+        finished.
+        """
         return [self.found[j] for j in range(self.sampling.n)]
 
 
@@ -45,7 +47,11 @@ class NoLog:
 
 
 class SessionBase:
-    """The base of engine sessions. Thread-safe. `log`: the log of finished samples, if there is one."""
+    """Base class of the sessions in which an engine answers sampling requests. Thread-safe.
+
+    Refuses a request whose key was used before, and every request after the session was closed. `log`: log that has the
+    finished samples of an earlier process and receives new samples; None: samples are not logged.
+    """
 
     def __init__(self, log: SampleLog | None) -> None:
         self._log = NoLog() if log is None else log

@@ -43,8 +43,8 @@ class EpisodeSettings:
 class EpisodeMaker(ABC):
     """Base class of objects that play episodes with the roles' engines, such as environments.
 
-    Several threads may call `play` at once, because copies of a recipe share its EpisodeMaker: what it has loaded or
-    started exists once.
+    Several threads may call `play` at once, because copies of a recipe share its EpisodeMaker. So processes and data
+    that an EpisodeMaker has started or loaded exist only once.
     """
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:

@@ -92,10 +92,11 @@ class TokenRoute:
         self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int],
         numbers: Sequence[int] | None = None,
     ) -> Iterator[RoutedPlay]:  # fmt: skip
-        """Context manager in which requests for the roles of `samplings` are answered.
+        """Context manager in whose block the server answers requests for the roles of `samplings`. Yields a RoutedPlay,
+        which records the answers.
 
-        `seeds`, `numbers`: the seed and the index of each episode that is played in the block; see `EpisodeMaker.play`.
-        Yields the RoutedPlay, which records the answers.
+        `context`: has the engines of the roles. `samplings`: {role: sampling parameters}. `seeds`, `numbers`: seed and
+        index of each of the E episodes that are played in the block; `numbers` is 0 to E - 1 if None.
         """
         play = RoutedPlay(next(self._names), context, samplings, seeds, numbers)
         self._plays[play.name] = play

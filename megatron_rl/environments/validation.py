@@ -111,7 +111,7 @@ def failed(error: Exception, before: str = "") -> EpisodeEnd:
 
 
 def refused(error: EnvironmentFailure) -> EpisodeEnd:
-    """Returns the end of an episode whose environment returned a malformed value. It is not played again."""
+    """Returns the end of an episode whose environment returned a malformed value. The episode is not played again."""
     return EpisodeEnd(outcome=Outcome.ERROR, why=str(error), failure=None)
 
 

@@ -115,7 +115,7 @@ class Verifiers(EpisodeMaker):
                 return _scored(play, number, task, self.agents, result["traces"])
             except EnvironmentFailure as error:
                 why = str(error)
-        if result.get("timeout"):  # a limit of the whole episode
+        if result.get("timeout"):  # the time limit of the whole episode was exceeded
             return Episode(task=task, number=number, rollouts=(), outcome=Outcome.TIMEOUT, why=why)
         # The library ends episodes at its turn and token limits with rewards: what it reports as an error is a failure
         # of a provider, a harness, a tool server, a sandbox or the task's code.

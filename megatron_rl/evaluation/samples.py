@@ -60,8 +60,9 @@ class Samples:
             append(self._partial, whole.encode())
 
     def write(self, path: Path | None = None) -> None:
-        """Writes all samples to NAME.jsonl, with the problem sets in the order in which they were first added. `path`:
-        another file; None: that of the constructor, if it was given one."""
+        """Writes all samples to a JSONL file, with the problem sets in the order in which they were first added.
+        `path`: the file; None: the constructor's file. A no-op if neither is given.
+        """
         if (target := path or self._path) is not None:
             write_text(
                 target,

@@ -11,7 +11,8 @@ from megatron_rl.data.problems import Problem
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
 from megatron_rl.training.prompts import read_set
 
-GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # prompt templates for sets of the user
+# default prompt templates of sets that are no benchmarks: for problems to solve, and for solutions to judge
+GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,10 @@ class LoadedSet:
 
 
 def read_sets(sets: Sequence[EvaluatedSet]) -> list[LoadedSet]:
-    """Loads the problems of all sets. Raises the errors of data.problems.read_rows."""
+    """Reads the problems of each set and determines the set's prompt template. Returns the loaded sets in the order of
+    `sets`. Raises ConfigError if the path of a set contains no data, and DataError if no row of a set is usable or the
+    share of bad rows is above the set's setting max_bad_share.
+    """
     out = []
     for own in sets:
         problems, found = read_set(own.source, own.benchmark), own.benchmark

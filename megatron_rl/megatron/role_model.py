@@ -75,7 +75,7 @@ class RoleModel:
             if role.lora is not None:
                 cores = [models.unwrap(chunk) for chunk in self._model]
                 self.adapters = lora.RoleAdapters(cores, self.arch, role.lora, groups.shard)
-                # a file of an adapter has no value head that stands beside an output layer
+                # files of adapters do not have the value head beside the output layer
                 self.adapters.fill(seed, [] if role.head is None else self.head().values())
             if trainable:
                 sums = models.uses_fused_sums(role.model)

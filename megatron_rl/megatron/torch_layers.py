@@ -36,10 +36,11 @@ class Head(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float())
 
     def beside(self, hidden: Tensor) -> Tensor:
-        """Returns the outputs [1, n] for hidden states [n, hidden] from which an output layer is computed too.
+        """Returns the outputs [1, n] for hidden states [n, hidden] that are also the input of an output layer.
 
-        Every tensor-parallel rank computes the same outputs, and has the whole gradient with respect to `hidden`. The
-        backward pass of the output layer sums the gradients of the ranks, so each rank contributes its share.
+        Every tensor-parallel rank computes the same outputs and the whole gradient with respect to `hidden`. The
+        backward pass of the output layer sums gradients over the tensor-parallel ranks, so this gradient is divided by
+        their number.
         """
         tp, own = parallel_state.get_tensor_model_parallel_world_size(), hidden.view_as(hidden)
         if tp > 1 and own.requires_grad:

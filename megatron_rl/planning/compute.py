@@ -279,7 +279,7 @@ class RolloutCost:
     kept: bool
     longest: float  # seconds of generating the longest answer while other samples fill the batch
     places: float  # number of sequences that all engines can decode at once
-    step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with as many as possible
+    step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with a full batch
     waiting: float = 0.0  # part of `seconds` in which the engines are idle because tools run
 
 

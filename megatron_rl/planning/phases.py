@@ -62,7 +62,9 @@ class EpisodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What the samples of one role in an iteration need of the engines, for the simulation of planning/schedule.py."""
+    """The generation of one role's samples in an iteration, as input of the simulation in planning/schedule.py: numbers
+    and lengths of the samples, and capacity and speed of the engines that generate them.
+    """
 
     role: str
     policy: str  # policy that generates the samples
@@ -74,7 +76,7 @@ class Generation:
     tool_s: float  # seconds between two answers of a sample
     calls_at_once: int  # maximum number of concurrent calls of the environment
     places: float  # number of sequences that all engines can decode at once
-    step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with as many as possible
+    step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with a full batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +254,9 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
 
 
 def _reference_swap(actor: Actor) -> float:
-    """Returns the seconds of putting the weights of a frozen reference into the place of an actor's, and back."""
+    """Returns the seconds of replacing an actor's weights by the weights of its frozen reference, and of restoring
+    them.
+    """
     stage = counting.heaviest(actor.shape, actor.parallel)
     return 4 * actor.numbers.width * (actor.held(stage) if actor.lora is None else actor.adapters(stage)) / HOST
 

@@ -31,9 +31,11 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, kw_only=True)
 class Station:
-    """Engines or tools that work on up to `places` samples at once. Samples of older iterations are served first.
+    """The engines of a role, or the tools of an environment, which work on up to `places` samples at once. Samples of
+    older iterations are served first.
 
-    `rates`: units of work per second of each sample, by the number of samples that are worked on: [places + 1].
+    `rates` [places + 1]: rates[i] is the speed of each sample, in units of work per second, while i samples are worked
+    on at once. A unit of work is a token for engines and a second for tools.
     """
 
     places: int
@@ -43,16 +45,18 @@ class Station:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """The work of one sample."""
+    """A simulated sample: the stations (engines and tools) that the sample visits one after the other."""
 
     visits: Sequence[tuple[int, float]]  # (index of the station, units of work) of each visit, in order
     policy: str = ""  # policy that generates the sample
-    after: int | None = None  # index of the sample of the same iteration that must be complete before this one begins
+    after: int | None = None  # index of the iteration's sample that must end before this sample begins
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedIteration:
-    """The work of one iteration. `grading_s`: seconds between the end of the last sample and the earliest training."""
+    """A simulated iteration: its samples and the seconds of its other phases. `grading_s`: seconds between the end of
+    the last sample and the earliest start of training.
+    """
 
     samples: Sequence[Sample]
     train_s: float
@@ -69,8 +73,8 @@ class Schedule:
     iterations_per_hour: float
     engines_idle: float  # share of the engines' places that no sequence occupies, over time
     trainer_idle: float  # share of the time in which the trainer neither trains nor sends weights
-    # share of the trained samples by the number of updates of their policy between the beginning of a sample's
-    # generation and its training: [max_staleness + 1]
+    # share of the trained samples of each age [max_staleness + 1]; the age is the number of updates of the sample's
+    # policy between the start of the sample's generation and its training
     staleness: Sequence[float]
 
 
@@ -78,12 +82,13 @@ def simulate(
     stations: Sequence[Station], cycle: Sequence[SimulatedIteration], *, max_staleness: int, count: int = 12,
     one_at_a_time: bool = False,
 ) -> Schedule:  # fmt: skip
-    """Returns the rates of a run that repeats the iterations of `cycle`, measured over `count` iterations after the
-    first ones, rounded up to a multiple of the iterations of a cycle times the iterations in flight.
+    """Simulates a run that repeats the iterations of `cycle`, and returns the rates of the run. The first
+    2 (max_staleness + 1) iterations are not measured.
 
+    `count`: number of measured iterations, which is rounded up to a multiple of len(cycle) (max_staleness + 1).
     `one_at_a_time`: whether generation of an iteration begins only when the previous iteration is completely generated.
     """
-    period = len(cycle) * (max_staleness + 1)  # iterations may end in bursts of those that began together
+    period = len(cycle) * (max_staleness + 1)  # iterations that begin together may end together
     count = -(-count // period) * period
     run = _Simulation([_Servers(station) for station in stations], cycle, max_staleness, one_at_a_time=one_at_a_time)
     run.until(2 * (max_staleness + 1))
@@ -101,24 +106,24 @@ def simulate(
 
 
 class _Servers:
-    """A station during a simulation. All samples that a station works on advance at the same rate."""
+    """The state of a station in a simulation. All samples that the station works on advance at the same rate."""
 
     def __init__(self, station: Station) -> None:
         self.station, self.paused = station, False
-        self.done = 0.0  # units of work that the station has done for each sample that was there all the time
-        # heap of (value of `done` at which the sample leaves, iteration, index of the sample)
+        self.done = 0.0  # units of work done for a sample that has been at the station from the start
+        # samples at work: heap of (value of `done` at which the sample leaves, iteration, index of the sample)
         self.active: list[tuple[float, int, int]] = []
-        self.queue: list[tuple[int, int, int, float]] = []  # heap of (iteration, order of arrival, index, work)
+        self.queue: list[tuple[int, int, int, float]] = []  # waiting samples: (iteration, arrival, index, work)
         self.arrivals = 0
 
     def seconds(self) -> float:
-        """Returns the seconds until the next sample leaves."""
+        """Returns the seconds until the next sample leaves the station; infinity if no sample is worked on."""
         if self.paused or not self.active:
             return math.inf
         return max(0.0, self.active[0][0] - self.done) / self.station.rates[len(self.active)]
 
     def advance(self, seconds: float) -> float:
-        """Works for some seconds. Returns the seconds that samples spent at the station, in total."""
+        """Lets the station work for `seconds`. Returns `seconds` times the number of samples at work."""
         if self.paused or not self.active:
             return 0.0
         self.done += seconds * self.station.rates[len(self.active)]
@@ -131,13 +136,15 @@ class _Servers:
 
 @dataclass
 class _InFlight:
-    """An admitted iteration: the next visit of each sample, and the number of unfinished samples."""
+    """An iteration whose generation has begun. `left`: number of unfinished samples. `visits`: index of the current
+    visit of each sample; -1 for a sample that has not begun.
+    """
 
     work: SimulatedIteration
     left: int
     visits: list[int]
-    versions: list[int]  # version of the sample's policy at the beginning of the sample
-    later: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # samples that wait for a sample
+    versions: list[int]  # for each sample: updates of its policy before the sample began
+    later: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # {sample: samples that wait for its end}
 
 
 class _Simulation:
@@ -147,15 +154,15 @@ class _Simulation:
         self._servers, self._cycle, self._ahead, self._one_at_a_time = servers, cycle, ahead, one_at_a_time
         self.now = self.occupied = self.spent_s = 0.0  # spent_s: seconds of training and weight syncs
         self.trained = 0  # number of trained iterations
-        self.ages = Counter[int]()  # ages of the samples that were trained on
+        self.ages = Counter[int]()  # {age: number of trained samples}, see Schedule.staleness
         self._versions = Counter[str]()
         self._flying: dict[int, _InFlight] = {}
         self._ready: dict[int, _InFlight] = {}  # iterations that are generated, graded and not yet trained
-        self._timers: list[tuple[float, int, str]] = []  # heap of (time, iteration, what ends)
+        self._timers: list[tuple[float, int, str]] = []  # heap of (second, iteration, phase that ends)
         self._admitted, self._training = 0, False
 
     def until(self, trained: int) -> None:
-        """Simulates until so many iterations are trained."""
+        """Simulates until `trained` iterations are trained, counted from the beginning of the run."""
         self._proceed()
         while self.trained < trained:
             timer = self._timers[0][0] - self.now if self._timers else math.inf
@@ -176,7 +183,9 @@ class _Simulation:
                 self._proceed()
 
     def _proceed(self) -> None:
-        """Admits iterations and begins to train the next iteration, as far as possible now."""
+        """Begins the generation of all iterations that may begin now. Begins the training of the next iteration if its
+        samples are graded and no other iteration is being trained.
+        """
         while self._admitted - self.trained <= self._ahead and not (self._one_at_a_time and self._flying):
             number, work = self._admitted, self._cycle[self._admitted % len(self._cycle)]
             count = len(work.samples)
@@ -198,7 +207,7 @@ class _Simulation:
             heapq.heappush(self._timers, (self.now + work.train_s, self.trained, "training"))
 
     def _fill(self, servers: _Servers) -> None:
-        """Moves waiting samples into free places of a station."""
+        """Moves waiting samples into free places of a station, samples of older iterations first."""
         while servers.queue and len(servers.active) < servers.station.places:
             iteration, _, index, work = heapq.heappop(servers.queue)
             own = self._flying[iteration]
@@ -207,7 +216,9 @@ class _Simulation:
             heapq.heappush(servers.active, (servers.done + work, iteration, index))
 
     def _next_visit(self, iteration: int, index: int) -> None:
-        """Sends a sample to its next station, or ends the sample."""
+        """Sends a sample to its next station. After the last station, ends the sample and begins the samples that wait
+        for the end of this sample.
+        """
         own = self._flying[iteration]
         own.visits[index] += 1
         visits = own.work.samples[index].visits
@@ -223,7 +234,7 @@ class _Simulation:
             heapq.heappush(self._timers, (self.now + own.work.grading_s, iteration, "grading"))
 
     def _end(self, iteration: int, what: str) -> None:
-        """Ends the grading, the training or the weight sync of an iteration."""
+        """Ends a phase of an iteration. `what`: "grading", "training" or "refit" (weight sync)."""
         work = self._cycle[iteration % len(self._cycle)]
         if what == "grading":
             self._ready[iteration] = self._flying.pop(iteration)
@@ -246,10 +257,10 @@ class _Simulation:
 
 
 def lengths(mean: float, longest: float, count: int, *, seed: int = 0) -> np.ndarray:
-    """Returns `count` lengths in tokens, in random order: quantiles of a log-normal distribution that is clipped at
-    `longest` and has the given mean. LONGEST_SHARE of the distribution is clipped."""
+    """Returns [count] lengths of answers in tokens, in random order. The lengths are quantiles of a log-normal
+    distribution that is clipped at `longest` and has the mean `mean`. LONGEST_SHARE of the distribution is clipped."""
     tail = _NORMAL.inv_cdf(1 - LONGEST_SHARE)
-    low, high = 0.0, 6.0  # bounds of the standard deviation of the logarithm, by which the mean falls
+    low, high = 0.0, 6.0  # bounds of the log's standard deviation; the mean falls as it rises
     for _ in range(50):
         middle = (low + high) / 2
         clipped = math.exp(middle * middle / 2 - tail * middle) * _NORMAL.cdf(tail - middle) + LONGEST_SHARE
@@ -260,10 +271,12 @@ def lengths(mean: float, longest: float, count: int, *, seed: int = 0) -> np.nda
 
 
 def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
-    """Returns the simulated schedules of a planned run, for all values of STALENESS and the configured value. Only 0 is
-    simulated if the engines cannot generate beside training.
+    """Simulates a planned run with each value of max_staleness in STALENESS and with the configured value. Returns the
+    schedules in ascending order of max_staleness. If the engines cannot generate while the trainer trains, simulates
+    max_staleness 0 alone.
 
-    Lengths are distributed as `lengths` says. Times are scaled so that an iteration by itself takes as long as planned.
+    The lengths of answers have the distribution of `lengths`. The times are scaled so that the generation of an
+    iteration without other iterations takes the seconds of the plan.
     """
     apart = case.servers is not None and not case.colocated
     stations, cycle = _model(plan.iterations)
@@ -274,8 +287,8 @@ def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
 def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
     """Returns the name of the cluster that a specification asks for, and the simulated schedules on that cluster.
 
-    `device`: name of its GPUs, of hardware.DEVICES; "": those that a plan assumes. Raises ConfigError if the sizes of a
-    model are unknown, or if the layouts do not divide the cluster.
+    `device`: name of the cluster's GPUs in hardware.DEVICES; "": the GPUs that a plan assumes by default. Raises
+    ConfigError if the sizes of a model are unknown, or if the layouts do not divide the cluster.
     """
     nodes, per_node, assumed = own_cluster(spec.engine, spec.cluster).split("x")
     cluster = parse_cluster(f"{nodes}x{per_node}x{device or assumed}")
@@ -290,7 +303,9 @@ def best_staleness(found: Sequence[Schedule]) -> int:
 
 
 def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[SimulatedIteration]]:
-    """Returns the stations and the cycle of the simulation. The numbers of samples and places are scaled down alike."""
+    """Returns (stations, iterations of a cycle) for the simulation of planned iterations. Numbers of samples and of
+    places are divided by the same number, so that an iteration has about VISITS answers at most.
+    """
     draws = [draw for one in iterations for draw in one.generation]
     most = max(sum(draw.samples * draw.answers for draw in one.generation) for one in iterations)
     scale = max(1.0, most / VISITS)
@@ -310,7 +325,10 @@ def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[Sim
 
 
 def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: float) -> SimulatedIteration:
-    """Returns the work of a planned iteration, scaled so that its generation by itself takes the planned seconds."""
+    """Returns the simulated iteration of a planned iteration. `stations`: all stations by name. `scale`: number by
+    which the numbers of samples are divided. The work of the samples is scaled so that the generation of this
+    iteration, without other iterations, takes the seconds of the plan.
+    """
     names, samples, before = list(stations), list[Sample](), range(0)
     for draw in plan.generation:
         count = max(1, round(draw.samples / scale))

@@ -120,7 +120,7 @@ def cycle_work(
         # a critic is trained on the samples that it scores
         read = {score.by: score.role for score in scores if score.name == "value"}
         trained += [replace(one, role=name) for name in roles for one in trained if read.get(name) == one.role != name]
-        # the texts that a reward model scores are not drawn; they have the samples of the first role
+        # a reward model's texts are not generated for it: they are the samples of the first role
         sizes = {one.role: one for one in [*found, *trained]}
         passes = dict.fromkeys((score.role, score.by, score.name == "reference_logprobs") for score in scores)
         scored = [

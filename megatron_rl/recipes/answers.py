@@ -27,7 +27,7 @@ def accuracies(
 
     The metrics are those of `answer_values`, such as accuracy, reward, pass@k and maj@n, and accuracy_greedy and
     reward_greedy. ungraded: number of answers without a score. Such answers are included as wrong, with a reward of 0.
-    replaced: number of samples that were replaced because their grading failed. Both are left out if they are 0.
+    replaced: number of samples that were replaced because their grading failed. Counts of 0 are left out.
     """
     draws, own, seed = context.evaluation, context.samplings[role], context.seed
     answers, solutions, replaced = _answers(context, role, prompts, evaluated(own, draws, seed=seed))
@@ -43,10 +43,10 @@ def accuracies(
 def accuracies_of_fitting(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], own: Sequence[Prompt | None]
 ) -> dict[str, float]:
-    """Evaluates a role with `accuracies` on the problems that fit into its prompt; the metric `too_long` is the number
-    of problems that do not fit.
+    """Evaluates a role, like `accuracies`, on the problems whose prompts are short enough for the role. Returns the
+    metrics, among them `too_long`, the number of problems whose prompts are too long.
 
-    `own`: the prompt of each problem for this role, or None if it is too long.
+    `own`: the role's prompt of each problem, or None if the prompt is too long.
     """
     fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
     metrics = accuracies(context, role, fitting)[0] if fitting else {}
@@ -55,8 +55,8 @@ def accuracies_of_fitting(
 
 
 def answer_metrics(role: str, answers: Sequence[Sequence[Answer]], ks: Sequence[int] = ()) -> dict[str, float]:
-    """Returns {role/metric: mean over problems} of graded answers, and role/ungraded if answers have no score.
-    `answers`: [P][n] answers. `ks`: the values of k for pass@k."""
+    """Returns {role/metric: mean over problems} of graded answers. role/ungraded is the number of answers without a
+    score, and is left out if it is 0. `answers`: [P][n] answers. `ks`: the values of k for pass@k."""
     ungraded = sum(row["outcome"] != Outcome.SCORE.value for own in answers for row in own)
     metrics = {f"{role}/{name}": sum(own) / len(own) for name, own in answer_values(answers, ks).items()}
     return metrics | ({f"{role}/ungraded": float(ungraded)} if ungraded else {})
@@ -85,7 +85,9 @@ def _answer(prompt: Prompt, place: int, sample: int, graded: GradedAnswer | None
 def _answers(
     context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[list[Answer]], list[Solution], float]:
-    """Returns (answers, solutions, number of replaced samples)."""
+    """Samples and grades n = `sampling.n` answers to each of P problems. Returns ([P][n] answers as dictionaries, the
+    solutions that were graded, number of samples that were replaced because their grading failed).
+    """
     found: dict[int, Solution] = {}
     solutions, metrics = solve(context, role, prompts, sampling, found.__setitem__)
     replaced = sum(count for name, count in metrics.items() if name.startswith(REPLACED))

@@ -51,8 +51,8 @@ class Record:
     resting: dict[int, int] = field(default_factory=dict)
 
     def over(self, source: PromptSource) -> PromptSource:
-        """Returns a source that yields the problems of `source` without the skipped problems. Its `take` raises
-        DataError if a whole epoch has no other problem.
+        """Returns a source that yields the problems of `source` without the problems that the curriculum skips. The
+        method `take` of the result raises DataError if all problems of an epoch are skipped.
         """
         return source if self.curriculum is None else _Chosen(source, self)
 

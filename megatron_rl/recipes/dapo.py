@@ -44,8 +44,8 @@ class Dapo(Grpo):
     overlong: Overlong | None = None
     brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
-    # what answers are graded against: the problem's known answer, or the most frequent answer of the group (TTRL, arXiv
-    # 2504.16084), for problems without known answers
+    # the correct answer with which responses are compared. known: the problem's answer. votes: the most frequent answer
+    # of the group (TTRL, arXiv 2504.16084), for problems without known answers
     labels: Literal["known", "votes"] = "known"
     # state of the curriculum: the problems that are skipped
     _record: Record = field(init=False, repr=False, compare=False)
@@ -65,9 +65,9 @@ class Dapo(Grpo):
         if self.dynamic_sampling is not None and self.group_size == 1:
             yield "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
         if self.labels == "votes" and self.group_size == 1:
-            yield "recipe.args.group_size = 1 with labels: votes: one answer agrees with itself; give 2 or more"
+            yield "recipe.args.group_size = 1 with labels: votes: one answer has no majority; give 2 or more"
         if self.labels == "votes" and self.hints is not None:
-            yield "recipe.args: hints show known solutions, which labels: votes does without; take one of the two"
+            yield "recipe.args: hints show known solutions, but labels: votes assumes that there are none; set one"
         if self.hints is not None and self.reward_model.used:
             yield "recipe.args: hints and reward_model: a reward model would not see the hint; take one of the two"
 

@@ -50,11 +50,11 @@ class EpisodesGraded:
 
 @dataclass(kw_only=True)
 class OverEpisodes(EpisodeSettings):
-    """Base class of recipes that train on episodes of an environment. Its fields are their common arguments.
+    """Base class of recipes that train on episodes of an environment. The fields are the arguments of all such recipes.
 
     An episode whose environment fails is played again, and is then replaced by a new episode of the same problem; see
-    `play_episodes`. If this does not help, the episode gives no sample, rather than a sample with a reward of 0. The
-    other episodes of its group are used.
+    `play_episodes`. If the new episode fails too, the episode gives no sample, rather than a sample with a reward of 0.
+    The other episodes of the group are used.
     """
 
     environment: Use  # an Environment or another EpisodeMaker, as target and args
@@ -115,9 +115,9 @@ class OverEpisodes(EpisodeSettings):
         with the same environment seed and new sampling seeds, up to ROUNDS times, unless decoding is greedy; see
         `to_replace`.
 
-        The samples of one problem form a group. Raises RewardFailure if too many episodes fail, also when they are
-        played again, or too many gradings, and ConfigError if an episode had more agents of a role than configured in
-        the recipe.
+        The samples of one problem form a group. Raises RewardFailure if too many gradings fail, or if too many episodes
+        fail even after they were played again. Raises ConfigError if an episode had more agents of a role than
+        configured in the recipe.
         """
         tasks = [prompt for prompt in prompts for _ in range(each)]
         played = _Played(context)
@@ -200,7 +200,11 @@ class OverEpisodes(EpisodeSettings):
     def _answers(
         self, context: RolloutContext, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], count: int
     ) -> list[list[Answer]]:
-        """Returns [P][count] graded answers to [P] problems from the last samples of the agents of a role."""
+        """Converts samples of one role to graded answers of an evaluation. Returns [P][count] answers to P problems.
+
+        `rollouts`: the last sample of each agent of the role in each episode. `count`: number of answers per problem,
+        one of each agent in each episode. A sample without a graded outcome is counted as a failed answer.
+        """
         graded: dict[tuple[int, int], GradedAnswer] = {}
         seen = Counter[int]()
         for rollout in (r for r in rollouts if OUTCOME in r.rewards):
@@ -223,7 +227,7 @@ def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 @dataclass(eq=False)
 class _Played:
-    """The episodes of one call of `play_episodes` and the gradings of their texts, by index of the episode."""
+    """The episodes of one call of `play_episodes`, and the gradings of the agents' texts, by index of the episode."""
 
     context: RolloutContext
     episodes: dict[int, Episode] = field(default_factory=dict)
@@ -232,8 +236,8 @@ class _Played:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """Adds episodes, or replaces those with the same indices. Grades, with the run's reward function, the texts for
-        which the environment gave no reward.
+        """Adds episodes. An added episode replaces an earlier episode with the same index. Grades the texts for which
+        the environment gave no reward with the run's reward function.
         """
         added = {one.number: one for one in episodes}
         asked = [(one, agent) for one in added.values() for agent in one.answers]
@@ -247,7 +251,7 @@ class _Played:
             self.counts["graded/repeated"] += grading.repeated
 
     def check(self) -> None:
-        """Raises RewardFailure if too many episodes or gradings failed."""
+        """Raises RewardFailure if the share of failed episodes, or of failed gradings, is above max_failure_share."""
         ended = [Graded(one.outcome, detail=one.why, trace=one.trace) for one in self.episodes.values()]
         check_failures(ended, self.context.max_failure_share, what="episodes", cure=CURE)
         gradings = [grading for own in self.gradings.values() for grading in own.values()]

@@ -9,11 +9,13 @@ ROUNDS = 2  # maximum number of new samples in place of one sample
 
 
 def to_replace(failed: Collection[int], *, count: int, group_size: int) -> list[int]:
-    """Returns the indices of the samples to replace, in order. `failed`: indices of the samples that failed for a
-    reason that the policy did not cause. `count`: number of samples.
+    """Returns the indices of the failed samples to replace, in ascending order.
 
-    A failure that a new sample cannot cure is not a reason to sample: if all samples of a group failed, the problem is
-    the likely cause, and if all samples of groups of one sample failed, the grader or the environment.
+    `failed`: indices of the samples that failed for a reason that the policy did not cause. `count`: number of all
+    samples. `group_size`: number of samples of each problem.
+
+    If all samples of a problem failed, they are not replaced, because the problem is the likely cause. If `group_size`
+    is 1 and all `count` samples failed, none is replaced, because the grader or the environment is the likely cause.
     """
     whole = count if group_size == 1 else group_size
     sizes = Counter(place // whole for place in failed)

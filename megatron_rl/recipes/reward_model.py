@@ -24,9 +24,9 @@ REWARD = "reward_model"  # name of the reward in Rollout.rewards
 
 @config
 class RewardModel:
-    """A reward model whose score is mixed with the graded outcome of a solution, or whose scores are the rewards of the
-    solution's reasoning steps. With both weights 0, the default, there is no reward model, and the methods change
-    nothing.
+    """A frozen reward model that scores solutions. With `weight` above 0, the score of a solution is mixed with the
+    graded outcome. With `step_weight` above 0, the scores of the reasoning steps are the rewards of the steps. With
+    both weights 0 (the default), no reward model is used, and rollouts are left unchanged.
     """
 
     # Weight of the score. The reward is (1 - weight) * outcome + weight * score, as with orm_reward_weight in RL Tango.
@@ -37,21 +37,22 @@ class RewardModel:
     reads: Literal["whole", "answer"] = "whole"
     # none: the score is the output of the head. sigmoid: the sigmoid of the output, from 0 to 1 like most outcomes.
     scale: Literal["none", "sigmoid"] = "none"
-    # Weight of the advantages of the reasoning steps, the alpha of RL Tango. The role's model is then a process reward
-    # model, which reads the steps alone (`reads` has no effect), and its score at the end of a step is the log-odds
-    # that the step is right. With `weight` above 0, the score of the solution is the score of its last step.
+    # Weight of the advantages that are computed from scores of the reasoning steps, such as alpha in RL Tango. 0: steps
+    # are not scored. Above 0: the reward model must be a process reward model, whose score at the end of a step is the
+    # log-odds that the step is right. It reads the prompt and all steps of the solution, and the setting `reads` has no
+    # effect. If `weight` is above 0 too, the score of a solution is the score of its last step.
     step_weight: Share = 0.0
-    step_separator: str = "\n"  # text after each step, as data.step_separator where the model was trained
+    step_separator: str = "\n"  # text after each step; data.step_separator of the reward model's training
 
     @property
     def used(self) -> bool:
-        """Whether there is a reward model."""
+        """Returns whether the recipe uses a reward model, which is the case if one of the weights is above 0."""
         return bool(self.weight or self.step_weight)
 
     @property
     def alpha(self) -> float | None:
-        """The weight of the advantages of reasoning steps, as `assign_advantages` takes it; None without a process
-        reward model."""
+        """Returns `step_weight`, the argument `alpha` of `assign_advantages`; None if `step_weight` is 0, so that
+        reasoning steps get no advantages of their rewards."""
         return self.step_weight or None
 
     @property
@@ -78,7 +79,7 @@ class RewardModel:
         if self.step_weight and "w_reinforce" in str(spec.recipe.estimator):
             yield (
                 f"recipe.args.reward_model.step_weight = {self.step_weight}, and the estimator w_reinforce has no rule "
-                "for rewards of steps: set it to 0, or take another estimator"
+                "for rewards of reasoning steps: set step_weight to 0, or use another estimator"
             )
         shares = spec.recipe.needs_shares or "w_reinforce" in str(spec.recipe.estimator)
         if shares and self.weight and self.scale == "none":
@@ -121,9 +122,10 @@ class RewardModel:
         return {self.role: out}
 
     def _read(self, tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens that the model reads, and the indices of the tokens at which scores are read: the last
-        token, or with a process reward model the last token of the separator after each step. `text`: the solution. As
-        in training, steps and separators are tokenized one by one.
+        """Returns (the tokens that the reward model reads, the indices of the tokens whose scores are used). The
+        indices are the last token, or with a process reward model the last token of the separator after each step.
+        `text`: the solution. Steps and separators are tokenized separately, as in the training of process reward
+        models.
         """
         steps = step_texts(text) if self.step_weight else []
         if not steps:
@@ -138,12 +140,13 @@ class RewardModel:
         return tokens, ends
 
     def scored(self, rollouts: RolloutsByRole, role: str) -> RolloutsByRole:
-        """Returns the rollouts without the texts, whose scores become rewards of the rollouts of `role`: the reward
-        REWARD, and with a process reward model the scores of the steps (2 p - 1) / K, where p is the probability that
-        the step is right and K the number of steps. The score of a certain step is then that of a verdict of Tango's
-        verifier.
+        """Converts the scores of the reward model's texts to rewards of the rollouts of `role`. Returns the rollouts
+        without the texts.
 
-        A solution has no scores of its steps if its text lost its beginning.
+        The score of a solution becomes the reward REWARD. With a process reward model, each of its K steps gets the
+        reward (2 p - 1) / K, where p is the probability that the step is right. For p = 1 and p = 0, this is the
+        reward for a verdict of Tango's verifier. The steps of a solution whose text was truncated at its beginning get
+        no rewards.
         """
         if self.role not in rollouts:
             return rollouts
@@ -163,5 +166,5 @@ class RewardModel:
         return {name: own for name, own in rollouts.items() if name != self.role} | {role: out}
 
     def mixed(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Returns rollouts with the advantages of their steps mixed in, where a critic computed their advantages."""
+        """Returns rollouts in which the advantages that a critic computed are mixed with advantages of the steps."""
         return mix_steps(rollouts, alpha=self.step_weight) if self.step_weight else rollouts

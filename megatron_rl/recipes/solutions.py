@@ -89,8 +89,8 @@ def solve(
     solution and is left out of its group. As soon as a solution is graded, `then` is called with its index (among the P
     * n samples) and the solution.
 
-    `voted`: responses are graded against the majority's answer in place of the known one, which also replaces the
-    answer in the payload; the metrics of `VotedLabels` are added.
+    `voted`: whether responses are graded against the most frequent answer to their prompt instead of the known answer.
+    The most frequent answer then also replaces the answer in the payload, and the metrics of `VotedLabels` are added.
 
     Raises RewardFailure if too many gradings of the first P * n samples fail, and EngineError for a tandem whose author
     mask is missing or implausible.
@@ -128,7 +128,7 @@ class _Samples:
     prompts: Sequence[Prompt]
     group_size: int
     then: Then
-    labels: VotedLabels | None  # None: the known answers are used
+    labels: VotedLabels | None  # labels by majority vote; None: the known answers
     found: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
     solutions: dict[int, Solution] = field(default_factory=dict)  # the samples with a score
     repeated: int = 0  # number of gradings that failed once

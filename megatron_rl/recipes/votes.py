@@ -43,7 +43,9 @@ def elect(texts: Sequence[str]) -> Label | None:
 
 @dataclass
 class VotedLabels:
-    """The labels of the prompts in one call of `solve`, by index of the prompt. None if no response had an answer."""
+    """The answers that responses elect by majority vote in one call of `solve`. `labels`: {index of the prompt: label},
+    which is None if no response to the prompt had an answer. `group_size`: number of responses to each prompt.
+    """
 
     group_size: int
     labels: dict[int, Label | None] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class VotedLabels:
         self, context: RolloutContext, places: Sequence[int], texts: Sequence[str],
         payloads: Sequence[Mapping[str, Any]],
     ) -> tuple[list[Mapping[str, Any]], list[Graded]]:  # fmt: skip
-        """Grades responses against the labels. Returns the payloads with the label as the answer, and the gradings.
+        """Grades responses against the elected answers. Returns (payloads with the elected answers, gradings).
 
         `places`: index of each response among the samples. A prompt's label is elected by the responses of the first
         call that has responses to the prompt, which must be the whole group. If there is no label, the responses get

@@ -108,8 +108,9 @@ class RunRecord:
             return Reward().threshold
 
     def evaluations(self) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]]]:
-        """Returns (number of finished iterations, the result of `_numbers`, answers) of the first and of the last
-        evaluation of the run, or of the only one. Evaluations without graded answers have no such files."""
+        """Returns (number of finished iterations, the result of `_numbers`, rows of answers) for the first and the last
+        evaluation of the run; only one item if the run has one evaluation. Evaluations without graded answers have no
+        result files and are left out."""
         found = sorted(self.directory.evaluations.glob("iteration_*.json"))
         out = []
         for path in dict.fromkeys([*found[:1], *found[-1:]]):
@@ -146,8 +147,8 @@ class RunRecord:
 
 
 def _numbers(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name of the set: {measure: (title, number of problems, {metric: Interval})}} of the sets of an
-    evaluation's file. Raises KeyError, TypeError or ValueError for other content."""
+    """Parses `sets`, the content of an evaluation's result file. Returns {name of the set: {measure: (title, number of
+    problems, {metric: Interval})}}. Raises KeyError, TypeError or ValueError if the content has another structure."""
     return {
         name: {
             measure: (

@@ -247,7 +247,7 @@ def schedules(run: RunMetrics) -> dict[str, list[str]]:
             found[label] = _schedule_row(rate, *idle, list(map(float, one["staleness"])))
     speed: dict[str, list[float]] = {"iteration_seconds": [], "trainer_idle": [], "engines_idle": []}
     for (_, name), curve in run.curves.items():
-        if name.removeprefix(SPEED) in speed:  # the first iteration is left out, before which nothing is in flight
+        if name.removeprefix(SPEED) in speed:  # without the first iteration, which has nothing generated ahead
             speed[name.removeprefix(SPEED)] += [v for i, v in zip(curve.iterations, curve.values, strict=True) if i]
     if seconds := speed["iteration_seconds"]:
         late, lines = (

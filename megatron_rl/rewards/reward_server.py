@@ -1,4 +1,6 @@
-"""A reward function that asks a vLLM server for the scores of a reward model, which the trainer then does not hold."""
+"""A reward function that gets the scores of a reward model from a vLLM server, so that the trainer does not hold the
+reward model.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ class ServedRewardModel:
         return [next(of_texts) if isinstance(one, str) else next(of_chats)[0] for one in pairs]
 
     def _read(self, prompt: Prompt, completion: Prompt) -> str | list[dict[str, Any]]:
-        """Returns what the reward model reads: a text, or the messages of a conversation."""
+        """Returns the reward model's input for a prompt and a response: a text, or messages of a conversation."""
         response = completion if isinstance(completion, str) else str(completion[-1]["content"])
         response = after_thinking(response) if self.reads == "answer" else response
         if isinstance(prompt, str):

@@ -33,8 +33,9 @@ def prompts(
     data set).
 
     Roles without separate data share a reader. The information is a dictionary with the path, row count and sha256 of
-    the data set, under the key "rows of SETTING", such as "rows of data". Raises the errors of
-    training.prompts.read_sets and readers_of.
+    the data set, under the key "rows of SETTING", such as "rows of data". Raises ConfigError if a set contains no data
+    or has a form that the recipe or the tokenizer cannot use, and DataError if too many rows are bad, too many prompts
+    are too long, or a prompt cannot be encoded.
     """
     recipe, data = spec.recipe, spec.data
     role = next(iter(recipe.roles()))

@@ -28,8 +28,8 @@ def held_out_sets(
     """Returns the sets of a run's evaluations. `prompts`: the prompts of each set by name; sets without prompts are
     left out.
 
-    Sets whose grader is not the run's have worker processes of their own, one pool for each grader, which the first
-    evaluation starts and which end when `stack` closes.
+    Sets whose reward settings differ from the run's are graded in separate pools of worker processes, one pool for all
+    sets with equal reward settings. The first evaluation starts the workers, and closing `stack` ends them.
     """
     pools, out = dict[str, Grade](), []
     for own in spec.data.held_out:
@@ -73,7 +73,9 @@ def write_results(
 
 
 def show_answers(tracker: Tracker, number: int, answers: Answers) -> None:
-    """Sends some answers of each set, half of them correct where there are as many, to the metric sinks."""
+    """Sends up to `tracker.num_samples` answers of each set to the metric sinks: correct and wrong answers in equal
+    numbers where there are enough of both. `number`: number of finished iterations.
+    """
     for name, by_role in answers.items():
         rows = [row for groups in by_role.values() for group in groups for row in group]
         if chosen := chosen_answers(rows, tracker.num_samples):
@@ -83,18 +85,20 @@ def show_answers(tracker: Tracker, number: int, answers: Answers) -> None:
 def keep_best(
     directory: RunDirectory, number: int, best: Sequence[tuple[int, float]], export: Callable[[Path], None]
 ) -> None:  # fmt: skip
-    """Exports the models of the present weights, if they are among the best, to RUN/best/iteration_000012. Collective.
+    """Exports the current models to RUN/best/iteration_000012 if their evaluation is among the best. Collective.
 
-    `number`: number of finished iterations. `best`: (number, value) of the best evaluations. `export`: collective
-    function that writes the models below a directory. The weights before the first iteration are not exported: they are
-    those that the run was given.
+    `number`: number of finished iterations. `best`: (number of finished iterations, value of the metric) of the best
+    evaluations. `export`: collective function that writes the models below a directory. The weights before the first
+    iteration are not exported, because they are the weights of the model that the run was given.
     """
     if number and any(one[0] == number for one in best):
         export(directory.best / f"iteration_{number:06d}")
 
 
 def remove_surpassed(directory: RunDirectory, best: Sequence[tuple[int, float]]) -> None:
-    """Removes the exported models that are no longer among the best. Used on the driver."""
+    """Removes exported models that are no longer among the best from RUN/best. `best`: (number of finished iterations,
+    value of the metric) of the best evaluations. Used on the driver.
+    """
     kept = {f"iteration_{number:06d}" for number, _ in best}
     for folder in directory.best.glob("iteration_*"):
         if folder.name not in kept:
@@ -104,7 +108,8 @@ def remove_surpassed(directory: RunDirectory, best: Sequence[tuple[int, float]])
 def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
     """Returns the entry `best` of the run's summary: for each of the best evaluations, the best first, the number of
     finished iterations, the metric and its value, and the directories of the checkpoint and of the exported models.
-    Directories are null for the weights that the run was given."""
+    Directories are null for the evaluation before the first iteration, whose model is the model that the run was given.
+    """
     return [
         {
             "iteration": number, "metric": metric, "value": value,

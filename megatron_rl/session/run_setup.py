@@ -217,7 +217,7 @@ def _opened(
     newest = _newest(world, checkpoints) if spec.run.resume != "never" else None
     done = newest.number if newest else 0
     summary = world.from_driver(directory.read_summary)
-    # with `must`, a run that ended early may have got more patience
+    # resume = must continues a run that ended early, for example after patience was raised
     ends = (total_iterations, None if spec.run.resume == "must" else summary.get("stopped_early"))
     finished = done in ends and bool(summary.get("finished"))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))

@@ -128,8 +128,9 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
-    """Returns the predicted rates of the run by rollouts.max_staleness, and the name of the cluster that they hold for;
-    the reason if they cannot be predicted."""
+    """Returns {"cluster": name of the cluster, "predicted": predicted rates of the run for each
+    rollouts.max_staleness}, or {"not_predicted": reason} if the rates cannot be predicted.
+    """
     device = ""
     if torch.cuda.is_available():
         own = torch.cuda.get_device_properties(0)
@@ -254,7 +255,8 @@ def _collector(
 ) -> Collector:
     """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
 
-    `turns`: the grader of `context`. `idle`: function that the collector calls while it waits."""
+    `turns`: the grader of `context`, which serves earlier iterations first. `idle`: function that the collector calls
+    while it waits."""
     spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
@@ -300,7 +302,7 @@ def _store(parts: _Parts, *, fresh: bool) -> IterationStore:
             "collects them again"
         )
     if left.begun:
-        driver.say(f"{left.begun} iterations go on from the samples that were finished when the run stopped")
+        driver.say(f"{left.begun} iterations continue with the samples that were finished when the run stopped")
     if left.dropped:
         driver.say(
             f"{left.dropped} iterations that the run collected before it stopped are collected again: "
@@ -325,7 +327,7 @@ def _plan(parts: _Parts) -> loop.Plan:
     spec, settings, preflight = parts.spec, parts.spec.loop, None
     if settings.preflight.enabled:
         reader = parts.readers[next(iter(spec.recipe.roles()))]
-        # the preflight tries the run's own grader, which other graders' problems may not suit
+        # the preflight tests the run's grader, so it needs problems that this grader can grade
         fitting = [one.name for one in spec.data.held_out if one.reward == spec.reward]
         own = next((prompts for name, prompts in parts.held_out.items() if name in fitting), None)
         preflight = PreflightPlan(
@@ -374,10 +376,10 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
             evaluations.show_answers(driver.tracker, number, answers)
 
     def keep_best(number: int, best: Sequence[tuple[int, float]]) -> None:
-        """Protects the best checkpoints, exports the present models if they are among the best, and removes models that
-        no longer are."""
+        """Protects the best checkpoints, exports the current models if they are among the best, and removes exported
+        models that are no longer among the best."""
         own, settings = driver.directory, parts.spec.loop.evaluation.best
-        assert settings is not None, "the loop keeps the best checkpoints if the setting is there"
+        assert settings is not None, "the loop calls keep_best only if evaluation.best is set"
         driver.checkpoints.protected = frozenset(one[0] for one in best)
         evaluations.keep_best(own, number, best, lambda place: _export(parts, place))
 

@@ -23,7 +23,7 @@ class EvaluatedSet:
     benchmark: Benchmark | None  # None: a set of your own
     source: PromptSet
     reward: Reward
-    template: str | None  # None: the template of the benchmark, of the command or of the recipe
+    template: str | None  # None: the default template of the command
     n: int
     k: tuple[int, ...]
     temperature: float
@@ -34,9 +34,11 @@ class EvaluatedSet:
 def evaluated_sets(
     sets: Sequence[EvaluationSet], defaults: Any, reward: Reward, *, drawn: Any = None
 ) -> tuple[EvaluatedSet, ...]:  # fmt: skip
-    """Returns the resolved sets. `defaults`: the section with `n`, `k`, `template`, `limit` and `data_dir` of sets that
-    do not set them. `drawn`: the section with `temperature`, `top_p` and `top_k`; None: `defaults`. `reward`: grader of
-    sets of your own; its numbers of workers and limits also apply to the benchmarks' graders.
+    """Resolves the settings of problem sets. Returns the resolved sets in order.
+
+    `defaults`: config section with `n`, `k`, `template`, `limit` and `data_dir` for sets in which they are null.
+    `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; None: `defaults`.
+    `reward`: the grader of sets of your own. Its numbers of workers and its limits also apply to benchmarks' graders.
 
     Raises ConfigError for an unknown benchmark, a benchmark that `data_dir` does not have, and a benchmark without a
     grader.
@@ -71,7 +73,7 @@ def _resolved(own: EvaluationSet, defaults: Any, reward: Reward, drawn: Any) -> 
 
 
 def _local(path: str, data_dir: str | None) -> str:
-    """Returns the folder of a data set of the hub that `megatron-rl fetch` has made in `data_dir`, or `path` if there
-    is none."""
+    """Returns the directory in `data_dir` to which `megatron-rl fetch` has copied the hub data set `path`, or `path` if
+    there is no such directory."""
     fetched = None if data_dir is None or Path(path).exists() else Path(data_dir) / path
     return str(fetched) if fetched is not None and fetched.is_dir() else path

@@ -17,7 +17,7 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
     settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
     for own in spec.data.held_out:
         if own.benchmark is not None and own.benchmark.judged:
-            yield f"{HELD_OUT}: {own.name} has solutions for a verifier: measure it by `megatron-rl eval`"
+            yield f"{HELD_OUT}: {own.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
         try:
             plugins.look_at(Use(target=own.reward.target, args=own.reward.args))
         except ConfigError as error:

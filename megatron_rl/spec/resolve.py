@@ -113,8 +113,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
-    """Returns the config with a number in place of rollouts.max_staleness = auto: `number` if it is given; otherwise 0
-    if the engines cannot generate beside training, and else 1."""
+    """Returns the config with a number in place of rollouts.max_staleness = auto. The number is `number` if given.
+    Otherwise it is 0 if the engines cannot generate while the trainer trains, and 1 if they can."""
     if not isinstance(config, TrainConfig) or config.rollouts.max_staleness != "auto":
         return config
     apart = isinstance(config.engine, Servers) and not config.engine.colocate

@@ -37,8 +37,9 @@ Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
 class ReaderSource:
     """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader.
 
-    `turn`: context manager in which the first `take` reads, if other iterations use the reader at the same time. Later
-    calls then read from a separate stream that `name` determines. If None, all calls read from the reader.
+    `turn`: returns a context manager inside which the first `take` reads from a reader that other iterations use too.
+    Later calls of `take` read the data set in a separate random order, which depends on `name`. If `turn` is None, all
+    calls of `take` read from the reader.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class IterationMaker(ABC):
     def make(
         self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
     ) -> tuple[Collected, State | None]:
-        """Returns the rollouts and metrics of an iteration, and the recorded state after the iteration; None instead of
-        the state if the rollouts were generated. Several threads may call it at once, each for another iteration.
+        """Returns (rollouts and metrics of an iteration, state after the iteration). The state is None if the rollouts
+        were generated, and the recorded state if the rollouts were read from the record of another run. Several threads
+        may call `make` at once, each for a different iteration.
 
         `recipe_state`: the recipe's state with which rollouts are generated.
-        `turn`: returns a context manager that waits for the turn of the iteration to use the prompt readers, and ends
-            the turn. Then the positions of the readers are those after the iteration. Only for the first call.
+        `turn`: returns a context manager that waits until all earlier iterations have used the prompt readers. When the
+            first such block ends, the positions of the readers are recorded as the positions after the iteration.
         """
 
     def positions(self) -> State:
@@ -96,7 +98,7 @@ class IterationMaker(ABC):
             reader.load_state_dict(positions[role])
 
     def close(self) -> None:
-        """Cancels the calls of `make` that are in progress. They raise an error soon. A no-op in this base class."""
+        """Cancels the calls of `make` that are in progress, which then raise an error. A no-op in this base class."""
         return None
 
 
@@ -105,21 +107,21 @@ class RolloutMaker(IterationMaker):
     """Uses the recipe to generate the rollouts of each iteration. Each iteration gets a new RolloutContext, and takes
     its problems from the prompt reader of the first role that the iteration trains.
 
-    `max_staleness`: number of iterations that may be generated beside the first one. If above 0, each iteration uses a
-        copy of the recipe and has a stopwatch of its own, whose times are logged with the metrics of the iteration's
-        first role, and engines and the grader serve earlier iterations first.
+    `max_staleness`: number of iterations that may be generated while an earlier iteration is not trained yet. If above
+        0, each iteration uses a copy of the recipe and a separate stopwatch, whose times are logged with the metrics of
+        the iteration's first role. Engines and the grader then serve earlier iterations first.
     """
 
     recipe: Recipe
     context: RolloutContext
     prompts_per_iteration: int
     max_staleness: int = 0
-    sessions: OpenSessions = field(default_factory=OpenSessions)  # of the iterations that are being generated
-    turns: GradeTurns | None = None  # the context's grader by priority; None: grading has no priorities
+    sessions: OpenSessions = field(default_factory=OpenSessions)  # open sessions with engines
+    turns: GradeTurns | None = None  # grades earlier iterations first; None: `context.grade` is used
     ahead: WriteAhead | None = None  # files of finished samples and gradings; None: nothing is written ahead
 
     def __post_init__(self) -> None:
-        if self.max_staleness:  # the credit stage changes the original while iterations make their copies
+        if self.max_staleness:  # the credit stage changes the recipe while threads copy it
             object.__setattr__(self, "recipe", copy.deepcopy(self.recipe))
 
     def make(
@@ -150,7 +152,7 @@ class RolloutMaker(IterationMaker):
         recipe.load_state_dict(recipe_state)
         found = recipe.rollout(iteration, source, context)
         with turn():
-            pass  # also if the iteration took no problem
+            pass  # ends the turn of an iteration that took no problem
         if as_json(recipe.state_dict()) != recipe_state:
             raise RolloutError(
                 f"iteration {iteration.number}: the recipe changed its state in the method rollout: change it in "
@@ -194,26 +196,31 @@ class ReplayMaker(IterationMaker):
 
 @dataclass(frozen=True)
 class _CollectedIteration:
-    """The rollouts of an iteration, and the state (recipe and prompt readers) after it."""
+    """The rollouts of an iteration, and the state of the recipe and the prompt readers after the iteration."""
 
     collected: Collected
     state: State
 
 
 class CollectorClosed(RuntimeError):
-    """Raised in the threads of iterations that are still being generated when the collector is closed."""
+    """The error that ends a thread in which the rollouts of an iteration are generated, because the collector was
+    closed before the rollouts were complete.
+    """
 
 
 class _Order:
-    """Lets the iterations do something one after the other, in order, each in a separate thread."""
+    """A lock for threads that generate one iteration each. The threads acquire the lock in the order of the iterations,
+    whatever the timing, for example to take problems from a shared prompt reader.
+    """
 
     def __init__(self) -> None:
         self._change, self._next, self._closed = threading.Condition(), 0, False
 
     @contextlib.contextmanager
     def turn(self, place: int) -> Iterator[None]:
-        """Waits until all iterations before iteration `place` had their turns. An iteration that fails in its turn
-        does not end it, because no later iteration can be used. Raises CollectorClosed after `close`.
+        """Context manager whose block runs after the blocks of all earlier iterations have ended. `place`: number of
+        iterations that were begun before this iteration. If the block raises an error, the threads of later iterations
+        wait until `close`, because their rollouts cannot be used. Raises CollectorClosed after `close`.
         """
         with self._change:
             self._change.wait_for(lambda: self._next >= place or self._closed)
@@ -235,7 +242,7 @@ class Collector:
     iteration in order, beginning at the run's current position.
 
     If `max_staleness` is 0, the rollouts of an iteration are generated in the caller's thread when the iteration is
-    due. Otherwise max_staleness + 1 iterations are generated at once, each in a thread of its own. Three things happen
+    due. Otherwise max_staleness + 1 iterations are generated at once, each in a separate thread. Three things happen
     in the order of the iterations, whatever the timing: an iteration takes its first problems, is credited, and is
     written to disk. An iteration is credited in its thread, unless its credit needs scores of the trainer.
     """
@@ -256,7 +263,8 @@ class Collector:
         self._state = {"recipe": credit.states, "data": maker.positions()}
         # numbers of iterations begun and trained since the collector started
         self._begun, self._trained = 0, 0
-        self._flights: deque[tuple[Iteration, Future[_CollectedIteration]]] = deque()  # begun and not yet taken
+        # iterations that are begun and that `take` has not returned yet
+        self._flights: deque[tuple[Iteration, Future[_CollectedIteration]]] = deque()
         self._takes, self._credits = _Order(), _Order()
         self._disk = threading.Lock()  # lock that is held while the store reads or writes files
         self._closed = False
@@ -273,12 +281,12 @@ class Collector:
         else:
             self._begin_one()
         if not self._flights:
-            raise ValueError("an iteration is due after the last one of the schedule")
+            raise ValueError(f"{iteration} is due, but the schedule has no further iteration")
         begun, done = self._flights.popleft()
         if begun != iteration:
             raise ValueError(
-                f"{iteration} is due, and {begun} was collected: "
-                "the recipe's schedule is not a function of its arguments alone"
+                f"{iteration} is due, but rollouts were collected for {begun}: "
+                "the recipe's `schedule` must depend only on the recipe's arguments"
             )
         with self._watch("wait") if self._max else contextlib.nullcontext():
             while not wait([done], LOOK_S).done:
@@ -353,7 +361,7 @@ class Collector:
         def collect() -> None:
             try:
                 done.set_result(self._collect(iteration, place))
-            except BaseException as error:  # re-raised by `take`
+            except BaseException as error:  # `take` raises the error again
                 done.set_exception(error)
 
         self._begun += 1
@@ -384,14 +392,14 @@ class Collector:
                 self._maker.restore(state["data"])
         with self._credits.turn(place):
             if self._credit.after_scores:
-                collected = replace(collected, credited=False)  # also if another process has credited the iteration
+                collected = replace(collected, credited=False)  # even if another process credited the rollouts
             elif state is not None and collected.credited:
                 self._credit.restore(state["recipe"], iteration.number + 1)
             else:
                 collected = self._credit.apply(iteration, collected)
             state = {"recipe": self._credit.states, "data": positions}
             with self._disk:
-                # a write that has begun holds the lock, so the process does not exit in the middle of it
+                # `close` waits for this lock, so the process does not exit before the file is complete
                 if kept is None and not self._closed:
                     self._store.put(iteration, collected, state)
         return _CollectedIteration(collected, state)

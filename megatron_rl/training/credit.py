@@ -79,13 +79,14 @@ class CreditStage:
 
 
 def with_values(name: str, rollouts: Sequence[Rollout], critics: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the rollouts of policy `name`, each with the values of the critic's rollout at the same place. Raises
-    RolloutError if the two lists are not of the same texts.
+    """Returns the rollouts of the policy `name` with the critic's predictions added to their `values`. `critics`: the
+    critic's rollouts of the same texts. Raises RolloutError unless both lists have the same tokens in the same order.
     """
     if [r.tokens.tobytes() for r in rollouts] != [r.tokens.tobytes() for r in critics]:
         raise RolloutError(
-            f"{len(rollouts)} rollouts of policy {name} and {len(critics)} of a critic that shares it are not the same "
-            "texts in the same order: return the same ones from `credit`, or give the critic a model of its own"
+            f"the {len(rollouts)} rollouts of policy {name} and the {len(critics)} rollouts of the critic that shares "
+            "the policy's weights differ: return rollouts with the same tokens in the same order for both from the "
+            "recipe's method `credit`, or set the critic's model.path instead of same_as"
         )
     return [replace(r, values={**r.values, **one.values}) for r, one in zip(rollouts, critics, strict=True)]
 

@@ -26,14 +26,14 @@ COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutSet:
-    """The prompts of a set of held-out problems, and how answers to them are drawn and graded."""
+    """A set of held-out problems: the prompts, and the settings with which answers are sampled and graded."""
 
     name: str
     prompts: Sequence[Prompt]
     draws: EvaluationDraws
     grade: Grade | None = None  # None: the run's grader
-    threshold: float | None = None  # score above which an answer is correct; None: that of the run
-    max_failure_share: float | None = None  # None: that of the run
+    threshold: float | None = None  # score above which an answer is correct; None: the run's threshold
+    max_failure_share: float | None = None  # maximum share of failed gradings; None: the run's
 
 
 def evaluate_sets(
@@ -42,8 +42,8 @@ def evaluate_sets(
     """Evaluates a recipe on all sets. Used on the driver. Returns the metrics, and the graded answers.
 
     `role/metric` is the mean over the sets with equal weights, or the sum of a count, for the metrics that all sets
-    have. With several sets there are also the metrics of each set, `role/SET/metric`. `context.kept` has a dict of its
-    own for each set.
+    have. With several sets there are also the metrics of each set, `role/SET/metric`. `context.kept`
+    is {name of the set: values that later evaluations of the set need}.
     """
     found: dict[str, dict[str, float]] = {}
     answers: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
@@ -77,17 +77,22 @@ def evaluate_sets(
 def ranked(
     best: Sequence[tuple[int, float]], done: int, metrics: Mapping[str, float], settings: Best
 ) -> list[tuple[int, float]]:
-    """Returns the (number of finished iterations, value) of the best evaluations, the best first, at most
-    `settings.keep`. `best`: the earlier ones. `done`, `metrics`: the new evaluation. Of equal values the earliest comes
-    first. Raises ConfigError if the evaluation has no such metric."""
+    """Adds a new evaluation to the list of the best evaluations. Returns (number of finished iterations, value of
+    `settings.metric`) of up to `settings.keep` evaluations, the best first. Of equal values, the earliest comes first.
+
+    `best`: the best evaluations before. `done`: number of finished iterations at the new evaluation. `metrics`: metrics
+    of the new evaluation. Raises ConfigError if `metrics` does not have `settings.metric`.
+    """
     sign = -1 if settings.mode == "max" else 1
     both = [*best, (done, _value(metrics, settings))]
     return sorted(both, key=lambda one: (sign * one[1], one[0]))[: settings.keep]
 
 
 def followed(before: tuple[float, int] | None, metrics: Mapping[str, float], settings: EarlyStop) -> tuple[float, int]:
-    """Returns (best value so far, number of evaluations since it). `before`: the result after the evaluation before;
-    None at the first one. Raises ConfigError if the evaluation has no such metric."""
+    """Returns (best value of `settings.metric` so far, number of evaluations since the best value). `before`: the
+    result for the previous evaluation; None for the first evaluation. `metrics`: metrics of the new evaluation. Raises
+    ConfigError if `metrics` does not have `settings.metric`.
+    """
     value = _value(metrics, settings)
     if before is None or (value > before[0] if settings.mode == "max" else value < before[0]):
         return value, 0

@@ -60,7 +60,7 @@ class PromptSource(Protocol):
 
     @property
     def prompts_per_iteration(self) -> int:
-        """The setting run.prompts_per_iteration."""
+        """Returns the setting run.prompts_per_iteration, the number of problems of an iteration."""
         ...
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = ...) -> list[Prompt]:
@@ -72,7 +72,7 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationDraws:
-    """How an evaluation draws the answers to each problem of a set."""
+    """The settings with which an evaluation samples answers to the problems of a set."""
 
     n: int = 1  # number of samples of each problem
     k: tuple[int, ...] = (1,)  # the values of k for pass@k
@@ -83,7 +83,7 @@ class EvaluationDraws:
 
     @property
     def also_greedy(self) -> bool:
-        """Returns whether one greedy answer is drawn in addition to samples, which are not greedy themselves."""
+        """Returns whether one greedy answer is drawn in addition to samples that are drawn at a temperature above 0."""
         return self.greedy and self.temperature > 0
 
 
@@ -114,7 +114,7 @@ class RolloutContext:
     handed_over: dict[str, Any] = field(default_factory=dict)
     # JSON values that an evaluation of a set stores for later evaluations of the set
     kept: dict[str, Any] = field(default_factory=dict)
-    evaluation: EvaluationDraws = field(default_factory=EvaluationDraws)  # how an evaluation draws answers
+    evaluation: EvaluationDraws = field(default_factory=EvaluationDraws)  # sampling of answers in evaluations
     # {role: [P][n] graded answers} of an evaluation, which `Recipe.evaluate` stores (see recipes/answers.py)
     answers: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
@@ -246,7 +246,7 @@ class Recipe(ABC):
         return ()
 
     def scores_of(self, roles: tuple[str, ...]) -> Sequence[Score]:
-        """Returns the `scores` of an iteration that trains `roles`."""
+        """Returns the scores that the recipe requests (see `scores`) for an iteration that trains `roles`."""
         return self.scores(Iteration(cycle=0, index=0, roles=roles, number=0))
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:

@@ -21,7 +21,9 @@ from megatron_rl.training.iteration import Grade
 
 @dataclass(frozen=True)
 class OpenSessions:
-    """The sessions of all iterations that are being generated. Thread-safe."""
+    """The open sessions with engines of all iterations that are being generated. Closing this object closes all
+    sessions, from any thread. Thread-safe.
+    """
 
     _sessions: weakref.WeakSet[Session] = field(default_factory=weakref.WeakSet)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -36,7 +38,7 @@ class OpenSessions:
         return session
 
     def close(self) -> None:
-        """Cancels the requests of all sessions, and refuses further sessions."""
+        """Closes all sessions, which cancels their requests. After `close`, `add` raises EngineError."""
         with self._lock:
             self._closed.set()
             sessions = list(self._sessions)
@@ -46,9 +48,9 @@ class OpenSessions:
 
 @dataclass(frozen=True)
 class IterationEngine:
-    """An engine for one iteration; implements engines.protocol.Engine. Its sessions have the iteration's `priority` and
-    `log`, and are added to `sessions`. Scoring requests have the default priority, which is the highest: they are
-    short.
+    """Wraps an engine for one iteration. Implements engines.protocol.Engine. New sessions get the iteration's
+    `priority` and `log` of finished samples, and are added to `sessions`. Scoring requests keep the default priority 0,
+    which is served first, because scoring requests are short.
     """
 
     engine: Engine
@@ -74,8 +76,8 @@ class IterationEngine:
 
 
 class GradeTurns:
-    """Calls a grader for one thread at a time. Of the threads that wait, the one with the lowest priority number is
-    next. After `close`, a call that has not begun raises EngineError.
+    """A grader that threads share. One thread grades at a time, and the waiting thread with the lowest priority number
+    is next. After `close`, a call that has not begun raises EngineError.
     """
 
     def __init__(self, grade: Grade) -> None:
@@ -84,7 +86,7 @@ class GradeTurns:
         self._numbers = itertools.count()
 
     def at(self, priority: int) -> Grade:
-        """Returns the grader for calls of this priority."""
+        """Returns a grader whose calls wait with this priority. Calls with a lower priority number are served first."""
 
         def grade(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
             with self._change:

@@ -59,7 +59,7 @@ class Plan:
     mixed: Literal["keep", "rescore", "drop"] = "keep"
     train_without_signal: bool = False  # run the optimizer steps of an update even if all its advantages are 0
     best: Best | None = None  # which checkpoints are kept as the best ones
-    early_stop: EarlyStop | None = None  # when the run ends before its last iteration
+    early_stop: EarlyStop | None = None  # condition that ends the run early; None: the run never ends early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,9 @@ class Progress:
     last_evaluation: dict[str, float] = field(default_factory=dict)
     # (number of finished iterations, value) of the best evaluations, the best first
     best: list[tuple[int, float]] = field(default_factory=list)
-    # (best value of the metric of the early stop, number of evaluations since it)
+    # (best value of the metric of evaluation.early_stop so far, number of evaluations since the best value)
     early_stop: tuple[float, int] | None = None
-    # by set: content of RolloutContext.kept, JSON values that evaluations store for later evaluations
+    # {name of a set: RolloutContext.kept, the JSON values that evaluations store for later evaluations}
     kept: dict[str, Any] = field(default_factory=dict)
     # metrics of each role's last iteration, on the driver
     last_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     for number, iteration in enumerate(upcoming(schedule, progress.state_dict())):
         before = (progress.evaluated, progress.best, progress.early_stop)
         if _evaluate_if_due(setup, plan, progress, total) and _asked_to_stop(setup):
-            # the checkpoint is that of before the evaluation, so a run resumed from the checkpoint evaluates again
+            # the checkpoint was saved before the evaluation, so a run resumed from the checkpoint evaluates again
             progress.evaluated, progress.best, progress.early_stop = before
             _leave(setup, progress)
             return False
@@ -198,7 +198,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
 
 
 def stopped_early(settings: EarlyStop | None, progress: Progress) -> bool:
-    """Returns whether the metric of the early stop has not improved for too many evaluations."""
+    """Returns whether the metric of the early stop has not improved in the last `settings.patience` evaluations."""
     return settings is not None and progress.early_stop is not None and progress.early_stop[1] >= settings.patience
 
 
@@ -325,8 +325,8 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
 
 def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected) -> dict[str, list[Rollout]]:
     """Returns, by policy, the rollouts that have a trainable token and that `Plan.mixed` does not discard. A loss on
-    pairs gets only groups of which both rollouts are left. A policy that a critic shares gets its rollouts with the
-    values of the critic's, and not the critic's rollouts beside its own.
+    pairs gets only groups of which both rollouts are left. For a policy that a critic shares, the policy's rollouts get
+    the values of the critic's rollouts, and the critic's rollouts are left out.
     """
     usable, of_critics = dict[str, list[Rollout]](), dict[str, list[Rollout]]()
     parts = setup.recipe.roles()
@@ -354,7 +354,7 @@ class _Clock:
         self._occupied_s = setup.hooks.occupied_s() if setup.world.rank == 0 else None
 
     def take(self, iteration: Iteration) -> Collected:
-        """Takes the iteration's rollouts from the collector. Meanwhile, the trainer is idle."""
+        """Takes the iteration's rollouts from the collector. Counts the waiting time as idle time of the trainer."""
         assert self._setup.iterations is not None, "iterations are taken on the driver"
         start = time.perf_counter()
         collected = self._setup.iterations.take(iteration)

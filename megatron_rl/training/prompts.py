@@ -56,7 +56,9 @@ def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
 
 def read_set(source: PromptSet, benchmark: Benchmark | None) -> list[Problem]:
     """Returns all problems of a set. `benchmark`: the benchmark whose rows `source` has; None for a set of your own.
-    Raises the errors of data.problems.read_rows."""
+    Raises ConfigError if the path contains no data, and DataError if no row is usable or more than max_bad_share of
+    them are bad.
+    """
     return read_problems(source) if benchmark is None else read_benchmark(benchmark, source)
 
 
@@ -75,10 +77,10 @@ def read_sets(
         as conversations if the problems of the set `data` are conversations.
     `vocabulary`: vocabulary of the model, to detect tokens without an embedding row.
 
-    Raises the errors of read_problems for a set that cannot be read. Raises ConfigError if the tokenizer has no chat
-    template, if a set holds conversations but the recipe builds prompts from plain text, or if a set of `held_out` has
-    another form (texts or conversations) than the other sets. Raises DataError if the chat template does not render a
-    conversation, or if a prompt has a token without an embedding row.
+    Raises ConfigError if the path of a set contains no data, if the tokenizer has no chat template, if a set holds
+    conversations but the recipe builds prompts from plain text, or if a set of `held_out` has another form (texts or
+    conversations) than the other sets. Raises DataError if a set has too many bad rows, if the chat template does not
+    render a conversation, or if a prompt has a token without an embedding row.
     """
     evaluated = {f"{HELD_OUT}.{own.name}": own for own in held_out}
     training = {name: read_problems(source) for name, source in sets.items() if name not in evaluated}
@@ -110,8 +112,9 @@ def read_sets(
 
 
 def _as_trained(problems: list[Problem], own: EvaluatedSet, *, chat: bool) -> list[Problem]:
-    """Returns the problems of a benchmark as conversations, if the benchmark's setting `chat`, or without it `chat`,
-    says so. Other problems are returned unchanged."""
+    """Returns the problems of the benchmark `own` as conversations if its setting `chat` is true, or if its setting is
+    null and the argument `chat` is True. Returns all other problems unchanged.
+    """
     if own.benchmark is None or not (chat if own.source.chat is None else own.source.chat):
         return problems
     system = own.source.system
@@ -126,7 +129,8 @@ def readers_of(
 ) -> dict[str, PromptReader]:  # fmt: skip
     """Returns a prompt reader for each problem set, by the name of the set in the settings.
 
-    `held_out`: the sets for evaluation, which may have templates of their own.
+    `held_out`: the sets for evaluation. A set with a `template` is encoded with this template, all other sets with the
+        recipe's prompt.
     `max_prompt_tokens`: maximum prompt length of the recipe's first role. Raises DataError if the share of longer
         prompts in a set is above the set's setting max_bad_share.
     """
@@ -148,7 +152,9 @@ def readers_of(
 
 
 def _filled(template: str, tokenizer: Any) -> Encode:
-    """Returns the function that converts a problem to the tokens of a template. `template`: name or file."""
+    """Returns the function that fills a problem into a prompt template and tokenizes the result. `template`: a text
+    file, or the name of a packaged template.
+    """
     text = read_template(template)
 
     def encode(values: Mapping[str, Any]) -> list[int]:

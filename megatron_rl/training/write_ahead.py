@@ -54,7 +54,7 @@ class WriteAhead:
         return self.directory / f"iteration_{number:06d}.ahead"
 
     def open(self, number: int) -> LogFile:
-        """Opens the file of iteration `number`, which has what an earlier process of the run wrote."""
+        """Opens the file of iteration `number`, with the records that an earlier process of the run wrote."""
         if number in self._open:
             self._open[number].close()
         file = self._open[number] = LogFile(self.path(number), self._fingerprint)
@@ -89,7 +89,7 @@ class LogFile:
         """
         self.path, self.recovered = path, 0  # recovered: number of records that the file had when it was opened
         self._places: dict[bytes, tuple[int, int]] = {}  # by address: offset and size of the packed value
-        self._times: Counter[bytes] = Counter()  # how many times each content was asked for
+        self._times: Counter[bytes] = Counter()  # number of calls of `address` for each content
         self._change = threading.Lock()  # guards the file and the attributes
         self._sync = threading.Lock()  # held while the file is flushed or closed
         self._closed, self._new = False, True  # _new: the file's name may not be on the disk yet

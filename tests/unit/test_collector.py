@@ -200,7 +200,7 @@ def test_more_iterations_than_the_schedule_has_are_refused(tmp_path, k):
     (iteration,) = upcoming(schedule, START)
     collector.take(iteration)
     collector.trained()
-    with pytest.raises(ValueError, match="after the last one of the schedule"):
+    with pytest.raises(ValueError, match="the schedule has no further iteration"):
         collector.take(iteration)
 
 

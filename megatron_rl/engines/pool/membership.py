@@ -96,7 +96,7 @@ class Members:
         self.hopeless: Callable[[], str | None] = lambda: None
         self.refitting = False  # True while servers receive new weights (a refit) and will serve soon
         self.closing = threading.Event()
-        # seconds that places of all servers were occupied, in total, until time.monotonic() was `_counted`
+        # seconds for which places of servers were occupied, summed over places, up to time.monotonic() = `_counted`
         self._occupied_s, self._counted = 0.0, time.monotonic()
         self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}

@@ -64,9 +64,9 @@ class PoolSession(SessionBase):
             asked = _Asked(key, prompt, sampling, address, known, self._work, prefer)
             self._asked[key] = asked
             missing = asked.missing
-        # The n samples of a request are one request to a server, unless some of them are known. A request keeps its
-        # places at the server until its longest sample is complete. So each sample of an iteration that is generated
-        # ahead of training is a request: samples of other iterations use the place of a finished sample.
+        # The n samples of a prompt are one request to a server, unless the log has some of the samples. A request keeps
+        # its places at the server until its longest sample is complete. So if the iteration is generated ahead of
+        # training, each sample is a separate request: samples of other iterations use the place of a finished sample.
         for samples in [range(sampling.n)] if whole else [range(j, j + 1) for j in missing]:
             self._dispatcher.submit(asked.work, self._write, asked, samples)
         if not missing:

@@ -55,7 +55,7 @@ class RequestQueue:
         self._members, self._shared = members, shared
         self._came = 0
         self._again: list[Waiter] = []  # requests that a server has failed
-        # requests that no server has failed yet, by their number of sequences: heaps
+        # {number of sequences: heap of the requests that no server has failed yet}
         self._first: dict[int, list[Waiter]] = {}
 
     async def wait(self, waiter: Waiter) -> Place:
@@ -113,8 +113,8 @@ class RequestQueue:
             while open_lines:
                 n, line = min(open_lines.items(), key=lambda item: item[1][0])
                 if not self._join_member(line[0], serving):
-                    # The later requests in this line need the same capacity, so they cannot be assigned either.
-                    # Requests of a higher priority number wait, so that they do not use the capacity that is freed.
+                    # All requests of this heap need the same capacity, so none of them can be assigned.
+                    # Requests with a higher priority number wait too, so that they do not take the next free capacity.
                     open_lines = {
                         k: own for k, own in open_lines.items() if k != n and own[0].priority <= line[0].priority
                     }

@@ -129,7 +129,9 @@ class VllmServer(Server):
     async def _draw(
         self, prompt: np.ndarray, sampling: Sampling, parameters: Mapping[str, Any], timeout_s: float
     ) -> list[Completion]:
-        """Sends one request. `parameters`: result of `_parameters`, and the priority of the request."""
+        """Sends one sampling request to the server and returns the n completions. `prompt` [T] int32. `parameters`: the
+        result of `_parameters`, and the priority of the request.
+        """
         n, room, seed = parameters["n"], parameters["max_tokens"], parameters["seed"]
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
         answer = await self._exchange(GENERATE, {**parameters, **self._adapter()}, prompt, timeout_s, longest)
