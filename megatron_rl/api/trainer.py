@@ -116,13 +116,14 @@ class Trainer:
         return read_result(run)
 
     def evaluate(
-        self, dataset: data_files.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
+        self, dataset: data_files.Rows | str | Path | None = None, *, n: int | None = None, temperature: float = 0.0
     ) -> dict[str, float]:
         """Evaluates the first role's model with the run's reward: the trained model, or the initial one before
         training.
 
-        `dataset`: the problems; None: `eval_dataset` of the constructor. `n`: samples of each problem. Returns
-        `accuracy` (the fraction of correct answers), `reward` (the mean) and the other metrics of `megatron-rl eval`.
+        `dataset`: the problems; None: the config's evaluation.sets. `n`: samples of each problem; None: evaluation.n
+        for the config's sets, and 1 for `dataset`. Returns `accuracy` (the fraction of correct answers), `reward` (the
+        mean) and the other metrics of `megatron-rl eval`.
         Raises ConfigError if there is no data or the recipe plays episodes of an environment, and RunFailed if the
         evaluation fails.
         """
@@ -131,7 +132,8 @@ class Trainer:
         number = len([*(run / "evaluations").glob("*.json")]) + 1
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings() | {
-            "sets": sets, "template": self._template(), "output": str(output), "n": n,
+            "sets": sets, "limit": config.evaluation.limit, "template": self._template(), "output": str(output),
+            "n": (config.evaluation.n if dataset is None else 1) if n is None else n,
             "reward": self.config.get("reward", {}), "seed": config.run.seed,
             "data_dir": self.config.get("evaluation.data_dir"),
         }  # fmt: skip

@@ -108,8 +108,8 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
 
     Without `data_dir`, the location is the data set on the hub. Otherwise it is the first of these that exists in
     `data_dir`: a folder NAME, a file NAME.jsonl or NAME.parquet, or a folder with the data set's name on the hub, as
-    created by `megatron-rl fetch`. Raises ConfigError if `data_dir` has none of these, and for a benchmark that is not
-    on the hub without `data_dir`. `limit`: maximum number of problems.
+    created by `megatron-rl fetch`. If none exists, the location is NAME.jsonl. Raises ConfigError for a benchmark that
+    is not on the hub without `data_dir`. `limit`: maximum number of problems.
     """
     name = found.folder or found.name
     if data_dir is None:
@@ -122,12 +122,8 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
     places += [] if found.hub is None else [base / found.hub]
     place = next((p for p in places if p.exists()), None)
-    if place is None:
-        fetched = "" if found.hub is None else " (the last one is as `megatron-rl fetch` makes it), or data_dir null"
-        raise ConfigError(
-            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}"
-            f"{fetched and fetched + ' for the hub'}"
-        )
+    if place is None:  # another job may still write it, or it is on another host
+        return PromptSet(path=str(places[1]), split=found.split, subset=found.subset, file=found.file, limit=limit)
     # only a folder from `megatron-rl fetch` has the splits of the hub
     own = place.is_dir() and (found.hub is None or place != base / found.hub)
     tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())

@@ -113,8 +113,8 @@ class Verifiers(EpisodeMaker):
         if why is None:
             try:
                 return _scored(play, number, task, self.agents, result["traces"])
-            except EnvironmentFailure as error:
-                why = str(error)
+            except EnvironmentFailure as error:  # a malformed trace: another attempt would give the same
+                return Episode(task=task, number=number, rollouts=(), outcome=Outcome.ERROR, why=str(error))
         if result.get("timeout"):  # the time limit of the whole episode was exceeded
             return Episode(task=task, number=number, rollouts=(), outcome=Outcome.TIMEOUT, why=why)
         # The library ends episodes at its turn and token limits with rewards: what it reports as an error is a failure

@@ -95,8 +95,8 @@ class Agents(OverEpisodes, WithCritics):
         return {role: self._credited(own) for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Plays two episodes per problem, one at temperature 1 and one greedy. Returns metrics; a failed episode is
-        included with rewards of 0.
+        """Plays `context.evaluation.n` episodes of each problem, and one greedy episode if `context.evaluation` asks
+        for it. Returns metrics; a failed episode is included with rewards of 0.
         """
         return self.measure_episodes(context, prompts)[0]
 

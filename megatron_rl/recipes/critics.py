@@ -84,6 +84,12 @@ class Critics:
                     f"roles.{critic}.same_as = {shared.same_as!r}, and {critic} reads the rollouts of {role}: name "
                     f"{spec.roles[role].owner}, or give it a model of its own"
                 )
+            owner = spec.roles[spec.roles[role].owner]
+            if owner.loss.value_coef and not shared.shares_as_critic:
+                yield (
+                    f"roles.{critic} has a model of its own, and {role} trains the policy of {spec.roles[role].owner}, "
+                    f"which learns values too (loss.value_coef): set roles.{critic}.same_as to {spec.roles[role].owner}"
+                )
             if shared.shares_as_critic and self.settings.critic_warmup:
                 yield (
                     f"critic_warmup = {self.settings.critic_warmup} of the estimator gae, and {critic} shares the "

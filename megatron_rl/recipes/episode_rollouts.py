@@ -187,7 +187,8 @@ class OverEpisodes(EpisodeSettings):
                     if [*self.rewards] == [OUTCOME]:
                         correct = sum(value > context.threshold for value in gained)
                         metrics[f"{role}/accuracy{suffix}"] = correct / agents
-                if [*self.rewards] == [OUTCOME] and not suffix:
+                graded = role in self._rewarded or any(r.role == role and OUTCOME in r.rewards for r in last)
+                if [*self.rewards] == [OUTCOME] and graded and not suffix:
                     own_answers = self._answers(context, prompts, [r for r in last if r.role == role], count * each)
                     context.answers[role] = own_answers
                     metrics |= answer_metrics(role, own_answers, draws.k)

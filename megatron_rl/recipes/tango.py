@@ -121,7 +121,7 @@ class BaseTango(WithCritics):
     def measure(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], Sequence[Solution]]:
-        """Evaluates the generator on held-out problems. Returns metrics, and the solutions sampled at temperature 1."""
+        """Evaluates the generator on held-out problems. Returns metrics, and the sampled solutions."""
         ...
 
     def roles(self) -> Mapping[str, RecipeRole]:

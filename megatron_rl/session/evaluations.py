@@ -47,7 +47,7 @@ def held_out_sets(
         out.append(
             HeldOutSet(
                 name=own.name, prompts=prompts[own.name], draws=draws, grade=grade, threshold=own.reward.threshold,
-                max_failure_share=own.reward.max_failure_share,
+                lowest_reward=own.reward.range[0], max_failure_share=own.reward.max_failure_share,
             )
         )  # fmt: skip
     return out
@@ -102,7 +102,7 @@ def remove_surpassed(directory: RunDirectory, best: Sequence[tuple[int, float]])
     kept = {f"iteration_{number:06d}" for number, _ in best}
     for folder in directory.best.glob("iteration_*"):
         if folder.name not in kept:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another process may read it; the next removal tries again
 
 
 def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.held_out_sets import Answers
+from megatron_rl.training.held_out_sets import Answers, stopped_early
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.preflight import PreflightPlan
@@ -158,7 +158,7 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
         stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
         for sentence in loop.never_learned(progress, setup.policy_of):
             driver.say(f"WARNING: {sentence}")
-        early = loop.stopped_early(parts.spec.loop.evaluation.early_stop, progress)
+        early = stopped_early(parts.spec.loop.evaluation.early_stop, progress.early_stop)
         if early or "stopped_early" in driver.directory.read_summary():
             driver.summary({"stopped_early": progress.number if early else None})
         if not finished:
@@ -376,24 +376,29 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
             evaluations.show_answers(driver.tracker, number, answers)
 
     def keep_best(number: int, best: Sequence[tuple[int, float]]) -> None:
-        """Protects the best checkpoints, exports the current models if they are among the best, and removes exported
-        models that are no longer among the best."""
+        """Exports the current models if they are among the best. Protects the best checkpoints, and those that were the
+        best so far, from removal."""
         own, settings = driver.directory, parts.spec.loop.evaluation.best
         assert settings is not None, "the loop calls keep_best only if evaluation.best is set"
-        driver.checkpoints.protected = frozenset(one[0] for one in best)
+        driver.checkpoints.protected |= {one[0] for one in best}
         evaluations.keep_best(own, number, best, lambda place: _export(parts, place))
-
-        def remove_surpassed() -> None:
-            driver.checkpoints.prune()
-            evaluations.remove_surpassed(own, best)
-
-        parts.world.from_driver(remove_surpassed)
         driver.summary({"best": evaluations.best_record(own, settings.metric, best)})
+
+    def remove_surpassed(best: Sequence[tuple[int, float]]) -> None:
+        """Removes the checkpoints and exported models that are no longer among the best."""
+        driver.checkpoints.protected = frozenset(one[0] for one in best)
+
+        def remove() -> None:
+            driver.checkpoints.prune()
+            evaluations.remove_surpassed(driver.directory, best)
+
+        parts.world.from_driver(remove)
 
     return loop.Hooks(
         log=driver.log,
         evaluated=evaluated,
         keep_best=keep_best,
+        remove_surpassed=remove_surpassed,
         say=driver.say,
         show=show,
         save=save,

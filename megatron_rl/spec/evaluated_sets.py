@@ -40,8 +40,8 @@ def evaluated_sets(
     `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; None: `defaults`.
     `reward`: the grader of sets of your own. Its numbers of workers and its limits also apply to benchmarks' graders.
 
-    Raises ConfigError for an unknown benchmark, a benchmark that `data_dir` does not have, and a benchmark without a
-    grader.
+    Raises ConfigError for an unknown benchmark, a benchmark that is not on the hub without `data_dir`, and a benchmark
+    without a grader.
     """
     return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn) for own in sets)
 

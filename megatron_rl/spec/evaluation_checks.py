@@ -37,6 +37,11 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
                 f"evaluation.{place}.metric = {metric!r}: a set has n = 1, or no {k[1]} in its k; "
                 "raise evaluation.n, and add it to evaluation.k"
             )
+        if len(names) == 1 and inner[:1] == names:
+            yield (
+                f"evaluation.{place}.metric = {metric!r}: with one set the metric is called "
+                f"{'/'.join([role, *inner[1:]])!r}"
+            )
         if roles and role not in roles and inner:
             yield f"evaluation.{place}.metric = {metric!r}: name a metric of one of the roles {', '.join(roles)}"
 

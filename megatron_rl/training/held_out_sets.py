@@ -3,6 +3,7 @@ and to end a run early."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -33,6 +34,7 @@ class HeldOutSet:
     draws: EvaluationDraws
     grade: Grade | None = None  # None: the run's grader
     threshold: float | None = None  # score above which an answer is correct; None: the run's threshold
+    lowest_reward: float | None = None  # lowest score of the grader; None: the run's
     max_failure_share: float | None = None  # maximum share of failed gradings; None: the run's
 
 
@@ -56,6 +58,7 @@ def evaluate_sets(
             kept=context.kept.setdefault(own.name, {}),
             grade=own.grade or context.grade,
             threshold=context.threshold if own.threshold is None else own.threshold,
+            lowest_reward=context.lowest_reward if own.lowest_reward is None else own.lowest_reward,
             max_failure_share=context.max_failure_share if own.max_failure_share is None else own.max_failure_share,
         )
         found[own.name] = recipe.evaluate(own.prompts, alone)
@@ -79,34 +82,50 @@ def ranked(
 ) -> list[tuple[int, float]]:
     """Adds a new evaluation to the list of the best evaluations. Returns (number of finished iterations, value of
     `settings.metric`) of up to `settings.keep` evaluations, the best first. Of equal values, the earliest comes first.
+    An evaluation without a finite value of the metric is not added.
 
     `best`: the best evaluations before. `done`: number of finished iterations at the new evaluation. `metrics`: metrics
-    of the new evaluation. Raises ConfigError if `metrics` does not have `settings.metric`.
+    of the new evaluation. Raises ConfigError if neither `metrics` nor an earlier evaluation has `settings.metric`.
     """
-    sign = -1 if settings.mode == "max" else 1
-    both = [*best, (done, _value(metrics, settings))]
+    sign, value = -1 if settings.mode == "max" else 1, _value(metrics, settings, known=bool(best))
+    both = [*best, *([] if value is None else [(done, value)])]
     return sorted(both, key=lambda one: (sign * one[1], one[0]))[: settings.keep]
 
 
-def followed(before: tuple[float, int] | None, metrics: Mapping[str, float], settings: EarlyStop) -> tuple[float, int]:
-    """Returns (best value of `settings.metric` so far, number of evaluations since the best value). `before`: the
-    result for the previous evaluation; None for the first evaluation. `metrics`: metrics of the new evaluation. Raises
-    ConfigError if `metrics` does not have `settings.metric`.
+def followed(
+    before: tuple[float, int] | None, metrics: Mapping[str, float], settings: EarlyStop
+) -> tuple[float, int] | None:
+    """Returns (best value of `settings.metric` so far, number of evaluations since the best value); None before the
+    first finite value. `before`: the result for the previous evaluation; None for the first evaluation. `metrics`:
+    metrics of the new evaluation. An evaluation without a finite value counts as not better. Raises ConfigError if
+    neither `metrics` nor an earlier evaluation has `settings.metric`.
     """
-    value = _value(metrics, settings)
-    if before is None or (value > before[0] if settings.mode == "max" else value < before[0]):
+    value = _value(metrics, settings, known=before is not None)
+    if value is not None and (before is None or (value > before[0] if settings.mode == "max" else value < before[0])):
         return value, 0
-    return before[0], before[1] + 1
+    return None if before is None else (before[0], before[1] + 1)
 
 
-def _value(metrics: Mapping[str, float], settings: Best | EarlyStop) -> float:
-    if settings.metric not in metrics:
+def stopped_early(settings: EarlyStop | None, state: tuple[float, int] | None) -> bool:
+    """Returns whether the metric of the early stop has not improved in the last `settings.patience` evaluations.
+    `state`: the result of `followed` for the last evaluation.
+    """
+    return settings is not None and state is not None and state[1] >= settings.patience
+
+
+def _value(metrics: Mapping[str, float], settings: Best | EarlyStop, *, known: bool) -> float | None:
+    """Returns the value of `settings.metric`; None if the evaluation has no finite value of the metric. Some metrics
+    are undefined in some evaluations, for example F1 where all solutions are correct. `known`: whether an earlier
+    evaluation had a value; if False, a missing metric raises ConfigError.
+    """
+    if settings.metric not in metrics and not known:
         place = "best" if isinstance(settings, Best) else "early_stop"
         raise ConfigError(
             f"evaluation.{place}.metric = {settings.metric!r}: the evaluation has no such metric; it has "
             f"{', '.join(metrics)}"
         )
-    return metrics[settings.metric]
+    value = metrics.get(settings.metric, math.nan)
+    return value if math.isfinite(value) else None
 
 
 def _is_count(name: str) -> bool:

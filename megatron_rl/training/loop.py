@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -21,15 +20,13 @@ from megatron_rl.training import preflight
 from megatron_rl.training.collector import Collector, upcoming
 from megatron_rl.training.credit import with_values
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.held_out_sets import Answers, HeldOutSet, evaluate_sets, followed, ranked
+from megatron_rl.training.held_out_sets import Answers, HeldOutSet, evaluate_sets, followed, ranked, stopped_early
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Score
+from megatron_rl.training.rollouts import ROUNDING, ages_of
 from megatron_rl.training.update import Trainee, token_scores, update
 from megatron_rl.types import Rollout
 from megatron_rl.world import World
 
-# Advantages with a smaller absolute value count as 0.
-# Reason: the mean of equal rewards may be off by 1e-16, and the difference is divided by std + 1e-6.
-ROUNDING = 1e-6
 # Names of metrics that a message shows to explain why an iteration had nothing to learn from.
 TELLING = (
     "groups_without_signal", "alike", "groups_alike", "reward/trained", "outcome_of_all", "samples", "rounds",
@@ -66,8 +63,8 @@ class Plan:
 class Hooks:
     """The callbacks of a run: logging, checkpoints, messages.
 
-    Every rank calls `save`, `settle`, `keep_best`, `log` and `say`. Only rank 0 calls `iteration_done`, `should_stop`,
-    `evaluated` and `show`.
+    Every rank calls `save`, `settle`, `keep_best`, `remove_surpassed`, `log` and `say`. Only rank 0 calls
+    `iteration_done`, `should_stop`, `evaluated` and `show`.
 
     `save` starts a checkpoint, which may be written in the background. `save` and `settle` return the number of
     iterations covered by a checkpoint that has meanwhile been completely written, or None. `settle(True)` waits until
@@ -88,6 +85,8 @@ class Hooks:
     evaluated: Callable[[int, Answers], None] = lambda number, answers: None
     # keeps the best checkpoints and exports their models; arguments: (number of finished iterations, Progress.best)
     keep_best: Callable[[int, Sequence[tuple[int, float]]], None] = lambda number, best: None
+    # removes the checkpoints and models that are not in Progress.best, which is the argument
+    remove_surpassed: Callable[[Sequence[tuple[int, float]]], None] = lambda best: None
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
     show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
 
@@ -169,6 +168,8 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     if not total:
         raise NothingTrained("the run has 0 iterations: set run.iterations or the recipe's updates above 0")
     _start(setup, plan, progress)
+    if progress.evaluated == progress.number:  # the metrics file has lost the line, as all lines of later iterations
+        setup.hooks.log(progress.cycles_begun, "eval", progress.last_evaluation, iteration=progress.number)
     for number, iteration in enumerate(upcoming(schedule, progress.state_dict())):
         before = (progress.evaluated, progress.best, progress.early_stop)
         if _evaluate_if_due(setup, plan, progress, total) and _asked_to_stop(setup):
@@ -176,7 +177,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
             progress.evaluated, progress.best, progress.early_stop = before
             _leave(setup, progress)
             return False
-        if stopped_early(plan.early_stop, progress):
+        if stopped_early(plan.early_stop, progress.early_stop):
             break
         if number == 0:
             setup.hooks.say("writing the first rollouts")
@@ -187,19 +188,18 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
         if _asked_to_stop(setup):
             _leave(setup, progress)
             return False
-        if plan.save_every and progress.number % plan.save_every == 0:
+        due = plan.save_every and progress.number % plan.save_every == 0
+        if due and not (plan.best and _evaluation_due(setup, plan, progress, total)):
             _save(setup, progress)
     if not sum(progress.updates.values()):
         raise NothingTrained(_why_nothing(progress))
+    if plan.best is None:
+        _save(setup, progress)
+        _settle(setup, wait=True)
+    _evaluate_if_due(setup, plan, progress, total)
     _save(setup, progress)
     _settle(setup, wait=True)
-    _evaluate_if_due(setup, plan, progress, total)
     return True
-
-
-def stopped_early(settings: EarlyStop | None, progress: Progress) -> bool:
-    """Returns whether the metric of the early stop has not improved in the last `settings.patience` evaluations."""
-    return settings is not None and progress.early_stop is not None and progress.early_stop[1] >= settings.patience
 
 
 def _asked_to_stop(setup: Setup) -> bool:
@@ -311,7 +311,7 @@ def _iteration(setup: Setup, plan: Plan, progress: Progress, iteration: Iteratio
         for role in (r for r in iteration.roles if setup.policy_of[r] == name):
             own = collected.rollouts.get(role)
             # the rollouts of a critic's own model were generated by another policy, whose versions are counted apart
-            ages = _ages(own or (), version) if reads_logprobs(setup.trainees[name].loss.needs) else {}
+            ages = ages_of(own or (), version) if reads_logprobs(setup.trainees[name].loss.needs) else {}
             shown = {} if own is None else {**collected.metrics.get(role, {}), **ages}
             progress.last_metrics[role] = shown
             speed = clock.speed() if setup.world.rank == 0 and role in last else {}
@@ -422,17 +422,14 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
     """Evaluates at the start, after every `plan.evaluate_every` iterations, and at the end. Returns whether it
     evaluated.
 
-    A checkpoint of the same iteration, if it is due or if checkpoints are kept as the best, is saved first. A run
-    resumed from that checkpoint evaluates again with the same metrics, so both runs log the same lines.
+    Without `plan.best`, a checkpoint of the same iteration that is due is saved first. A run resumed from that
+    checkpoint evaluates again with the same metrics, so both runs log the same lines. With `plan.best`, the checkpoint
+    is saved after the evaluation and contains its result. Earlier checkpoints and models that are no longer among the
+    best are removed only when that checkpoint is completely written.
     """
-    done = progress.number
-    at_start, at_end = done == 0 and plan.evaluate_at_start, done >= total
-    regular = plan.evaluate_every > 0 and done > 0 and done % plan.evaluate_every == 0
-    wanted = progress.evaluated != done and (at_start or at_end or regular)
-    if not setup.world.broadcast(wanted and bool(setup.held_out)):
+    if not _evaluation_due(setup, plan, progress, total):
         return False
-    if plan.best is not None and done:
-        _save(setup, progress)
+    done = progress.number
     context = replace(setup.context, kept=progress.kept)
 
     answers: Answers = {}  # filled on the driver only
@@ -457,12 +454,24 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
         setup.hooks.keep_best(done, progress.best)
     if plan.early_stop is not None:
         progress.early_stop = followed(progress.early_stop, metrics, plan.early_stop)
-        if stopped_early(plan.early_stop, progress):
+        if stopped_early(plan.early_stop, progress.early_stop):
             setup.hooks.say(
                 f"ending the run after iteration {done}: {plan.early_stop.metric} was not better than "
                 f"{progress.early_stop[0]:.4g} in {progress.early_stop[1]} evaluations (evaluation.early_stop)"
             )
+    if plan.best is not None and done and progress.saved != done:
+        _save(setup, progress)
+        _settle(setup, wait=True)
+        setup.hooks.remove_surpassed(progress.best)
     return True
+
+
+def _evaluation_due(setup: Setup, plan: Plan, progress: Progress, total: int) -> bool:
+    done = progress.number
+    at_start, at_end = done == 0 and plan.evaluate_at_start, done >= total
+    regular = plan.evaluate_every > 0 and done > 0 and done % plan.evaluate_every == 0
+    wanted = progress.evaluated != done and (at_start or at_end or regular)
+    return setup.world.broadcast(wanted and bool(setup.held_out))
 
 
 def _save(setup: Setup, progress: Progress) -> None:
@@ -486,14 +495,3 @@ def _complete(setup: Setup, number: int | None) -> None:
     """
     if number is not None and setup.iterations is not None:
         setup.iterations.saved(number)
-
-
-def _ages(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Returns metrics: the mean and the maximum age of the rollouts (number of updates of their policy since their
-    oldest token was generated), the share of rollouts of each age above 0, and the share of rollouts generated by
-    several weight versions.
-    """
-    ages = [float(version - r.version) for r in rollouts if r.num_trainable] or [0.0]
-    mixed = fmean(float(len(r.versions) > 1) for r in rollouts) if rollouts else 0.0
-    late = {f"trained_late/{age:g}": count / len(ages) for age, count in sorted(Counter(ages).items()) if age}
-    return {"version_lag": fmean(ages), "staleness": max(ages), "mixed_versions": mixed, **late}

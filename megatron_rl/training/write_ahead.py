@@ -2,8 +2,9 @@
 log), so that a run that is killed and resumed does not sample or grade them again.
 
 Records are found by their content: a sample by its role, prompt, sampling settings with seed, request key and sample
-index, a grading by its text and the fields of its problem. So the order in which threads ask does not matter, and an
-episode is resumed by playing it again with the answers that the log has.
+index, a grading by its text and the fields of its problem. Requests with equal content are numbered in the order of
+asking and may exchange their samples, which have the same distribution. Otherwise the order in which threads ask does
+not matter, and an episode is resumed by playing it again with the answers that the log has.
 """
 
 from __future__ import annotations

@@ -264,7 +264,10 @@ def test_a_policy_gets_its_rollouts_with_the_values_of_its_critic():
         np.testing.assert_array_equal(merged.tokens, one.tokens)
     other = [read[0], replace(read[1], tokens=read[1].tokens + 1)]
     for wrong in (read[:1], other):
-        with pytest.raises(RolloutError, match=rf"2 rollouts of policy generator and {len(wrong)} of a critic that sh"):
+        with pytest.raises(
+            RolloutError,
+            match=rf"the 2 rollouts of policy generator and the {len(wrong)} rollouts of the critic that shares",
+        ):
             with_values("generator", advantaged, wrong)
 
 
@@ -280,6 +283,15 @@ def test_a_policy_gets_its_rollouts_with_the_values_of_its_critic():
             "tango_gae_qwen2.5_7b.yaml",
             ["roles.verifier_critic.same_as=generator", "recipe.args.estimator.args.critic_warmup=0"],
             "same_as = 'generator', and verifier_critic reads the rollouts of verifier: name verifier, or give it",
+        ),
+        (
+            "tango_gae_qwen2.5_7b.yaml",
+            [
+                "roles.generator_critic.same_as=generator",
+                "roles.verifier.same_as=generator",
+                "recipe.args.estimator.args.critic_warmup=0",
+            ],
+            "roles.verifier_critic has a model of its own, and verifier trains the policy of generator, which learns",
         ),
     ],
 )

@@ -318,7 +318,8 @@ def test_a_broken_episode_is_no_zero_and_the_process_starts_again(maker, tmp_pat
     says = ["", "reward broke", "late", "no engine sampled them there", "no memory left", "no line of its protocol", ""]
     assert all(text in episode.why for text, episode in zip(says, episodes, strict=True))
     assert all(bool(e.rollouts) == (e.outcome is good) for e in episodes)
-    assert [e.failure for e in episodes] == [None if e.outcome in (good, late) else "infrastructure" for e in episodes]
+    again = "infrastructure"  # another attempt may succeed; a trace that is no record of what was sampled stays so
+    assert [e.failure for e in episodes] == [None, again, None, None, again, again, None]
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 

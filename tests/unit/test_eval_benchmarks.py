@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import plugins
-from megatron_rl.config.schema import ConfigError, PromptSet
+from megatron_rl.config.files import load
+from megatron_rl.config.schema import ConfigError, PromptSet, TrainConfig
 from megatron_rl.data.benchmarks import benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.data.rows import DataError
+from megatron_rl.spec.missing_files import absent_files
+from megatron_rl.spec.resolve import resolve
 from megatron_rl.text import read_template
 
 CODE = {"code": "def f(x):\n    return x", "input": "1", "output": "1", "id": "s0"}
@@ -131,9 +134,19 @@ def test_a_fetched_benchmark_has_the_splits_of_the_hub(tmp_path):
     assert source_of(benchmark("aime24"), str(tmp_path)).split == "train"
 
 
-def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="has no gsm8k: give one of .*gsm8k.jsonl, .*/openai/gsm8k .the last one"):
-        source_of(benchmark("gsm8k"), str(tmp_path))
+def test_a_benchmark_that_is_not_there_yet_has_a_place(tmp_path):
+    """A config may name a directory that an earlier job fills, or that is on another host."""
+    assert source_of(benchmark("gsm8k"), str(tmp_path)).path == str(tmp_path / "gsm8k.jsonl")
+    tree = {"recipe": {"target": "grpo", "args": {"updates": 1}}, "roles": {"generator": {"model": {"path": "m/n"}}}}
+    sets = {"evaluation": {"sets": ["gsm8k"], "data_dir": str(tmp_path)}, "data": {"path": "d/e"}}
+    config = load(TrainConfig, trees=[("t", tree | sets)])
+    spec = resolve(config, 1)
+    assert [own.name for own in spec.data.held_out] == ["gsm8k"]
+    [absent] = [own for own in absent_files(spec) if not own.on_hub]
+    assert absent.problem is not None and "gsm8k.jsonl is not there: put it there" in absent.problem
+
+
+def test_what_is_missing_is_said():
     with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
         benchmark("gsm9k")
 

@@ -3,6 +3,7 @@ same after a resume.
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.evaluation import Best, EarlyStop
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
-from megatron_rl.training.held_out_sets import HeldOutSet, evaluate_sets, followed, ranked
+from megatron_rl.training.held_out_sets import HeldOutSet, evaluate_sets, followed, ranked, stopped_early
 from megatron_rl.training.iteration import EvaluationDraws
 
 VALUES = [0.1, 0.3, 0.7, 0.4, 0.7, 0.2]  # of the evaluations after 0, 2, 4, ... iterations; the best after 4
@@ -81,7 +82,7 @@ def test_a_run_ends_early_at_the_same_iteration_after_a_resume(template, tmp_pat
     stop = EarlyStop(metric="generator/accuracy", patience=2)
     plan = loop.Plan(iterations=10, evaluate_every=2, save_every=3, early_stop=stop)
     whole, progress, _, finished = run(template, tmp_path / "whole", plan)
-    assert finished and progress.number == 8 and loop.stopped_early(plan.early_stop, progress)
+    assert finished and progress.number == 8 and stopped_early(plan.early_stop, progress.early_stop)
     assert max(whole.saved) == 8, "the weights of the end are in a checkpoint"
     lines, later, _, finished = resumed(template, tmp_path, plan, stop_after)
     assert finished and later.number == 8 and told(lines) == told(whole.lines)
@@ -91,13 +92,58 @@ def test_a_run_without_patience_to_lose_goes_on_to_its_end(template, tmp_path):
     stop = EarlyStop(metric="generator/accuracy", patience=3)
     plan = loop.Plan(iterations=6, evaluate_every=2, early_stop=stop)
     _, progress, _, finished = run(template, tmp_path / "whole", plan)
-    assert finished and progress.number == 6 and not loop.stopped_early(plan.early_stop, progress)
+    assert finished and progress.number == 6 and not stopped_early(plan.early_stop, progress.early_stop)
 
 
 def test_a_metric_that_no_evaluation_has_is_named_with_those_there_are(template, tmp_path):
     plan = loop.Plan(iterations=2, best=Best(metric="generator/pass@4"))
     with pytest.raises(ConfigError, match=r"best.metric = 'generator/pass@4'.*it has generator/accuracy"):
         run(template, tmp_path / "whole", plan)
+
+
+def test_a_better_model_replaces_an_earlier_one_only_when_a_checkpoint_says_so(template, tmp_path):
+    """A run that is killed at any time finds the models that its newest checkpoint names as the best."""
+    log, events = Log(), []
+    setup, progress = make(template, log, tmp_path, recipe=Scripted(updates=10, group_size=8, template=template))
+    save = setup.hooks.save
+    hooks = replace(
+        setup.hooks,
+        keep_best=lambda number, best: events.append(("exported", number)),
+        save=lambda number: (events.append(("saved", number)), save(number))[1],
+        remove_surpassed=lambda best: events.append(("removed", progress.number)),
+    )
+    plan = loop.Plan(iterations=10, evaluate_every=2, save_every=2, best=BEST)
+    loop.train(replace(setup, hooks=hooks), plan, progress)
+    assert events == [
+        ("exported", 0),
+        *((what, n) for n in (2, 4, 6, 8, 10) for what in ("exported", "saved", "removed")),
+    ]
+    for number, best in ((4, [[4, 0.7], [2, 0.3]]), (10, [[4, 0.7], [8, 0.7]])):
+        state = log.saved[number]["state"]["progress"]
+        assert state["evaluated"] == number and [[*one] for one in state["best"]] == best
+
+
+def test_a_run_that_goes_on_after_an_evaluation_does_not_evaluate_again(template, tmp_path):
+    plan = loop.Plan(iterations=10, evaluate_every=2, save_every=3, best=BEST)
+    policy, again = (TablePolicy(VOCAB, lr=0.3, seed=1) for _ in range(2))
+    first, _, _, _ = run(template, tmp_path, plan, stop_after=4, policy=policy)
+    policy.save(tmp_path)
+    again.load(tmp_path)
+    state = first.saved[4]["state"]
+    state["progress"] |= {"evaluated": 4, "last_evaluation": {"generator/accuracy": 0.75}}
+    second, progress, _, _ = run(template, tmp_path, plan, state=state, policy=again)
+    evaluations = [(iteration, metrics) for iteration, _, scope, metrics in second.lines if scope == "eval"]
+    assert evaluations[0] == (4, {"generator/accuracy": 0.75}), "its line is written again"
+    assert [iteration for iteration, _ in evaluations] == [4, 6, 8, 10] and progress.evaluated == 10
+
+
+def test_an_evaluation_without_a_value_does_not_count():
+    best, stop = Best(metric="f1", keep=2), EarlyStop(metric="f1", patience=1)
+    for missing in ({}, {"f1": math.nan}):
+        assert ranked([(1, 0.5)], 3, missing, best) == [(1, 0.5)] and followed((0.5, 0), missing, stop) == (0.5, 1)
+    assert ranked([], 0, {"f1": math.nan}, best) == [] and followed(None, {"f1": math.nan}, stop) is None
+    with pytest.raises(ConfigError, match="early_stop.metric = 'f1'"):
+        followed(None, {}, stop)
 
 
 def test_lower_is_better_where_the_config_says_so():
