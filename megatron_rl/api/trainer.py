@@ -129,7 +129,7 @@ class Trainer:
         """
         config = self.config.resolve()
         sets, run = self._asked(dataset), config.directory
-        number = len([*(run / "evaluations").glob("*.json")]) + 1
+        number = len([*(run / "evaluations").glob("[0-9]*.json")]) + 1  # beside iteration_N.json of the training
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings() | {
             "sets": sets, "limit": config.evaluation.limit, "template": self._template(), "output": str(output),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 from pathlib import Path
 
 from megatron_rl.commands.settings import load
 from megatron_rl.config.evaluation import Sets, sets_of
-from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
+from megatron_rl.config.schema import EvalConfig, TrainConfig
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,9 +51,9 @@ def _hub_sets(sets: Sets, data_dir: str | None) -> list[str]:
     found: list[str] = []
     for own in sets_of(sets):
         name = own.path or benchmark(own.name).hub or ""
-        here = data_dir is not None and own.path and (Path(data_dir) / own.path).is_dir()
-        if data_dir is not None and not own.path:
-            with contextlib.suppress(ConfigError):
-                here = bool(source_of(benchmark(own.name), data_dir))
+        here = False
+        if data_dir is not None:
+            place = Path(data_dir) / own.path if own.path else Path(source_of(benchmark(own.name), data_dir).path)
+            here = place.exists()
         found += [name] if on_hub(name) and not here else []
     return [*dict.fromkeys(found)]

@@ -185,9 +185,11 @@ def test_a_resumed_run_keeps_the_number_that_was_chosen(tmp_path):
     (wanted.directory / "config.yaml").write_text(files.dump(other))  # as another version of the package chose it
     again, said = choice(wanted)
     assert not check_start(wanted.run, files.dump(wanted))  # as `submit` does with the config as it is
-    assert again == other and f"stays {number + 1}" in said
+    assert again == other and f"takes {number + 1}, because the run was started with this value" in said
     changed, said = choice(replace(wanted, run=replace(wanted.run, seed=wanted.run.seed + 1)))
-    assert changed.rollouts.max_staleness == number and "takes" in said  # another run, which nothing was saved of
+    assert (
+        changed.rollouts.max_staleness == number and "started with" not in said
+    )  # another run, which nothing was saved of
 
 
 def test_rates_that_cannot_be_predicted_are_refused(tmp_path):
