@@ -13,6 +13,7 @@ from megatron_rl.evaluation.set_metrics import SetMetrics, macro, metrics_of
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.report import evaluation_page
 from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import Sample, Tracker
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
@@ -35,21 +36,17 @@ def held_out_sets(
     for own in spec.data.held_out:
         if own.name not in prompts:
             continue
-        grade, key = None, repr(own.reward)
-        if own.reward != spec.reward:
+        grading, reward, key = dict[str, Any](), own.reward, repr(own.reward)
+        if reward != spec.reward:
             if key not in pools:
-                pools[key] = stack.enter_context(GradePool(own.reward)).grade
-            grade = pools[key]
+                pools[key] = stack.enter_context(GradePool(reward)).grade
+            grading = {"grade": pools[key], "threshold": reward.threshold, "lowest_reward": reward.range[0]}
+            grading["max_failure_share"] = reward.max_failure_share
         draws = EvaluationDraws(
             n=own.n, k=own.k, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k,
             greedy=spec.loop.evaluation.greedy,
         )  # fmt: skip
-        out.append(
-            HeldOutSet(
-                name=own.name, prompts=prompts[own.name], draws=draws, grade=grade, threshold=own.reward.threshold,
-                lowest_reward=own.reward.range[0], max_failure_share=own.reward.max_failure_share,
-            )
-        )  # fmt: skip
+        out.append(HeldOutSet(name=own.name, prompts=prompts[own.name], draws=draws, grading=grading))
     return out
 
 
@@ -95,10 +92,13 @@ def keep_best(
         export(directory.best / f"iteration_{number:06d}")
 
 
-def remove_surpassed(directory: RunDirectory, best: Sequence[tuple[int, float]]) -> None:
-    """Removes exported models that are no longer among the best from RUN/best. `best`: (number of finished iterations,
-    value of the metric) of the best evaluations. Used on the driver.
+def remove_surpassed(
+    directory: RunDirectory, checkpoints: Checkpoints, best: Sequence[tuple[int, float]]
+) -> None:  # fmt: skip
+    """Removes checkpoints that are no longer protected, and exported models that are no longer among the best.
+    `best`: (number of finished iterations, value of the metric) of the best evaluations. Used on the driver.
     """
+    checkpoints.prune()
     kept = {f"iteration_{number:06d}" for number, _ in best}
     for folder in directory.best.glob("iteration_*"):
         if folder.name not in kept:

@@ -376,8 +376,7 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
             evaluations.show_answers(driver.tracker, number, answers)
 
     def keep_best(number: int, best: Sequence[tuple[int, float]]) -> None:
-        """Exports the current models if they are among the best. Protects the best checkpoints, and those that were the
-        best so far, from removal."""
+        """Exports the current models if they are among the best. `remove_surpassed` removes the best until now."""
         own, settings = driver.directory, parts.spec.loop.evaluation.best
         assert settings is not None, "the loop calls keep_best only if evaluation.best is set"
         driver.checkpoints.protected |= {one[0] for one in best}
@@ -385,14 +384,8 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
         driver.summary({"best": evaluations.best_record(own, settings.metric, best)})
 
     def remove_surpassed(best: Sequence[tuple[int, float]]) -> None:
-        """Removes the checkpoints and exported models that are no longer among the best."""
         driver.checkpoints.protected = frozenset(one[0] for one in best)
-
-        def remove() -> None:
-            driver.checkpoints.prune()
-            evaluations.remove_surpassed(driver.directory, best)
-
-        parts.world.from_driver(remove)
+        parts.world.from_driver(evaluations.remove_surpassed, driver.directory, driver.checkpoints, best)
 
     return loop.Hooks(
         log=driver.log,

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.evaluation import Best, EarlyStop
-from megatron_rl.training.iteration import EvaluationDraws, Grade, Recipe, RolloutContext
+from megatron_rl.training.iteration import EvaluationDraws, Recipe, RolloutContext
 from megatron_rl.types import Prompt
 
 # {name of the set: {role: [P][n] graded answers}}
 Answers = Mapping[str, Mapping[str, list[list[dict[str, Any]]]]]
-COUNTS = (
-    "ungraded",
-    "ungraded_greedy",
-    "replaced",
-    "replaced_greedy",
-    "too_long",
-)  # metrics, besides num_*, that are added up over sets
+# metrics, besides num_*, that are added up over sets
+COUNTS = ("ungraded", "ungraded_greedy", "replaced", "replaced_greedy", "too_long")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +27,8 @@ class HeldOutSet:
     name: str
     prompts: Sequence[Prompt]
     draws: EvaluationDraws
-    grade: Grade | None = None  # None: the run's grader
-    threshold: float | None = None  # score above which an answer is correct; None: the run's threshold
-    lowest_reward: float | None = None  # lowest score of the grader; None: the run's
-    max_failure_share: float | None = None  # maximum share of failed gradings; None: the run's
+    # values that replace those of the run's RolloutContext, by field: grade, threshold, lowest_reward, max_failure_share
+    grading: Mapping[str, Any] = field(default_factory=dict)
 
 
 def evaluate_sets(
@@ -51,23 +44,12 @@ def evaluate_sets(
     answers: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
     for own in sets:
         answers[own.name] = {}
-        alone = replace(
-            context,
-            evaluation=own.draws,
-            answers=answers[own.name],
-            kept=context.kept.setdefault(own.name, {}),
-            grade=own.grade or context.grade,
-            threshold=context.threshold if own.threshold is None else own.threshold,
-            lowest_reward=context.lowest_reward if own.lowest_reward is None else own.lowest_reward,
-            max_failure_share=context.max_failure_share if own.max_failure_share is None else own.max_failure_share,
-        )
+        kept = context.kept.setdefault(own.name, {})
+        alone = replace(context, evaluation=own.draws, answers=answers[own.name], kept=kept, **own.grading)
         found[own.name] = recipe.evaluate(own.prompts, alone)
     first, *others = found.values()
-    means = {
-        name: (sum if _is_count(name) else fmean)([metrics[name] for metrics in found.values()])
-        for name in first
-        if all(name in metrics for metrics in others)
-    }
+    shared = [name for name in first if all(name in metrics for metrics in others)]
+    means = {name: (sum if _is_count(name) else fmean)([own[name] for own in found.values()]) for name in shared}
     if not others:
         return means, answers
     for name, metrics in found.items():

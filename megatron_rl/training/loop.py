@@ -453,11 +453,11 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
         setup.memory.clear()
         setup.hooks.keep_best(done, progress.best)
     if plan.early_stop is not None:
-        progress.early_stop = followed(progress.early_stop, metrics, plan.early_stop)
-        if stopped_early(plan.early_stop, progress.early_stop):
+        state = progress.early_stop = followed(progress.early_stop, metrics, plan.early_stop)
+        if state is not None and stopped_early(plan.early_stop, state):
             setup.hooks.say(
                 f"ending the run after iteration {done}: {plan.early_stop.metric} was not better than "
-                f"{progress.early_stop[0]:.4g} in {progress.early_stop[1]} evaluations (evaluation.early_stop)"
+                f"{state[0]:.4g} in {state[1]} evaluations (evaluation.early_stop)"
             )
     if plan.best is not None and done and progress.saved != done:
         _save(setup, progress)
