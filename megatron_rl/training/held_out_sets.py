@@ -27,7 +27,8 @@ class HeldOutSet:
     name: str
     prompts: Sequence[Prompt]
     draws: EvaluationDraws
-    # values that replace those of the run's RolloutContext, by field: grade, threshold, lowest_reward, max_failure_share
+    # {field of RolloutContext: value of this set}: grade, threshold, lowest_reward and max_failure_share. Fields that are
+    # missing have the run's value.
     grading: Mapping[str, Any] = field(default_factory=dict)
 
 
