@@ -27,8 +27,8 @@ class HeldOutSet:
     name: str
     prompts: Sequence[Prompt]
     draws: EvaluationDraws
-    # {field of RolloutContext: value of this set}: grade, threshold, lowest_reward and max_failure_share. Fields that are
-    # missing have the run's value.
+    # {field of RolloutContext: value of this set}: grade, threshold, lowest_reward and max_failure_share. Fields that
+    # are missing have the value of the run.
     grading: Mapping[str, Any] = field(default_factory=dict)
 
 
