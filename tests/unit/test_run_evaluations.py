@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 from megatron_rl.evaluation.samples import chosen_answers
+from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import Sink, Tracker
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session import evaluations
@@ -63,6 +64,7 @@ def test_answers_are_chosen_from_both_kinds_where_there_are_both():
 
 def test_models_that_are_no_longer_the_best_go(tmp_path):
     directory, exported = RunDirectory(tmp_path), []
+    checkpoints = Checkpoints(directory.checkpoints, keep=1)
 
     def export(place):
         place.mkdir(parents=True)
@@ -75,9 +77,15 @@ def test_models_that_are_no_longer_the_best_go(tmp_path):
         (6, [(4, 0.7), (2, 0.3)]),
     ):
         evaluations.keep_best(directory, number, best, export)
-        evaluations.remove_surpassed(directory, best)
+        checkpoints.write(number, lambda place: (place / "weights").write_text("1"))
+        checkpoints.protected = frozenset(one[0] for one in best)
+        evaluations.remove_surpassed(directory, checkpoints, best)
     assert exported == ["iteration_000002", "iteration_000004"], "the model that the run was given is not written again"
-    evaluations.remove_surpassed(directory, [(4, 0.7)])
+    assert checkpoints.newest().number == 6 and not checkpoints.path(0).exists()
+    assert checkpoints.path(2).exists() and checkpoints.path(4).exists(), "checkpoints of the best stay"
+    checkpoints.protected = frozenset([4])
+    evaluations.remove_surpassed(directory, checkpoints, [(4, 0.7)])
+    assert not checkpoints.path(2).exists() and checkpoints.path(4).exists()
     assert [path.name for path in directory.best.iterdir()] == ["iteration_000004"]
     first, given = evaluations.best_record(directory, "generator/accuracy", [(4, 0.7), (0, 0.1)])
     assert first["models"] == f"{tmp_path}/best/iteration_000004/models" and given["models"] is None
