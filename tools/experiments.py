@@ -77,13 +77,13 @@ class Step:
 class Planned:
     """A task whose config is read and checked.
 
-    It goes through the scripts of slurm/ in `submission.scripts`; where there are none, NeMo-Run starts its steps.
+    It goes through the batch scripts of `megatron-rl submit` in `submission.scripts`; where there are none, NeMo-Run starts its steps.
     """
 
     task: Task | Program
     steps: Sequence[Step]
     submission: Submission | None  # None for a program
-    why: str = ""  # the reason why it goes through scripts of slurm/
+    why: str = ""  # the reason why it goes through batch scripts of `megatron-rl submit`
     slices: int = 1
 
 
@@ -139,7 +139,7 @@ def for_local(experiment: Experiment) -> list[Planned]:
 def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
     """Plans the tasks on a cluster. Raises ConfigError.
 
-    One job goes through NeMo-Run; an array, and what comes after one, goes through the scripts of slurm/.
+    One job goes through NeMo-Run; an array, and what comes after one, goes through the batch scripts of `megatron-rl submit`.
     """
     out: list[Planned] = []
     own: dict[str, str] = {}  # task -> why it goes through slurm/

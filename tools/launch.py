@@ -7,8 +7,8 @@
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.iterations=20 --executor slurm --wait
 
 Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the
-profile's python. On Slurm an array, and what comes after one, goes through the scripts of slurm/: NeMo-Run would wait
-for an array for ever. The same command given again goes on where it stood. docs/nemo_run.md says more.
+profile's python. On Slurm an array, and what comes after one, goes through the batch scripts of `megatron-rl submit`:
+NeMo-Run would wait for an array for ever. The same command given again goes on where it stood. docs/nemo_run.md says more.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--profile",
-        help="the site: a name in slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)",
+        help="the site: a name in cluster/slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)",
     )
     parser.add_argument(
         "--dryrun", action="store_true", help="print commands and batch scripts; write, start and submit nothing"
@@ -145,7 +145,7 @@ def _local(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
     if args.at_once < 1:
         raise ConfigError(f"--at-once {args.at_once}: give 1 or more")
     planned = for_local(experiment)
-    python = common_settings(site, ROOT)["PYTHON"]
+    python = common_settings(site)["PYTHON"]
     if args.dryrun:
         for step in (step for one in planned for step in one.steps):
             print(f"# {step.name}{_behind(step.after)}\n{shlex.join([str(python), *step.words])}")
@@ -195,7 +195,7 @@ def _run_steps(
     Every NeMo-Run experiment has only what is ready and fits: given the whole graph, NeMo-Run's local executor would
     start a task although one before it failed.
     """
-    python, states = str(common_settings(site, ROOT)["PYTHON"]), dict[str, str]()
+    python, states = str(common_settings(site)["PYTHON"]), dict[str, str]()
     waiting = {step.name: step for step in steps}
     while waiting:
         for step in steps:
@@ -233,7 +233,7 @@ def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
     ids = _submit_steps(nemo, experiment.name, [step for one in planned for step in _written(one)], site)
     for one in planned:
         if one.submission is not None and one.why:
-            print(f"{one.task.name} {one.why}: it goes through the scripts of slurm/")
+            print(f"{one.task.name} {one.why}: it goes through the batch scripts of `megatron-rl submit`")
             submit.write(one.submission)
             ids[one.task.name] = [*submit.send(one.submission, dependency=_dependency(one, planned, ids)).values()]
         elif one.submission is not None:
@@ -345,7 +345,7 @@ def _sbatch_words(site: Profile) -> dict[str, Any]:
 
 def _slurm_words(step: Step, site: Profile) -> list[str]:
     """Returns the command's words, quoted, because NeMo-Run puts them into its script as they are."""
-    shared = common_settings(site, ROOT)
+    shared = common_settings(site)
     words = [*shared["CONTAINER"], str(shared["PYTHON"]), *step.words]
     return [_quoted(word) for word in words]
 

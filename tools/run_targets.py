@@ -66,6 +66,8 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
         "python -m pytest tests/servers/test_engines_families.py tests/servers/test_engines_latents.py "
         "tests/servers/test_engines_starts.py"
     ),
+    # the wheel, outside of the checkout, submits to a real Slurm
+    "wheel": f"make slurm && python -m pytest tests/multi/test_wheel.py {ALL_MARKS}",
     "fuzz": "make fuzz",
     "mutants": "make mutants",
     # runs killed at 200 random instants; 15 to 25 minutes on two cores

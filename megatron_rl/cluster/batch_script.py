@@ -1,4 +1,4 @@
-"""Generates batch scripts from the templates in slurm/, with the #SBATCH lines and settings of one run on one site."""
+"""Generates batch scripts from the templates in cluster/slurm/, with the #SBATCH lines and settings of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.cluster.profile import SHIPPED, Profile
+from megatron_rl.cluster.profile import ROOT, SHIPPED, Profile, interpreter
 from megatron_rl.config.base import refuse
 
 SETTINGS, END = "# --- settings", "# --- end of settings"
@@ -45,7 +45,7 @@ def script(
     body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
     first, last = (next(i for i, line in enumerate(body) if line.startswith(mark)) for mark in (SETTINGS, END))
     known = {line.partition("=")[0] for line in body[first + 1 : last]}
-    refuse(*(f"slurm/{shape.template}.sbatch has no setting {name}" for name in sorted(values.keys() - known)))
+    refuse(*(f"{shape.template}.sbatch has no setting {name}" for name in sorted(values.keys() - known)))
     odd = [name for name in profile.environment if not (name.isidentifier() and name.isascii())]
     refuse(*(f"environment of the profile: {name!r} is no name of a variable: letters, digits and _" for name in odd))
     exported = [f"export {name}={_quoted(value)}" for name, value in profile.environment.items()]
@@ -94,10 +94,9 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
     return lines + [f"#SBATCH {word}" for word in profile.sbatch]
 
 
-def common_settings(profile: Profile, root: Path, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
+def common_settings(profile: Profile, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
     """Returns the settings that the templates of all batch scripts have, by name.
 
-    `root`: root directory of the checkout.
     `directory`: working directory of the program inside a container. If None, the working directory of the image is
     used.
     """
@@ -110,10 +109,9 @@ def common_settings(profile: Profile, root: Path, directory: Path | None = None)
         words = ["apptainer", "exec"] + ["--nv"] * (profile.gpus_per_node > 0)
         words += [f"--pwd={directory}"] if directory else []
         words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
-    # an absolute path is joined to itself; a name without a slash is looked up in PATH
-    python = str(root / profile.python) if "/" in profile.python else profile.python
+    python = interpreter(profile.python, ".venv/bin/python")
     setup = "\n".join(profile.setup)
-    return {"ROOT": str(root), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}
+    return {"ROOT": str(ROOT), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}
 
 
 def _quoted(value: str | int) -> str:

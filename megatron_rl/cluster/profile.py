@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -12,8 +13,9 @@ from pydantic import NonNegativeInt, PositiveInt
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, config
 
-# directory of the checkout with the batch scripts and the profiles
-SHIPPED = Path(__file__).parent.parent.parent / "slurm"
+SHIPPED = Path(__file__).with_name("slurm")  # directory with the templates of batch scripts and the profiles
+ROOT = SHIPPED.parents[2]  # root directory of the checkout, or site-packages if the package is installed from a wheel
+IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 
 
 @config
@@ -46,9 +48,12 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()  # shell lines that the batch script executes before the program
     # Path of the Python interpreter, inside the container if there is one. A relative path starts at the checkout.
-    python: str = ".venv/bin/python"
+    # null: .venv/bin/python of the checkout. If the package is installed from a wheel, a relative path starts at the
+    # current directory, and null stands for the interpreter that runs `submit`.
+    python: str | None = None
     # Python interpreter that has the engine installed. Overrides engine.python of the config.
-    # If null, engine.python is used or, if that is null too, .venv-vllm or .venv-sglang of the checkout.
+    # If null, engine.python is used or, if that is null too, .venv-vllm or .venv-sglang of the checkout. A wheel has no
+    # such environments: the interpreter that runs `submit` is used.
     # With a container, this interpreter is required, and must be in the container.
     engine_python: str | None = None
     container: Container | None = None
@@ -59,11 +64,24 @@ class Profile:
 def read(name: str) -> Profile:
     """Reads a profile.
 
-    `name`: name of a profile in slurm/profiles, or path of a YAML file. Raises ConfigError if the file does not exist.
+    `name`: a100 or cpu, or the path of a YAML file. Raises ConfigError if the file does not exist.
     """
     known = sorted(p.stem for p in (SHIPPED / "profiles").glob("*.yaml"))
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / "profiles" / f"{name}.yaml"
-    if not known or not path.is_file():
-        listed = ", ".join(known) or "none: install megatron_rl from a checkout, with pip install -e"
-        raise ConfigError(f"--profile {name}: no file {path}; give one of {listed}, or a YAML file of your own")
+    if not path.is_file():
+        raise ConfigError(
+            f"--profile {name}: no file {path}; give one of {', '.join(known)}, or a YAML file of your own"
+        )
     return config_files.load(Profile, [path])
+
+
+def interpreter(python: str | None, default: str) -> str:
+    """Returns a Python interpreter as the nodes call it: an absolute path, or a name that is looked up in PATH.
+
+    `python`: a setting of a profile or a config. `default`: path in the checkout that is used if `python` is None; a
+    package that is installed from a wheel uses the running interpreter instead.
+    """
+    if python is None and not IN_CHECKOUT:
+        return sys.executable
+    path = python or default
+    return str((ROOT if IN_CHECKOUT else Path.cwd()) / path) if "/" in path else path

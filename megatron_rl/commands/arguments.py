@@ -104,9 +104,9 @@ class Check(WithSettings):
 
 
 class Init(Arguments):
-    """write a commented config to begin with: grpo, tango or agents"""
+    """write a commented config to begin with: grpo, tango or agents; or the profile of a Slurm cluster for `submit`"""
 
-    kind: Literal["grpo", "tango", "agents"]  # the recipe
+    kind: Literal["grpo", "tango", "agents", "profile"]  # the recipe, or profile
     file: str = argument(metavar="FILE.yaml")  # the file to write
     model: str | None = None  # a Hugging Face directory or hub name (default: Qwen/Qwen2.5-0.5B-Instruct)
     data: str | None = None  # rows, see docs/your_data.md (default: openai/gsm8k)
@@ -200,12 +200,12 @@ class Submit(Arguments):
     A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
       megatron-rl submit CONFIG.yaml --sweep grid.yaml
       megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator
-    The scripts are those of slurm/, filled in; docs/slurm.md explains each line.
+    The scripts are packaged templates, filled in; docs/slurm.md explains each line.
     """
 
     # settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`
     settings: list[str] = argument(metavar=METAVAR)
-    profile: str = "a100"  # the site: a name in slurm/profiles, or a YAML file
+    profile: str = "a100"  # the site: a100, cpu, or a YAML file
     dry_run: bool = False  # print the scripts; write and submit nothing
     shape: Literal["chain", "roles"] = "chain"  # roles: trainer and engines as one array of single nodes
     # one run for each combination of {setting: [values]}, or for each entry of a list
@@ -219,7 +219,7 @@ class Doctor(Arguments):
     """check what a run needs of this host: versions, GPUs, network, files, memory, Slurm"""
 
     settings: list[str] = argument(metavar=METAVAR, nargs="*")  # settings of the run; without them, of any run
-    profile: str | None = None  # the site: a name in slurm/profiles, or a YAML file
+    profile: str | None = None  # the site: a100, cpu, or a YAML file
     quick: bool = False  # make only the checks that every node of a job makes as it starts; print only what is wrong
 
 

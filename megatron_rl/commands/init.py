@@ -1,4 +1,4 @@
-"""`megatron-rl init KIND FILE`: writes a commented starter config."""
+"""`megatron-rl init KIND FILE`: writes a commented starter config, or the profile of a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import re
 from pathlib import Path
 
+from megatron_rl.cluster.profile import SHIPPED
 from megatron_rl.config.base import ConfigError
 
 STARTS = Path(__file__).parent / "starts"
+PROFILE = SHIPPED / "profiles" / "a100.yaml"
 # Defaults for the model and the data: names on the Hugging Face Hub.
 HUB = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "openai/gsm8k"}
 PROBLEMS = {"train": 64, "test": 16}  # number of problems of each split with --tiny
@@ -36,10 +38,14 @@ def run(args: argparse.Namespace) -> int:
         model, data, kinds = str(write_tiny_model(tiny / "model")), str(tiny / "data"), {"tiny"}
         for seed, (split, count) in enumerate(PROBLEMS.items()):
             write_tiny_problems(tiny / "data" / f"{split}.jsonl", count, seed=seed)
-    text = config_text(args.kind, model, data, kinds, name=target.stem, file=str(target))
+    then = f"`megatron-rl check {target}` and `megatron-rl train {target}`"
+    if args.kind == "profile":
+        text, then = PROFILE.read_text(encoding="utf-8"), f"`megatron-rl submit CONFIG.yaml --profile {target}`"
+    else:
+        text = config_text(args.kind, model, data, kinds, name=target.stem, file=str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
-    print(f"{target} is written: look at it, then `megatron-rl check {target}` and `megatron-rl train {target}`")
+    print(f"{target} is written: look at it, then {then}")
     return 0
 
 

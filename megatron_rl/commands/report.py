@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from megatron_rl.config.schema import ConfigError
@@ -26,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
             why = f"{path} is no run directory: it has no metrics.jsonl, config.yaml or {SWEEP}"
     if why is None and args.png and (len(args.runs) > 1 or not is_run(first)):
         why = "--png draws the curves of one run: name one run"
+    if why is None and args.png and importlib.util.find_spec("matplotlib") is None:
+        why = '--png needs matplotlib: pip install "megatron-rl[png]"'
     if why is None and len(args.runs) == 1 and not first.is_dir():
         why = f"{first}: give a second evaluation to compare it with, or the directory of a run"
     if why is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.profile import SHIPPED, Profile
+from megatron_rl.cluster.profile import IN_CHECKOUT, ROOT, Profile
 from megatron_rl.config.schema import Servers
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
@@ -36,7 +36,8 @@ def problems(spec: Spec, profile: Profile) -> Iterator[str]:
     shown = [Path(one[0]) for one in mounts if len(one) == 1 or Path(one[0]) == Path(one[1])]
     shown += [Path.home(), Path.cwd(), Path("/tmp")] if profile.container.runtime == "apptainer" else []
     shown += [Path.home()] if "--container-mount-home" in profile.srun else []
-    needed = {"the checkout": SHIPPED.parent, "this directory": Path.cwd(), "the run directory": spec.directory}
+    needed = {"the checkout": ROOT} if IN_CHECKOUT else {}
+    needed |= {"this directory": Path.cwd(), "the run directory": spec.directory}
     needed |= {
         name: Path(value) for name, value in _paths(spec.settings) if name != "engine.python" and Path(value).exists()
     }

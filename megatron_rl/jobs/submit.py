@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.cluster import job_slices, slurm_commands
 from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
-from megatron_rl.cluster.profile import SHIPPED, Profile
+from megatron_rl.cluster.profile import Profile, interpreter
 from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import path_problems, refuse
@@ -41,8 +41,8 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 JOBS = "jobs"  # subdirectory of the run directory with batch scripts, configs, and the files SITE and SUBMITTED
 # Names of the files with the cluster's profile, and with the ids of the submitted jobs
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
-# Files with the job ids of the trainer and the engines. slurm/job.sh reads them to cancel the engines' job together
-# with the trainer's.
+# Files with the job ids of the trainer and the engines. cluster/slurm/job.sh reads them to cancel the engines' job
+# together with the trainer's.
 TRAINER, ENGINES = "trainer", "engines"
 # Seconds before the time limit at which jobs with servers are warned. A server may take 30 s to end, and the warning
 # may be up to 30 s late.
@@ -113,7 +113,7 @@ def _trainer_shape(
 
 def _script(shape: ScriptShape, profile: Profile, settings: Mapping[str, str | Sequence[str]]) -> str:
     """Returns a batch script with the settings that all templates have, and with `settings`."""
-    common = common_settings(profile, SHIPPED.parent, Path.cwd())
+    common = common_settings(profile, Path.cwd())
     return script(shape, profile, {**common, **settings}, Path.cwd())
 
 
@@ -203,8 +203,7 @@ def limit_seconds(limit: str) -> int | None:
 
 
 def engine_python(engine: Servers, profile: Profile) -> str:
-    """Returns the Python interpreter of the engine's environment on a site. A relative path is resolved against the
-    checkout.
+    """Returns the Python interpreter of the engine's environment on a site.
 
     The profile's setting has precedence, because a config is independent of the site; then the config's setting, then
     the environment that `make engines` (or `make engines-sglang`) creates. Raises ConfigError if servers run in a
@@ -215,8 +214,7 @@ def engine_python(engine: Servers, profile: Profile) -> str:
             f"the profile has the container {profile.container.image} and no engine_python: name the interpreter in it "
             "that has the engine, such as /opt/vllm/bin/python of slurm/Dockerfile"
         )
-    python = profile.engine_python or engine.python or f".venv-{engine.kind}/bin/python"
-    return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
+    return interpreter(profile.engine_python or engine.python, f".venv-{engine.kind}/bin/python")
 
 
 def sweep_configs(directory: Path, points: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[list[Any], str]:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 PAGE = ROOT / "docs/first_run_on_a_cluster.md"
 TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
-LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
+LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export"}
 # Words of the page, and what stands in their place. One rank runs on each node; the teacher, both roles and the
 # evaluations have embedded engines, for vLLM takes a minute to start.
 REPLACED = {
@@ -96,7 +96,6 @@ def served(last_letter) -> Iterator[str]:
 def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tmp_path):
     cluster, profile = site
     home, run = make_home(tmp_path), tmp_path / "runs/tango_qwen2.5_7b"
-    profile.rename(home / "my_site.yaml")
     own = environment() | cluster.environment() | {"HF_ENDPOINT": served, "HF_HOME": f"{home}/hf", "COLUMNS": "160"}
     jobs: list[str] = []
     for block, expected in steps():
@@ -111,6 +110,8 @@ def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tm
             done = subprocess.run(words, cwd=home, env=own, capture_output=True, text=True, timeout=RUN_S)
             assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{logs(run)}"
             said += done.stdout
+            if words[-3:-1] == ["init", "profile"]:
+                profile.replace(home / "my_site.yaml")
             jobs += re.findall(r"^submitted .*: job (\d+)$", done.stdout, re.MULTILINE)
             if "submit" in words and TANGO in words and "--dry-run" not in words and not job_slices.read(run):
                 works(run, 1)  # the page looks at it, and stops it, while it runs

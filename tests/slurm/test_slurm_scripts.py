@@ -112,7 +112,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(monkeypatch, tmp_path):
         pytest.skip("no shellcheck: `make slurm` installs it, or says why it cannot")
     for name, text in plans(monkeypatch).items():
         (tmp_path / name).write_text(text)
-    files = [*tmp_path.iterdir(), *(ROOT / "slurm").glob("*.s*"), *(ROOT / "tools").rglob("*.sh")]
+    files = [*tmp_path.iterdir(), *profile.SHIPPED.glob("*.s*"), *(ROOT / "tools").rglob("*.sh")]
     done = subprocess.run(
         ["shellcheck", "-e", "SC2054", "-x", "-P", str(ROOT), *map(str, files)],
         cwd=ROOT,
@@ -129,7 +129,7 @@ def test_every_template_takes_the_settings_that_it_lists(tmp_path):
     text = script(
         shape,
         profile.read("cpu"),
-        common_settings(profile.read("cpu"), ROOT) | {"CONFIG": "a path/it's.yaml"},
+        common_settings(profile.read("cpu")) | {"CONFIG": "a path/it's.yaml"},
         tmp_path,
     )
     line = next(line for line in text.splitlines() if line.startswith("CONFIG="))
@@ -358,7 +358,7 @@ def test_a_run_whose_name_looks_like_an_override_reads_its_config(tmp_path, caps
 
 def test_paths_with_spaces_stay_one_word(tmp_path):
     shape = ScriptShape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path / "my logs")
-    text = script(shape, profile.read("cpu"), common_settings(profile.read("cpu"), ROOT), tmp_path / "here now")
+    text = script(shape, profile.read("cpu"), common_settings(profile.read("cpu")), tmp_path / "here now")
     assert (
         f"#SBATCH --chdir='{tmp_path}/here now'\n" in text
         and f"#SBATCH --output='{tmp_path}/my logs/train-%j.out'\n" in text

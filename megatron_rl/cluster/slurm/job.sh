@@ -1,9 +1,13 @@
-# Functions that the batch scripts share. They source it after their settings: CONFIG PYTHON SETUP CONTAINER SRUN.
+# Functions that the batch scripts share. They source it after their settings: ROOT CONFIG PYTHON SETUP CONTAINER SRUN.
 # shellcheck shell=bash
 
 # What a shell inside of another job or launcher leaves: `megatron-rl submit` takes it out, sbatch by hand does not.
 [ -z "${SLURM_STEP_ID:-}" ] || unset SLURM_DISTRIBUTION SLURM_EXPORT_ENV "${!SLURM_STEP@}" "${!SLURM_CPU_BIND@}"
 unset RANK WORLD_SIZE LOCAL_RANK "${!SRUN_@}" "${!PMI@}" "${!OMPI_@}"
+
+# The program runs from the checkout. Installed from a wheel, it is found by its own interpreter: site-packages on
+# PYTHONPATH would reach the engines, whose interpreter has other packages.
+[ ! -f "$ROOT/pyproject.toml" ] || export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 # The job as scontrol and scancel take it: 17_3 for element 3 of array 17.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
