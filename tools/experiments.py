@@ -77,7 +77,7 @@ class Step:
 class Planned:
     """A task whose config is read and checked.
 
-    It goes through the batch scripts of `megatron-rl submit` in `submission.scripts`; where there are none, NeMo-Run starts its steps.
+    It goes through the batch scripts in `submission.scripts`; where there are none, NeMo-Run starts its steps.
     """
 
     task: Task | Program
@@ -139,7 +139,7 @@ def for_local(experiment: Experiment) -> list[Planned]:
 def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
     """Plans the tasks on a cluster. Raises ConfigError.
 
-    One job goes through NeMo-Run; an array, and what comes after one, goes through the batch scripts of `megatron-rl submit`.
+    One job goes through NeMo-Run; an array, and what comes after one, goes through batch scripts.
     """
     out: list[Planned] = []
     own: dict[str, str] = {}  # task -> why it goes through slurm/
