@@ -260,6 +260,19 @@ class KilledRun:
         return (self._base / f"{self.name}.log").read_text()[-3000:]
 
 
+def trained_again(home: Path, run: KilledRun, own: dict[str, Any]) -> None:
+    """Fails unless the stored iterations of a run lead to its weights."""
+    replayed = {
+        "engine": {"kind": "vllm", "start": False},
+        "debug": {"replay": str(run.directory)},
+    }  # it opens no servers
+    again = KilledRun(home, own | replayed)
+    again.finish(disturbed=False)
+    for name in own["roles"]:
+        files = [each.directory / "models" / name / "model.safetensors" for each in (run, again)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+
+
 def completions_in(path: Path) -> list[Completion]:
     """Returns the samples of the whole transactions in a log, read without the code that a run reads them with."""
     data, place, whole, open_ = path.read_bytes(), 0, list[Completion](), list[Completion]()

@@ -15,7 +15,7 @@ from typing import Any
 import cut_runs
 import pytest
 from cut_runs import assert_same
-from durable_runs import METHODS, WHO, KilledRun, Servers
+from durable_runs import METHODS, WHO, KilledRun, Servers, trained_again
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 KILLS = 34  # of a case in `make test-more ONLY=durable`: 204 in all
@@ -66,19 +66,6 @@ def killed(home: Path, method: str, served: bool, kills: int, seed: int) -> Coun
         if servers is not None:
             servers.close()
     return done
-
-
-def trained_again(home: Path, run: KilledRun, own: dict[str, Any]) -> None:
-    """Fails unless the stored iterations of a run lead to its weights."""
-    replayed = {
-        "engine": {"kind": "vllm", "start": False},
-        "debug": {"replay": str(run.directory)},
-    }  # it opens no servers
-    again = KilledRun(home, own | replayed)
-    again.finish(disturbed=False)
-    for name in own["roles"]:
-        files = [each.directory / "models" / name / "model.safetensors" for each in (run, again)]
-        assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
 @pytest.mark.parametrize("method, served", FEW)
