@@ -10,6 +10,10 @@
     p2p         messages of the plan's sizes between the plan's pairs, as raw_messages buffers over gloo
     memcpy      a copy in one process while the others copy too
 
+`--staged` instead refits two real vLLM servers on this machine's CPU that generate meanwhile (staged.py). The trainer
+reads its weights at --link-gb-per-s then, as if it sent them over such a link: within one machine a transfer takes less
+time than vLLM takes on a CPU to repack the weights in the pause (on a GPU, it copies them).
+
 `wire_gb` is what all ranks together receive from other ranks; `bound_gb` is what the engine ranks need and do not hold
 themselves. Seconds are those of the fastest of --rounds rounds, each as long as its slowest rank. The direct ways and
 p2p take turns and have four times as many rounds. `--gigabytes 0.05` gives a quick look.
@@ -66,6 +70,9 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the model in bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--staged", action="store_true", help="real vLLM servers that generate meanwhile")
+    parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter of vLLM's environment")
+    parser.add_argument("--link-gb-per-s", type=float, default=0.1, help="rate of the link that --staged pretends")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     common.add_arguments(parser)
@@ -77,6 +84,14 @@ def main() -> None:
         if args.rank == 0:
             args.json.write_text(json.dumps(metrics))
         return
+    if args.staged:
+        import staged
+
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = staged.measure(
+                Path(folder), args.python, rounds=args.rounds, bytes_per_s=args.link_gb_per_s * 1e9
+            )
+        return common.finish(metrics, staged.BARS, args, limits=staged.LIMITS)
     with tempfile.TemporaryDirectory() as folder:
         port = free_port("127.0.0.1")
         common_args = [

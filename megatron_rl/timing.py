@@ -1,5 +1,5 @@
 """Measures the parts of an update: with CUDA events on a GPU, without synchronisation, and with the host clock
-otherwise.
+otherwise. Names parts in traces.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.lazy_import import LazyModule
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = LazyModule("torch")
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Names its block in traces of torch's profiler and, on a GPU, of Nsight Systems."""
+    on_gpu = torch.backends.cuda.is_built() and torch.cuda.is_available()
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if on_gpu else nullcontext():
+        yield
 
 
 class Timer:
@@ -37,7 +45,8 @@ class Timer:
         around, begin = self._open[-1] if self._open else None, self._mark()
         self._open.append(name)
         try:
-            yield
+            with named_range(name):
+                yield
         finally:
             self._open.pop()
             self._marks.append((name, around, begin, self._mark()))

@@ -221,6 +221,8 @@ class Doctor(Arguments):
     settings: list[str] = argument(metavar=METAVAR, nargs="*")  # settings of the run; without them, of any run
     profile: str | None = None  # the site: a100, cpu, or a YAML file
     quick: bool = False  # make only the checks that every node of a job makes as it starts; print only what is wrong
+    # also run the smoke checks of tools/gpu_kit on the first GPU, which takes a minute; needs a checkout
+    gpu: bool = False
 
 
 class Status(Arguments):

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.settings import load
@@ -90,6 +91,7 @@ def _doctor(args: argparse.Namespace) -> int:
         spec, problems = specify(config, config.launch.nproc)
         refuse(*problems)
     checks = doctor.examine(spec, site, quick=args.quick, environment=os.environ)
+    checks += doctor.smoke(Path("gpu_smoke.json")) if args.gpu else []
     doctor.show(
         checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ
     )

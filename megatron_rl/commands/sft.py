@@ -23,6 +23,7 @@ from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.sft import mismatched, read_samples, rows_of_loss, sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session.builders import peak_flops
 from megatron_rl.session.launch_ranks import Place
@@ -74,7 +75,8 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
             policy.state.load(driver.resumed.path / "model")
             done = driver.resumed.number
         own = (samples, validation) if world.rank == 0 else None
-        finished = _train(spec, world, driver, policy, (own, validates, range(done, steps)), interrupts)
+        with memory_explained(driver.directory.path, world.rank, {"model": policy.memory.held_bytes}):
+            finished = _train(spec, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:
             export_model(world, policy.export, role.model, driver.directory.path / "model")
             policy.export.write_adapter(driver.directory.path / "adapter")
@@ -111,7 +113,10 @@ def _train(
     saver = Saver(world, driver, {"model": policy.state}, background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
-        with driver.watch("train"):
+        with (
+            profiled(spec.run.profile, driver.directory.path, iteration=step, rank=world.rank),
+            driver.watch("train"),
+        ):
             metrics = update(world, trainee, with_kl(None if own is None else samples_of(own[0], step, spec)))
         if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):

@@ -137,6 +137,11 @@ class RefitConfig:
 
     # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support.
     transport: Literal["auto", "tcp", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
+    # Where servers receive new weights while they generate. They then pause only to replace their weights. host: in
+    # host memory. device: in GPU memory beside the old weights; the pause is shorter. off: servers pause, and new
+    # weights overwrite the old weights. auto: host if rollouts.max_staleness is above 0; otherwise off, because servers
+    # have nothing to generate during a refit.
+    staging: Literal["auto", "off", "host", "device"] = "auto"
     # Maximum size of a message, in MiB. Between processes on the same GPU, messages are up to 8 times as large.
     bucket_mib: PositiveFloat = 64.0
     # Compare checksums of the sent and received bytes. sample: checksums of one slice in 16, with other slices at every
@@ -149,6 +154,11 @@ class RefitConfig:
     timeout_s: PositiveFloat = 600.0
     message_timeout_s: PositiveFloat = 60.0  # timeout of one message, in seconds
     directory: str | None = None  # directory for transport = disk; all ranks must be able to access it
+
+    @property
+    def staged(self) -> bool:
+        """Returns whether servers receive new weights while they generate."""
+        return self.staging in ("host", "device")
 
     def problems(self) -> Iterator[str]:
         """Yields an error message for a transport through files without a directory."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import config, path_problems
+
+
+@config
+class Profile:
+    """The iterations and ranks whose work torch's profiler records. Traces are written to RUN/profiles."""
+
+    iterations: tuple[NonNegativeInt, ...] = ()  # iterations, counted from 0 as in metrics.jsonl; empty: no traces
+    ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks of the trainer
 
 
 @config
@@ -45,6 +54,7 @@ class Run:
     # If no phase of an iteration ends within this many seconds, all ranks write their stack traces and exit; 0: never.
     # While no server is usable, `engine.wait_s` is the limit, and the seconds are counted from the end of that wait.
     hang_after_s: NonNegativeFloat = 7200.0
+    profile: Profile = field(default_factory=Profile)  # traces of torch's profiler
 
     def problems(self) -> Iterator[str]:
         """Yields an error message for each setting that is not usable as a path or as a name."""

@@ -4,16 +4,29 @@ server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines import user_families
-from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.engine_side import SETUP_TIMEOUT_S, EngineSide, StagedEngineSide
 from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.transport import Tensors
 from megatron_rl.weights.rank_layouts import differences, engine_parameters
+
+Staging = Literal["off", "host", "device"]  # values of refit.staging other than "auto"
+
+
+def beside(shape: torch.Size, dtype: torch.dtype, device: torch.device, staging: Staging) -> Tensor:
+    """Allocates memory that receives a parameter of an engine on `device` while the engine uses the parameter: on the
+    device if `staging` is "device", otherwise on the host, pinned for an engine on a GPU.
+    """
+    if staging == "device":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
 class Landing:
@@ -31,17 +44,23 @@ class Landing:
 
 
 def join(
-    address: Address, landing: Landing, device: torch.device, *, replica: int, tp: int, tp_rank: int
-) -> EngineSide:
+    address: Address, landing_of: Callable[[Staging], Landing], device: torch.device, *,
+    replica: int, tp: int, tp_rank: int,
+) -> EngineSide:  # fmt: skip
     """Connects rank `tp_rank` of the `tp` ranks of an engine replica to the trainer's refit store (the key-value store
     of weight syncs) at `address`.
+
+    `landing_of`: makes the landing, which allocates staging memory unless its argument is "off".
 
     Raises ValueError if the trainer's model or parallel layout does not match this engine, and TransportError if the
     trainer does not answer.
     """
     user_families.learn()
     rank = replica * tp + tp_rank
-    side = EngineSide(RefitStore.join(address), rank, landing, device)
+    store = RefitStore.join(address)
+    settings = RefitConfig(**store.get("setup", SETUP_TIMEOUT_S)["settings"])
+    landing = landing_of("device" if settings.staging == "device" else "host" if settings.staged else "off")
+    side = (StagedEngineSide if settings.staged else EngineSide)(store, rank, landing, device)
     wanted = engine_parameters(side.topology.sizes, side.topology.engines, rank)
     shapes = {name: shape for name, (shape, _) in wanted.items()}
     wrong = [*differences(shapes, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
@@ -50,12 +69,15 @@ def join(
     if wrong:
         side.close()
         raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
+    if isinstance(side, StagedEngineSide):
+        side.start()
     return side
 
 
 def take_part(side: EngineSide | None, version: int, wait_s: float) -> None:
-    """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. Raises RuntimeError if the
-    engine has not joined a trainer, or if the trainer did not commit `version` on this rank.
+    """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds; with staging, replaces the
+    weights by those of a refit that has ended. Raises RuntimeError if the engine has not joined a trainer, or if the
+    trainer did not commit `version` on this rank.
     """
     if side is None:
         raise RuntimeError("this engine has not joined a trainer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import socket
@@ -92,6 +93,31 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
     if not quick:
         parts.append(lambda: _slurm(profile))
     return [check for part in parts for check in part()]
+
+
+def smoke(out: Path, *, tiny: bool = False) -> list[Check]:
+    """Runs the smoke checks of tools/gpu_kit on the first GPU, writes their figures to `out`, and says what to send.
+
+    The checks use the benchmarks and test helpers of the repository, which an installed package lacks. `tiny`: small
+    tensors.
+    """
+    import torch
+
+    root = Path(__file__).parents[2]
+    if not (root / "tools/gpu_kit/smoke.py").exists():
+        cure = "clone the repository, and in it: `make setup` and .venv/bin/megatron-rl doctor --gpu"
+        return [Check("smoke checks", f"there is no tools/gpu_kit in {root}", "wrong", cure)]
+    if not torch.cuda.is_available():
+        cure = "run it on a node with a GPU, with a torch that is built for CUDA"
+        return [Check("smoke checks", f"torch {torch.__version__} sees no GPU", "wrong", cure)]
+    sys.path[:0] = [str(root / name) for name in ("tools/gpu_kit", "benchmarks", "tests/helpers")]
+    found = importlib.import_module("smoke").main([str(out), "--budget", "300", *(["--tiny"] if tiny else [])])
+    checks = []
+    for name, result in found.items():
+        figures = ", ".join(f"{key} {value}" for key, value in result.items() if key not in ("ok", "error"))
+        cure = f"send {out} and this output in an issue of the project; what works without it: docs/gpu.md"
+        checks.append(judged(name, result.get("error", figures)[:300], result.get("ok", False), cure))
+    return [*checks, Check("to send", f"{out.resolve()}", "note", "also when all is ok: no run was seen on such a GPU")]
 
 
 def show(checks: list[Check], console: Console, *, only_wrong: bool, environment: Mapping[str, str]) -> None:

@@ -138,9 +138,14 @@ class PolicyMemory:
         if self.away:
             raise RuntimeError("the weights of this policy are in host memory: call wake(), or use present()")
 
-    def weight_bytes(self) -> int:
-        """Returns the device memory that the weights occupy now, in bytes."""
-        return 0 if self.away else sum(t.untyped_storage().size() for t in _weight_tensors(self._chunks))
+    def held_bytes(self) -> dict[str, int]:
+        """Returns the device memory that the weights, gradients and optimizer state occupy now, in bytes."""
+        moments, masters = ([], []) if self._optimizer is None or self.asleep else _state(self._optimizer)
+        return {
+            "weights": 0 if self.away else sum(t.untyped_storage().size() for t in _weight_tensors(self._chunks)),
+            "gradients": gradient_bytes(self._chunks),
+            "optimizer state": sum(t.nbytes for t in [*(held[name] for held, name in moments), *masters]),
+        }
 
     def _bring_weights(self) -> None:
         """Reallocates the device storage of the weights and copies the weights back from host memory, bit for bit.
@@ -225,16 +230,24 @@ def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
                 yield tensor
 
 
+def _state(optimizer: Any) -> tuple[list[tuple[dict[str, Tensor], str]], list[Tensor]]:
+    """Returns (Adam's moments, each as a dictionary and the key that holds it; the float32 master copies of
+    lower-precision weights).
+    """
+    states, masters = list[tuple[dict[str, Tensor], str]](), list[Tensor]()
+    for part in optim.parts(optimizer):
+        for state in part.optimizer.state.values():
+            states += [(state, name) for name, value in state.items() if torch.is_tensor(value)]
+        masters += [master for group in part.shard_fp32_from_float16_groups for master in group if master is not None]
+    return states, masters
+
+
 def _move_state(optimizer: Any, device: torch.device) -> None:
     """Moves Adam's moments, and the float32 master copies of lower-precision weights, to `device`.
 
     Float32 weights have no separate master copies.
     """
-    states, masters = [], []
-    for part in optim.parts(optimizer):
-        for state in part.optimizer.state.values():
-            states += [(state, name) for name, value in state.items() if torch.is_tensor(value)]
-        masters += [master for group in part.shard_fp32_from_float16_groups for master in group if master is not None]
+    states, masters = _state(optimizer)
     tensors = [*(state[name] for state, name in states), *(master.data for master in masters)]
     if device.type == "cpu":  # to pinned memory
         copies = iter(host_copies([tensor for tensor in tensors if tensor.device != device]))

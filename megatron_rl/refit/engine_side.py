@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -13,10 +14,11 @@ from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.transport import Deadline, Parameters, RefitError
+from megatron_rl.refit.transport import Deadline, Parameters, RefitError, TransportError
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 
 SETUP_TIMEOUT_S = 60
+LISTEN_S = 1.0  # seconds for which a thread waits for the next refit before it checks whether it was closed
 _log = logging.getLogger(__name__)
 
 
@@ -29,11 +31,13 @@ class Endpoint(Protocol):
         ...
 
     def begin_refit(self) -> None:
-        """Stops serving until `commit_refit` is called. In between, the weights may be a mixture of two versions."""
+        """Called before `targets` are overwritten. Stops serving until `commit_refit` is called if the engine generates
+        with the memory of `targets`, because the weights may be a mixture of two versions in between.
+        """
         ...
 
     def commit_refit(self, version: int) -> None:
-        """Resumes serving. All weights now belong to weight version `version`."""
+        """Serves the weights in `targets` from now on. All of them belong to weight version `version`."""
         ...
 
 
@@ -55,7 +59,8 @@ class EngineSide:
         if not 0 <= rank < self.topology.engines.world:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
         self._store, self._rank, self._endpoint, self._device = store, rank, endpoint, device
-        self.version: int | None = None
+        self.version: int | None = None  # weight version in the endpoint's targets; None if they are not complete
+        self._closed = False
         self._location, self._pulses = RankLocation.new(device), 0
         self._epoch = -1
         self._wiring: Wiring | None = None
@@ -69,26 +74,35 @@ class EngineSide:
         Returns None if no refit began in that time, if the refit did not include this engine, or if it failed. After a
         failed refit the engine holds no version. Raises TransportError when the trainer is gone.
         """
+        _, version = self._receive(idle_s)
+        if version is not None:
+            self._endpoint.commit_refit(version)
+        return version
+
+    def _receive(self, idle_s: float) -> tuple[bool, int | None]:
+        """Waits for a refit and takes part in it as `take_part` does, except that the engine does not serve the
+        received weights yet. Returns (whether the refit included this engine, the committed weight version).
+        """
         # If the registration is missing or has another value, the trainer has dropped this process as late or lost.
         if self._store.peek(f"hello/{self._rank}") != self._incarnation:
             self._leave()
             self._join()
         number = self._store.get("next", SETUP_TIMEOUT_S)
         if not self._store.has(f"{number}/ticket", idle_s):
-            return None
+            return False, None
         self._store.put(f"{number}/ready/{self._rank}", {"version": self.version, "location": self._location})
         go = self._await_value(number, "go")
-        if go is None or str(self._rank) not in go["engines"]:
+        # another location under this rank is that of a process that was here before and died in this refit
+        if go is None or go["engines"].get(str(self._rank)) != [*self._location]:
             self._await_value(number, "verdict")
-            return None
+            return False, None
         vote = self._vote(go, self._patient_deadline(number))
         self._store.put(f"{number}/vote/{self._rank}", vote)
         verdict = self._await_value(number, "verdict")
         if verdict is not None and self._rank in verdict["committed"]:
             version: int = go["order"]["version"]
             self.version = version
-            self._endpoint.commit_refit(version)
-            return version
+            return True, version
         _log.warning(
             "refit to version %s was not committed here: %s",
             go["order"]["version"],
@@ -96,10 +110,11 @@ class EngineSide:
         )
         self._leave()
         self._join()
-        return None
+        return True, None
 
     def close(self) -> None:
         """Closes the connections to the trainer."""
+        self._closed = True
         self._leave()
 
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -156,7 +171,8 @@ class EngineSide:
         def over() -> bool:
             self._pulses += 1
             self._store.put(f"pulse/{self._rank}", self._pulses)
-            return self._store.peek(f"{number}/verdict") is not None or self._store.peek("next") != number
+            ended = self._store.peek(f"{number}/verdict") is not None or self._store.peek("next") != number
+            return ended or self._closed
 
         return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
 
@@ -172,6 +188,59 @@ class EngineSide:
         if self._wiring is not None:
             self._wiring.close()
         self._wiring, self._exchange, self._epoch = None, None, -1
+
+
+class StagedEngineSide(EngineSide):
+    """An engine rank whose targets are staging memory: a thread receives the weights of every refit in it while the
+    engine generates with its present weights.
+
+    `take_part` replaces the present weights by the received weights. Until then, a refit that fails, and a trainer that
+    dies, leave the engine as it is. A trainer begins a refit only when no engine replaces its weights any more.
+    """
+
+    def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
+        super().__init__(store, rank, endpoint, device)
+        self._change = threading.Condition()
+        # [result of the last refit that `take_part` has not returned yet]: the weight version that is complete in
+        # staging memory, or None if the refit failed here
+        self._results: list[int | None] = []
+        self._thread = threading.Thread(target=self._listen, name="refits", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread that takes part in refits."""
+        self._thread.start()
+
+    def take_part(self, idle_s: float) -> int | None:
+        """Waits up to `idle_s` seconds for the end of a refit whose result was not returned yet, and serves the
+        received weights. Returns their version, or None if no refit ended or the refit failed on this rank.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._results or not self._thread.is_alive(), idle_s)
+            version = self._results.pop() if self._results else None
+        if version is not None:
+            self._endpoint.commit_refit(version)
+        return version
+
+    def close(self) -> None:
+        """Ends the thread, and closes the connections to the trainer."""
+        self._closed = True
+        if self._thread.is_alive():
+            self._thread.join()
+        super().close()
+
+    @torch.inference_mode()  # staging memory may have been allocated in this mode, and cannot be written in another
+    def _listen(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has a current device of its own
+        try:
+            while not self._closed:
+                took_part, version = self._receive(LISTEN_S)
+                if took_part:
+                    with self._change:
+                        self._results = [version]
+                        self._change.notify_all()
+        except TransportError as error:
+            _log.warning("no more refits are received: %s", error)
 
 
 def order_from_json(value: dict[str, Any]) -> RefitOrder:

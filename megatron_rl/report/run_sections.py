@@ -59,7 +59,7 @@ SCHEDULE_FIGURES = (
 SHOWN = 6  # maximum number of answers of each set of an evaluation that are shown
 SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
-    *("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
+    *("seconds", "pause_seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
     *("checked_slices", "failed_engines"),
 )
 

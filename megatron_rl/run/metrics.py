@@ -18,6 +18,7 @@ from pydantic import PlainSerializer, StrictInt, StrictStr, TypeAdapter
 
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.json_lines import append, each
+from megatron_rl.timing import named_range
 
 SECONDS = "seconds/"  # prefix of metrics that are times; these metrics are written to the separate field `time`
 # Prefix of metrics that are rates or times of an update; these metrics are written to the separate field `speed`
@@ -250,7 +251,8 @@ class Stopwatch:
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with named_range(name):
+                yield
         finally:
             self.add(name, time.perf_counter() - start)
 

@@ -196,9 +196,7 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
         else:
             layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
             side, present = _trainer_side(session, name, policy, layout, settings.host), policy.memory.present
-        run_engines.refits[name] = PoolRefit(
-            session.world, name, side, pool, driver, engines.refit.timeout_s, present=present
-        )
+        run_engines.refits[name] = PoolRefit(session.world, name, side, pool, driver, engines.refit, present=present)
     if settings.colocate:
         # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
         discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import EngineError
 from megatron_rl.refit.trainer_side import TrainerSide
@@ -24,13 +25,14 @@ class PoolRefit:
 
     def __init__(
         self, world: World, role: str, side: TrainerSide | AdapterFiles, pool: Pool | None, driver: Driver,
-        timeout_s: float, *,
+        settings: RefitConfig, *,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         """`side`: sends the weights, or writes them to files. `present`: returns a context manager that keeps the
         policy's weights on the GPU inside its block."""
         self._world, self._role, self._side, self._pool = world, role, side, pool
-        self._driver, self._timeout_s, self._present = driver, timeout_s, present
+        self._driver, self._timeout_s, self._present = driver, settings.timeout_s, present
+        self._staged = settings.staged and isinstance(side, TrainerSide)
         self._call = f"refit/{role}"
         world.serve(self._call, self._attempt)
         if pool is not None:
@@ -46,11 +48,11 @@ class PoolRefit:
         if isinstance(self._side, AdapterFiles):  # the servers load the files as soon as the weight sync begins
             self._side.write(version)
         for _ in range(REFITS):
-            replicas = self._world.from_driver(self._begin, version)
+            replicas = self._world.from_driver(self._begin, version, None, self._staged)
             if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights when restarted
                 return
             metrics, why = self._attempt((version, replicas))
-            if self._world.from_driver(self._end, version, start, metrics):
+            if self._world.from_driver(self._end, version, start, metrics, self._staged):
                 return
         raise EngineError(
             f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: "
@@ -68,19 +70,24 @@ class PoolRefit:
         except RefitError as error:
             return {}, str(error)
 
-    def _begin(self, version: int, only: Sequence[int] | None = None) -> list[int]:
+    def _begin(self, version: int, only: Sequence[int] | None = None, staged: bool = False) -> list[int]:
         assert self._pool is not None
-        return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s)
+        return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s, staged=staged)
 
-    def _end(self, version: int, start: float, metrics: Mapping[str, float]) -> bool:
+    def _end(self, version: int, start: float, metrics: Mapping[str, float], staged: bool = False) -> bool:
         """Waits until the servers have the weights, and records the metrics of the refit if at least one server has
         them. Returns whether one has. `start`: when the refit began, for a `side` that does not measure its seconds.
-        Used on the driver (rank 0)."""
+        `staged`: the servers have received the weights while they generated, unless `metrics` is empty, and replace
+        their weights now. Used on the driver (rank 0)."""
         assert self._pool is not None
+        if staged and not metrics:
+            return False
+        if staged:
+            self._pool.swap(version)
         reached = self._pool.end_refit() > 0
         if reached:
             about = {"role": self._role, "version": version, "refit/seconds": time.perf_counter() - start}
-            self._driver.refitted({**about, **metrics})
+            self._driver.refitted({**about, **metrics, "refit/pause_seconds": self._pool.pause_s})
         return reached
 
     def _refresh(self, replicas: list[int]) -> None:

@@ -25,6 +25,7 @@ from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
 from megatron_rl.run.metrics import Sample
+from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session import builders, evaluations
 from megatron_rl.session.launch_ranks import Place
@@ -50,7 +51,7 @@ from megatron_rl.world import World
 
 # Settings in the section `run` of the config that do not affect the rollouts.
 FREE_RUN_SETTINGS = (
-    "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s",
+    "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s", "profile",
 )  # fmt: skip
 
 
@@ -124,7 +125,9 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             owner_of={name: role.owner for name, role in spec.roles.items()},
             iterations=collector, held_out=evaluations.held_out_sets(spec, parts.held_out, stack), hooks=hooks,
         )  # fmt: skip
-        return _train(parts, setup, listener)
+        owners = {name: policy.memory.held_bytes for name, policy in parts.policies.items()}
+        with memory_explained(driver.directory.path, world.rank, owners):
+            return _train(parts, setup, listener)
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
@@ -394,6 +397,9 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
         remove_surpassed=remove_surpassed,
         say=driver.say,
         show=show,
+        around=lambda number: profiled(
+            parts.spec.run.profile, driver.directory.path, iteration=number, rank=parts.world.rank
+        ),
         save=save,
         settle=lambda wait: saver.settle(wait=wait),
         should_stop=lambda: parts.interrupts.requested or (parts.world.rank == 0 and driver.leave()),

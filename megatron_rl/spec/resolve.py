@@ -146,7 +146,11 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
     more: dict[str, Any] = {}
     if isinstance(config, TrainConfig):
         roles = {} if config.debug.replay else roles
-        more = {"refit": config.refit, "trains": True, "by_priority": config.rollouts.ahead > 0}
+        ahead, refit = config.rollouts.ahead > 0, config.refit
+        if refit.staging == "auto":
+            apart = isinstance(config.engine, Servers) and not config.engine.colocate
+            refit = dataclasses.replace(refit, staging="host" if ahead and apart else "off")
+        more = {"refit": refit, "trains": True, "by_priority": ahead}
     else:
         roles.pop("base", None)  # the base model needs no engine: only its probabilities are compared
     output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory

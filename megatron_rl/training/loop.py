@@ -4,9 +4,11 @@ specific recipe.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -87,6 +89,8 @@ class Hooks:
     keep_best: Callable[[int, Sequence[tuple[int, float]]], None] = lambda number, best: None
     # removes the checkpoints and models that are not in Progress.best, which is the argument
     remove_surpassed: Callable[[Sequence[tuple[int, float]]], None] = lambda best: None
+    # returns a context manager in which an iteration with this index runs; called on every rank
+    around: Callable[[int], AbstractContextManager[None]] = lambda number: contextlib.nullcontext()
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
     show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
 
@@ -181,7 +185,8 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
             break
         if number == 0:
             setup.hooks.say("writing the first rollouts")
-        _iteration(setup, plan, progress, iteration)
+        with setup.hooks.around(iteration.number):
+            _iteration(setup, plan, progress, iteration)
         _settle(setup, wait=False)
         if setup.world.rank == 0:
             setup.hooks.iteration_done(progress.number)

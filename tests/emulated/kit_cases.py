@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,14 @@ def kit_tests(own: Path, last_letter: str) -> dict[str, list[str]]:
 
 
 def kit_smoke(own: Path) -> dict[str, Any]:
-    """Runs `python tools/gpu_kit/smoke.py FILE --tiny`. Returns what the file holds."""
-    import smoke
+    """Runs the checks of `megatron-rl doctor --gpu` with tiny tensors. Returns what their file holds, and the rows of
+    the table.
+    """
+    from megatron_rl.jobs import doctor
 
     _prepare()
-    smoke.main([str(own / "smoke.json"), "--tiny", "--budget", "600"])
-    return json.loads((own / "smoke.json").read_text())
+    rows = doctor.smoke(own / "smoke.json", tiny=True)
+    return {"file": json.loads((own / "smoke.json").read_text()), "rows": [asdict(row) for row in rows]}
 
 
 def kit_quick(own: Path) -> dict[str, Any]:

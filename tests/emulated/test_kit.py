@@ -72,10 +72,15 @@ NEED_TRITON = {"facts", "kernels", "head"}
 
 
 def test_every_check_of_the_smoke_test_runs(emulated):
-    (found,) = emulated.run("kit_smoke").answers
+    (told,) = emulated.run("kit_smoke").answers
+    found = told["file"]
     assert {name for name, one in found.items() if not one["ok"]} == NEED_TRITON, found
     assert {*found} - NEED_TRITON == {"sum_in_product", "varlen_attention", "nccl_one_rank", "graphs", "adam", "rates"}
     assert found["sum_in_product"]["error"] < 1e-6 and found["rates"]["up_gb_per_s"] > 0
+    verdicts = {row["what"]: row["verdict"] for row in told["rows"]}
+    assert verdicts == {name: "wrong" if name in NEED_TRITON else "ok" for name in found} | {"to send": "note"}
+    assert told["rows"][-1]["found"].endswith("smoke.json")
+    assert all("send" in row["cure"] and row["found"] for row in told["rows"] if row["verdict"] == "wrong")
 
 
 def test_the_short_measurements_run_to_their_end(emulated):

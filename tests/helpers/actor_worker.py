@@ -223,10 +223,10 @@ def sleep(path: str, layout: Layout = PLAIN) -> dict[str, Any]:
         learn(sleeper)
         sleeper.memory.sleep(weights=leave)
         asleep = offload.gradient_bytes(sleeper.chunks)
-        away.append(sleeper.memory.weight_bytes() == 0)
+        away.append(sleeper.memory.held_bytes()["weights"] == 0)
         with sleeper.memory.present():
             present = max(present, distance(weights(awake), weights(sleeper)))
-        away.append(sleeper.memory.weight_bytes() == 0)
+        away.append(sleeper.memory.held_bytes()["weights"] == 0)
         sleeper.memory.wake()
     frozen = make(path, layout, trainable=False)
     rollouts = make_rollouts(97)

@@ -23,7 +23,7 @@ from numbered import numbered
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import exchange, messages, shared_memory_transport
-from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.engine_side import EngineSide, StagedEngineSide
 from megatron_rl.refit.exchange import ExchangeOutcome, LocalSide
 from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.tcp_transport import Tcp
@@ -383,3 +383,66 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
                 (out.parent / f"holds_{out.stem}_{version}").touch()
                 if version == sleep_count:
                     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Staged(Engine):
+    """An endpoint that receives into other memory than it serves. It kills its process in a state of its `dies[0]`th
+    refit, `dies[1]`: transfer, vote, staged, swap or served; before, it writes down what it serves.
+    """
+
+    def __init__(self, topology: Topology, rank: int, dies: list[Any], out: Path) -> None:
+        super().__init__(topology, rank)
+        self.received = self.tensors
+        self.tensors = {name: tensor.clone() for name, tensor in self.received.items()}  # what it serves
+        self._dies, self._out, self._file = dies, out, out.open("a")
+        self.targets = Tensors(self.received)
+        if dies[1:] == ["transfer"]:
+            self.targets = Doomed(self.received, self, dies[0], "SIGKILL")
+            self.targets._strike = lambda: self.reach("transfer")
+
+    def begin_refit(self) -> None:
+        self.refits += 1
+
+    def commit_refit(self, version: int) -> None:
+        for number, (name, tensor) in enumerate(self.received.items()):
+            if number == len(self.received) // 2 and self._dies == [self.refits, "swap"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.tensors[name].copy_(tensor)
+        self.version = version
+        self.note()
+        self.reach("served")
+
+    def note(self, **more: Any) -> None:
+        self._file.write(json.dumps({"version": self.version, "holds": self.holds(self.version)} | more) + "\n")
+        self._file.flush()
+        (self._out.parent / f"holds_{self._out.stem}_{self.version}").touch()
+
+    def reach(self, state: str) -> None:
+        if self._dies == [self.refits, state]:
+            self.note(dies=state)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def staged_engine(out: Path, case: dict[str, Any], rank: int) -> None:
+    """Receives the weights of every refit beside those that it serves, and swaps them, until the trainer is gone."""
+    wait_for(out.parent, ["store.json"])
+    address = Address(*json.loads((out.parent / "store.json").read_text()))
+    engine = Staged(Topology.from_json(case["topology"]), rank, case["dies"].get(out.stem, []), out)
+    side = StagedEngineSide(RefitStore.join(address), rank, engine, torch.device("cpu"))
+    put = side._store.put
+
+    def put_and_maybe_die(key: str, value: Any) -> None:
+        put(key, value)
+        if "/vote/" in key:
+            engine.reach("vote")
+
+    side._store.put = put_and_maybe_die
+    side.start()
+    (out.parent / f"joined_{out.stem}").touch()
+    while side._thread.is_alive():
+        with side._change:
+            side._change.wait_for(lambda: side._results, 0.1)
+        if side._results:
+            engine.reach("staged")
+            side.take_part(0.0)
+    engine.note(gone=True)

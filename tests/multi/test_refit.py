@@ -218,6 +218,47 @@ def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it
 
 
 @pytest.mark.multi
+def test_weights_that_are_staged_are_lost_with_no_engine_that_dies_in_any_state_of_a_refit(tmp_path):
+    """An engine serves whole weights of the old version until it swaps. While one lives on, another is killed in its
+    second refit: in the transfer, behind its vote, between the verdict and the swap, in the swap, and behind it. A new
+    process takes all weights at the next refit. At the end the trainer is gone, and the engine serves what it had.
+    """
+    states = ("transfer", "vote", "staged", "swap", "served")
+    versions = [*range(2 * len(states) + 1)]
+    one = case(DENSE, TrainerLayout(tp=1), EngineLayout(tp=1, replicas=2), inside=False, versions=versions)
+    one["settings"] |= {"bucket_mib": 0.01, "delta": True, "staging": "host"}
+    one["dies"] = {f"b{k}": [2, state] for k, state in enumerate(states)}
+    one["waits"] = {str(v): [f"holds_a_{v - 1}"] for v in versions[1:]} | {"end": ["holds_a_10", "holds_b5_10"]}
+    for k in range(len(states) + 1):
+        one["waits"][str(2 * k)] = ["joined_a", f"joined_b{k}"]
+        one["waits"][str(2 * k + 1)] = [f"holds_a_{2 * k}", f"holds_b{k}_{2 * k}"]
+
+    def begin(name, rank):
+        return start(tmp_path / f"{name}.log", refit_worker.staged_engine, tmp_path / name, one, rank)
+
+    a, ranks, others = begin("a", 0), start_trainer(tmp_path, one), []
+    with processes(a, *ranks):
+        for k in range(len(states) + 1):
+            others.append(begin(f"b{k}", 1))
+            if k < len(states):
+                others[-1].join(RUN_S)
+                assert others[-1].exitcode == -signal.SIGKILL, (tmp_path / f"b{k}.log").read_text()
+        found = finish(ranks, tmp_path)[0]
+        for engine in (a, others[-1]):
+            engine.join(RUN_S)
+    gone = {"version": 10, "holds": True, "gone": True}
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in versions] + [gone]
+    for k, state in enumerate(states):
+        before = {"version": 2 * k, "holds": True}
+        after = {"swap": [], "served": [{"version": 2 * k + 1, "holds": True}]}.get(state, [])
+        dying = {"version": 2 * k + (state == "served"), "holds": True, "dies": state}
+        assert held(tmp_path, f"b{k}") == [before, *after, *([dying] if state != "swap" else [])]
+    assert held(tmp_path, "b5") == [{"version": 10, "holds": True}, gone]
+    # from its vote on, an engine that dies has received the weights as far as the trainer knows
+    assert [round_["refit/failed_engines"] for round_ in found[1::2]] == [1.0, 0.0, 0.0, 0.0, 0.0], found
+
+
+@pytest.mark.multi
 def test_the_store_does_not_grow_with_every_refit(tmp_path):
     """The verdict of each stayed there for good."""
     versions = list(range(2 * VERDICTS + 8))

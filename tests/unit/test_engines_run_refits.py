@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from fake_servers import ADDRESS, RunEngines, engines_in, expected
-from fake_vllm import UPDATE
+from fake_vllm import PAUSE, UPDATE
 from one_process import OneProcess
 
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
+from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.open_engines import PoolRefit
@@ -59,11 +61,12 @@ class Driver:
 def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(run_engines: RunEngines):
     fakes = [run_engines.start(0)]
     pool, side, driver = run_engines.open(), Side(), Driver()
-    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
+    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, RefitConfig(timeout_s=5.0))
     refit(7)
     fakes.append(run_engines.start(1))
     run_engines.living(2)
     assert right(complete(pool, PROMPTS, SAMPLING)) and side.calls == [(7, [0]), (7, [1])]
+    assert all(line.pop("refit/pause_seconds") > 0 for line in driver.lines)
     assert driver.lines == [{"role": "generator", "version": 7, "refit/seconds": 0.5}] * 2
     fakes[1].fail(UPDATE, "error", "error")
     refit(8)
@@ -73,10 +76,74 @@ def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_th
     assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
 
 
+class StagedSide(TrainerSide):
+    """A trainer's side whose servers write on while it sends. `during`: called meanwhile."""
+
+    address = ADDRESS
+
+    def __init__(self, during) -> None:
+        self.during = during
+
+    def __call__(self, version: int, replicas: list[int]) -> dict[str, float]:
+        return self.during(version) or {"refit/seconds": 0.5}
+
+
+def test_servers_write_with_their_weights_until_staged_ones_have_come_and_pause_only_then(run_engines: RunEngines):
+    fakes, seen = [run_engines.start(i) for i in range(2)], []
+    pool, driver = run_engines.open(), Driver()
+
+    def during(version: int) -> None:
+        if version == 2:
+            assert right(complete(pool, PROMPTS, SAMPLING)) and pool.version == 1
+            assert [fake.version for fake in fakes] == ["1", "1"]
+        seen.append([fake.count(PAUSE) for fake in fakes])
+
+    settings = RefitConfig(timeout_s=5.0, staging="host")
+    refit = PoolRefit(OneProcess(), "generator", StagedSide(during), pool, driver, settings)
+    run_engines.living(2)
+    refit(1)
+    refit(2)
+    assert seen == [[0, 0], [1, 1]] and [fake.version for fake in fakes] == ["2", "2"] and pool.version == 2
+    assert all(0 < line["refit/pause_seconds"] < 5 for line in driver.lines) and len(driver.lines) == 2
+    assert right(complete(pool, PROMPTS, SAMPLING))
+
+
+def test_servers_write_on_with_their_weights_where_staged_ones_do_not_come(run_engines: RunEngines):
+    fake, tries = run_engines.start(), []
+
+    def during(version: int) -> None:
+        tries.append(version)
+        if tries.count(2) == 1 or version == 3:
+            raise RefitError("no engine answered")
+
+    pool, driver = run_engines.open(replicas=1), Driver()
+    settings = RefitConfig(timeout_s=5.0, staging="host")
+    refit = PoolRefit(OneProcess(), "generator", StagedSide(during), pool, driver, settings)
+    refit(1)
+    refit(2)
+    assert tries == [1, 2, 2] and fake.count(PAUSE) == 2 and fake.version == "2"
+    with pytest.raises(EngineError, match="3 refits to version 3 reached no engine"):
+        refit(3)
+    assert fake.count(PAUSE) == 2 and pool.version == 2 and right(complete(pool, PROMPTS, SAMPLING))
+
+
+def test_a_server_that_dies_between_staging_and_the_pause_is_out_and_the_other_goes_on(run_engines: RunEngines):
+    fakes = [run_engines.start(i) for i in range(2)]
+    pool, driver = run_engines.open(), Driver()
+    during = lambda version: fakes[1].close() if version == 2 else None  # noqa: E731
+    settings = RefitConfig(timeout_s=5.0, staging="host")
+    refit = PoolRefit(OneProcess(), "generator", StagedSide(during), pool, driver, settings)
+    run_engines.living(2)
+    refit(1)
+    refit(2)
+    assert right(complete(pool, PROMPTS, SAMPLING))
+    assert [m.listing.replica for m in pool.members.serving()] == [0] and fakes[0].version == "2"
+
+
 def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(run_engines: RunEngines):
     fake = run_engines.start()
     pool, side, driver = run_engines.open(replicas=1), Side(failures=1), Driver()
-    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
+    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, RefitConfig(timeout_s=5.0))
     fake.fail(UPDATE, "error")
     refit(1)
     assert len(side.calls) == 2 and len(driver.lines) == 1 and fake.version == "1"
@@ -103,7 +170,12 @@ def test_the_seconds_of_an_adapters_refit_are_those_until_the_servers_have_it(ru
     ended, pool.end_refit = pool.end_refit, end
     policy = SimpleNamespace(export=SimpleNamespace(write_adapter=write))
     refit = PoolRefit(
-        OneProcess(), "generator", AdapterFiles(OneProcess(), policy, tmp_path / "adapters"), pool, driver, 5.0
+        OneProcess(),
+        "generator",
+        AdapterFiles(OneProcess(), policy, tmp_path / "adapters"),
+        pool,
+        driver,
+        RefitConfig(timeout_s=5.0),
     )
     for version in (1, 2, 3):
         refit(version)

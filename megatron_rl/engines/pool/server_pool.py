@@ -26,6 +26,7 @@ SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum number of sequences and
 LISTED_S = 10.0  # maximum seconds to wait until a server that has answered is registered in the pool
 # seconds after a failed weight sync (refit) of a server before the weights are sent to this server again
 AGAIN_S = 30.0
+SWAP_S = 10.0  # maximum seconds until a server that received weights while it generated has seen the trainer's verdict
 _log = logging.getLogger(__name__)
 
 
@@ -128,18 +129,21 @@ class Pool(ServerEngine):
         members = ListedMembers(role, settings, registry, connect, fixed=fixed, look_s=look_s, listed=listed)
         self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{role}")
         self._updates: dict[Member, concurrent.futures.Future[None]] = {}
+        self._staging: list[Member] = []  # servers that take part in a refit while they generate
+        # time.perf_counter() when the servers of the current refit were paused, and seconds of the last refit's pause
+        self._paused, self.pause_s = 0.0, 0.0
         super().__init__(members, look_s=look_s, shared=shared)
 
     def begin_refit(
-        self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
+        self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float, staged: bool = False
     ) -> list[int]:
         """Prepares the live servers (only the replicas `only`, if given) for a weight sync (refit) that the trainer at
         `address` begins now.
 
         Returns the replicas that take part. These servers are paused as `engine.pause` specifies, and get no requests
-        until they have the new weights. Without `only`, waits for a first server, and raises EngineError if no server
-        is available within `engine.wait_s`. Does not wait for servers on the trainer's GPUs, because they cannot be
-        started now.
+        until they have the new weights. With `staged`, they go on with their present weights until `swap`. Without
+        `only`, waits for a first server, and raises EngineError if no server is available within `engine.wait_s`. Does
+        not wait for servers on the trainer's GPUs, because they cannot be started now.
         """
         waiting = None if self._colocated else Waiting(self.members)
         if waiting is None and only is None:
@@ -154,20 +158,36 @@ class Pool(ServerEngine):
             ):
                 member.joined = address
             joined = [m for m in members if m.joined == address]
-            if joined:
-                with self.members.change:
-                    self.members.refitting, self.members.version = True, version
-                    for member in self.members.by_replica.values() if only is None else joined:
-                        member.version = None
-            paused = self._each(joined, "could not be paused for a refit", lambda m: m.server.pause(), hang_up=True)
-            if paused or only is not None or waiting is None:
+            begun = joined
+            if staged:
+                self._staging = joined
+            elif joined:
+                begun = self._pause(version, joined, all_stale=only is None, wait_s=wait_s)
+            if begun or only is not None or waiting is None:
                 break
-            self.members.refitting = False
             waiting.on()
             self.members.closing.wait(self._look_s)
+        return sorted(m.listing.replica for m in begun)
+
+    def swap(self, version: int) -> None:
+        """Pauses the servers that take part in a staged refit, and makes them replace their weights by the weights of
+        `version`, all of which the trainer has sent. `end_refit` waits for them.
+        """
+        self._pause(version, self._staging, all_stale=True, wait_s=SWAP_S)
+
+    def _pause(self, version: int, members: Sequence[Member], *, all_stale: bool, wait_s: float) -> list[Member]:
+        """Pauses servers and starts their updates to `version`. Returns the servers that could be paused. `all_stale`:
+        the other servers lack this version. `wait_s`: maximum seconds until the weights begin to arrive.
+        """
+        self._paused = time.perf_counter()
+        with self.members.change:
+            self.members.refitting, self.members.version = True, version
+            for member in self.members.by_replica.values() if all_stale else members:
+                member.version = None
+        paused = self._each(members, "could not be paused for a refit", lambda m: m.server.pause(), hang_up=True)
         self.members.refitting = bool(paused)
         self._updates = {m: self._threads.submit(self._update, m, version, wait_s) for m in paused}
-        return sorted(m.listing.replica for m in paused)
+        return paused
 
     def end_refit(self) -> int:
         """Waits until the servers have finished the weight sync (refit) that the trainer has finished. Servers with the
@@ -177,6 +197,7 @@ class Pool(ServerEngine):
         for future in self._updates.values():
             future.result()
         updated, self._updates, self.members.refitting = self._updates, {}, False
+        self.pause_s = time.perf_counter() - self._paused
         return sum(m in updated for m in self.members.serving())
 
     def tend(self) -> None:

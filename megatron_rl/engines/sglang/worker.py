@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import pkgutil
@@ -83,13 +84,13 @@ class SglangLanding(refit_worker.Landing):
     """The parameters of an SGLang model, as the destination of a refit. It is used between /begin_weight_update, which
     restores the loaded form of the weights, and /end_weight_update, which processes the weights again.
 
-    Plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`. SGLang may
-    permute the rows of fused experts, which cannot be seen from their shape. Therefore the weights of fused experts are
-    received in separate tensors and copied to the model at the commit; SGLang permutes them again at
-    /end_weight_update.
+    Without `staging`, plain layers are written in place, so the engine must not serve between `begin_refit` and
+    `commit_refit`. SGLang may permute the rows of fused experts, which cannot be seen from their shape. Therefore the
+    weights of fused experts, and all weights with `staging`, are received in separate tensors and copied to the model
+    at the commit; SGLang permutes them again at /end_weight_update.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, staging: refit_worker.Staging) -> None:
         """Raises ValueError if SGLang cannot load the model's weights again."""
         self._staged: list[tuple[nn.Parameter, Tensor]] = []
         parameters: dict[str, Tensor] = {}
@@ -98,11 +99,12 @@ class SglangLanding(refit_worker.Landing):
                 raise ValueError(
                     f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm"
                 )
-            plain = _plain(layer)
+            in_place, place = _plain(layer) and staging == "off", "device" if staging == "off" else staging
             for name, parameter in layer.named_parameters(recurse=False):
-                own = parameter.data if plain else torch.empty_like(parameter.data)
+                data = parameter.data
+                own = data if in_place else refit_worker.beside(data.shape, data.dtype, data.device, place)
                 parameters[f"{prefix}.{name}" if prefix else name] = own
-                self._staged += [] if plain else [(parameter, own)]
+                self._staged += [] if in_place else [(parameter, own)]
         # leaves out a head that shares the embedding's weight
         super().__init__({name: parameters[name] for name, _ in model.named_parameters()})
 
@@ -151,8 +153,8 @@ class Refits:
             self._side = None
         model = updater.get_model()
         self._side = refit_worker.join(
-            address, SglangLanding(model), next(model.parameters()).device, replica=replica, tp=_tp_size(),
-            tp_rank=updater.tp_rank,
+            address, functools.partial(SglangLanding, model), next(model.parameters()).device, replica=replica,
+            tp=_tp_size(), tp_rank=updater.tp_rank,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -56,18 +57,21 @@ class TakePart(WeightTransferUpdateInfo):
 class VllmLanding(refit_worker.Landing):
     """The parameters of a vLLM model, as the destination of a refit.
 
-    On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`.
-    Parameters that vLLM repacks after loading (every linear layer on a CPU, fused experts) are received in host memory
-    and passed to vLLM's layerwise reload in `commit_refit`; the model keeps the old values of these parameters until
-    then.
+    On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`;
+    with `staging`, they are received in staging memory and copied in `commit_refit`. Parameters that vLLM repacks after
+    loading (every linear layer on a CPU, fused experts) are received in host memory, or in staging memory, and passed
+    to vLLM's layerwise reload in `commit_refit`; the model keeps the old values of these parameters until then.
     """
 
-    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, model_config: Any, device: torch.device, staging: refit_worker.Staging
+    ) -> None:
         self._model, self._model_config = model, model_config
         # The layers are collected now, because shared parameters become separate objects during a reload.
         self._layers = [*_layers(model)]
         self._staged: dict[str, Tensor] = {}
-        in_place: dict[str, Tensor] = {}
+        self._copied: list[tuple[Tensor, Tensor]] = []  # (parameter of a plain layer, its staging memory)
+        landing: dict[str, Tensor] = {}
         # Parameters that two layers share: name in the second layer -> name in the first layer.
         self._same: dict[str, str] = {}
         first: dict[int, str] = {}
@@ -83,20 +87,26 @@ class VllmLanding(refit_worker.Landing):
                     continue
                 shape = loadable.get(name, live.get(name))
                 assert shape is not None
-                if device.type != "cpu" and _plain(layer):
-                    in_place[prefix + name] = live[name].data
+                plain = device.type != "cpu" and _plain(layer)
+                if plain and staging == "off":
+                    landing[prefix + name] = live[name].data
+                    continue
+                # In host memory by default: vLLM has reserved no GPU memory for a second copy.
+                landing[prefix + name] = own = refit_worker.beside(shape.shape, shape.dtype, device, staging)
+                if plain:
+                    self._copied.append((live[name].data, own))
                 else:
-                    # In host memory: vLLM has reserved no GPU memory for a second copy.
-                    own = torch.empty(shape.shape, dtype=shape.dtype, device="cpu", pin_memory=device.type != "cpu")
                     self._staged[prefix + name] = own
-        super().__init__(in_place | self._staged)
+        super().__init__(landing)
 
     def commit_refit(self, version: int) -> None:
-        """Reloads the parameters that were received in host memory. If vLLM raises an exception, the model is in an
-        undefined state afterwards.
+        """Copies and reloads the parameters that were not received in place. If vLLM raises an exception, the model is
+        in an undefined state afterwards.
         """
-        if self._staged:
-            with torch.no_grad():
+        with torch.no_grad():
+            for parameter, own in self._copied:
+                parameter.copy_(own)
+            if self._staged:
                 self._reload()
 
     def _reload(self) -> None:
@@ -139,8 +149,8 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
         self._side = refit_worker.join(
             Address(init_info.host, init_info.port, init_info.secret),
-            VllmLanding(trained, self.model_config, self.device), self.device, replica=init_info.replica,
-            tp=self.parallel_config.world_size, tp_rank=self.parallel_config.rank,
+            functools.partial(VllmLanding, trained, self.model_config, self.device), self.device,
+            replica=init_info.replica, tp=self.parallel_config.world_size, tp_rank=self.parallel_config.rank,
         )  # fmt: skip
 
     def start_weight_update(self) -> None: ...

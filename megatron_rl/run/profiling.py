@@ -1,0 +1,57 @@
+"""Traces of chosen iterations by torch's profiler, and what holds a GPU's memory when it runs out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megatron_rl.config.run import Profile
+
+FOLDER = "profiles"  # in the run directory
+GIB = 1 << 30
+
+
+@contextlib.contextmanager
+def profiled(settings: Profile, directory: Path, *, iteration: int, rank: int) -> Iterator[None]:
+    """Context manager that writes a trace of its block to RUN/profiles, if `settings` choose the iteration and the
+    rank. Stages of the iteration are ranges in the trace (timing.named_range).
+    """
+    if iteration not in settings.iterations or rank not in settings.ranks:
+        yield
+        return
+    gpu = [ProfilerActivity.CUDA] if ProfilerActivity.CUDA in torch.profiler.supported_activities() else []
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
+        yield
+    (directory / FOLDER).mkdir(exist_ok=True)
+    profiler.export_chrome_trace(str(directory / FOLDER / f"iteration_{iteration:06d}_rank_{rank}.json.gz"))
+
+
+@contextlib.contextmanager
+def memory_explained(
+    directory: Path, rank: int, owners: Mapping[str, Callable[[], Mapping[str, int]]]
+) -> Iterator[None]:
+    """Context manager that adds to an out-of-memory error of its block who holds the GPU's memory, and writes a
+    snapshot of torch's allocator to RUN/profiles.
+
+    `owners`: by role, a function that returns the bytes on the GPU of its parts, such as {"optimizer state": 1024}.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        held = [(size, f"{role}'s {part}") for role, parts in owners.items() for part, size in parts().items()]
+        told = [f"{name} {size / GIB:.2f} GiB" for size, name in sorted(held, reverse=True) if size]
+        said = f"rank {rank} ran out of GPU memory: {str(error).splitlines()[0]}"
+        said += f"; the memory holds {', '.join(told) or 'nothing of a role'}"
+        if torch.cuda.is_available():
+            other = torch.cuda.memory_allocated() - sum(size for size, _ in held)
+            said += f", and {other / GIB:.2f} GiB of activations, buffers and other tensors"
+            (directory / FOLDER).mkdir(exist_ok=True)
+            file = directory / FOLDER / f"out_of_memory_rank_{rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(file))
+            said += f"; {file} is a snapshot for https://docs.pytorch.org/memory_viz"
+        said += "; lower roles.NAME.micro_batch_tokens, or divide the model further (roles.NAME.layout)"
+        raise torch.OutOfMemoryError(said) from error
