@@ -16,6 +16,7 @@ from ranks import ROOT
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 SCRIPT = """
+import gc
 import json
 
 import emulated_cuda
@@ -34,16 +35,27 @@ class Layer(torch.nn.Module):
         self.quant_method = method
 
 
-model = torch.nn.ModuleDict({"plain": Layer(UnquantizedLinearMethod(), 16), "experts": Layer(object(), 1024)})
-before = allocated_bytes()
-landing = VllmLanding(model, None, torch.device("cuda:0"))
-found = landing.parameters
-print(json.dumps({
-    "more": allocated_bytes() - before,
-    "devices": {name: tensor.device.type for name, tensor in found.items()},
-    "pinned": is_pinned(found["experts.weight"]),
-    "in_place": found["plain.weight"].data_ptr() == model["plain"].weight.data_ptr(),
-}))
+told = {}
+for staging in ("off", "host", "device"):
+    model = landing = found = None
+    gc.collect()
+    model = torch.nn.ModuleDict({"plain": Layer(UnquantizedLinearMethod(), 16), "experts": Layer(object(), 1024)})
+    before = allocated_bytes()
+    landing = VllmLanding(model, None, torch.device("cuda:0"), staging)
+    found = landing.parameters
+    told[staging] = {
+        "more": allocated_bytes() - before,
+        "devices": {name: tensor.device.type for name, tensor in found.items()},
+        "pinned": [is_pinned(tensor) for tensor in found.values() if tensor.device.type == "cpu"],
+        "in_place": found["plain.weight"].data_ptr() == model["plain"].weight.data_ptr(),
+    }
+    del model["experts"]
+    landing._staged.clear()  # vLLM's reload needs a model that vLLM has loaded
+    found["plain.weight"].fill_(2.0)
+    before = float(model["plain"].weight.detach().sum())
+    landing.commit_refit(1)
+    told[staging]["sums"] = [before, float(model["plain"].weight.detach().sum())]
+print(json.dumps(told))
 """
 
 pytestmark = [
@@ -61,6 +73,12 @@ def test_the_experts_of_a_server_are_not_on_its_gpu_twice():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {
-        "more": 0, "devices": {"plain.weight": "cuda", "experts.weight": "cpu"}, "pinned": True, "in_place": True
+    assert found["off"] == {
+        "more": 0, "devices": {"plain.weight": "cuda", "experts.weight": "cpu"}, "pinned": [True], "in_place": True,
+        "sums": [256.0, 256.0],
     }  # fmt: skip
+    beside = {"in_place": False, "sums": [128.0, 256.0]}
+    devices = dict.fromkeys(("plain.weight", "experts.weight"), "cpu")
+    assert found["host"] == {"more": 0, "devices": devices, "pinned": [True, True], **beside}
+    more = 4 * (16 + 1024) * 8
+    assert found["device"] == {"more": more, "devices": dict.fromkeys(devices, "cuda"), "pinned": [], **beside}
