@@ -20,7 +20,7 @@ from megatron_rl.config.model import Layout
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
-from megatron_rl.models.blocks import OUTPUT
+from megatron_rl.models.blocks import OUTPUT, VALUE_HEAD
 from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal
@@ -111,6 +111,11 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
                 if prefix == MASTER and weight is not None:
                     _check_master(checkpoint, sizes, name, weight, whole)
                 _write(writer, sizes, layout.tp, (prefix, name, cuts[name]), whole)
+        for key in sorted(key for key in left if key.endswith(VALUE_HEAD)):  # not a parameter of the family
+            prefix = key.removesuffix(VALUE_HEAD)
+            whole, last = checkpoint.parameter(VALUE_HEAD, prefix), max(at for own in cuts.values() for at, _ in own)
+            writer.add(key, tuple(whole.shape), (0,) * whole.dim(), whole, rank=last)
+            left.remove(key)
         if left:
             raise ConfigError(
                 f"{checkpoint.directory} holds {sorted(left)[0]}, for which a {sizes.family} model has no place"

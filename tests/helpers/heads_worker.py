@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 
 from megatron_rl.algorithms.value_loss import PolicyAndValueLoss
 from megatron_rl.config.schema import ConfigError, Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
+from megatron_rl.conversion.reshard import reshard
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.megatron import optimizer, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.weights.rank_layouts import TrainerLayout
 
 FIRST, SECOND = {"pp": 2}, {"tp": 2, "sequence_parallel": True}
 
@@ -98,8 +100,15 @@ def sharing(folder: Path, lora: Lora | None) -> dict[str, Any]:
     new, loss = everywhere(own), PolicyAndValueLoss(kept)
     learn(own, rollouts, loss, each=3)
     save(own, folder / name)
-    other.state.load(folder / name)
-    loaded = (everywhere(own) - everywhere(other)).abs().max().item()
+    checkpoints, loaded = [name], 0.0
+    if lora is None:
+        checkpoints.append(f"{name}_cut")
+        if world().rank == 0:
+            reshard(folder / name, folder / checkpoints[1], TrainerLayout(tp=2), model=folder / "model")
+        dist.barrier()
+    for checkpoint in checkpoints:
+        other.state.load(folder / checkpoint)
+        loaded = max(loaded, (everywhere(own) - everywhere(other)).abs().max().item())
     a, b = learn(own, rollouts, loss), learn(other, rollouts, loss)
     ours, theirs, head = dict(own.export.weights()), dict(other.export.weights()), everywhere(own)
     export_model(world(), other.export, other.role.model, folder / f"{name}_model")
