@@ -14,6 +14,10 @@ from megatron_rl.config.base import Share, config
 if TYPE_CHECKING:
     from megatron_rl.config.model import RoleConfig
 
+# Format of the linear layers' weights in engines: "fp8" has float8 values with a float32 scale per 128 x 128 elements
+# (DeepSeek's format), "mxfp8" has float8 values with a power of two per 32 elements of a row, "nvfp4" has float4 values
+# with a float8 scale per 16 elements of a row (weights/quantisation.py).
+Quantization = Literal["fp8", "mxfp8", "nvfp4"]
 # Command-line options with which engines keep several copies of the model in one server. These options are rejected,
 # because a weight sync updates only the `tp` ranks of one copy.
 DATA_PARALLEL = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
@@ -25,10 +29,18 @@ class Embedded:
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
     max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes together
+    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. This engine dequantises
+    # the weights and needs more memory with a format than without: use it to try a format.
+    quantization: Quantization | None = None
     # On a GPU, replay the decoding steps of a dense model as CUDA graphs. The generated tokens are the same as without
     # graphs; decoding is faster because the CPU does not launch every kernel. One graph at a time is kept in GPU
     # memory.
     cuda_graphs: bool = True
+
+    @property
+    def low_precision(self) -> bool:
+        """Returns whether the engine generates with lower precision than the trainer computes with."""
+        return self.quantization is not None
 
 
 @config
@@ -47,6 +59,11 @@ class Servers:
     replicas: PositiveInt = 1  # number of servers of each role, or of the roles that share servers
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
     expert_parallel: bool = False  # true: each rank of a server holds whole experts; false: a part of every expert
+    # Format in which servers hold the weights of linear layers; the trainer quantises them at every weight sync. null:
+    # the model's dtype. Roles without a policy keep the weights that their servers start with.
+    quantization: Quantization | None = None
+    # Format of the key-value cache: fp8_e4m3 and fp8_e5m2 have one byte per element; auto: the model's dtype.
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     # Addresses of servers that are already running, by role. These servers need no shared directory with the run.
     urls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # File with the access token that the servers at `urls` require; null: the token in the run directory.
@@ -105,6 +122,16 @@ class Servers:
         adapters."""
         return False
 
+    @property
+    def low_precision(self) -> bool:
+        """Returns whether the servers generate with lower precision than the trainer computes with."""
+        return self.quantization is not None or self.kv_cache_dtype != "auto"
+
+    @property
+    def cache_width(self) -> int | None:
+        """Returns the bytes per element of the key-value cache; None: as many as the model's dtype has."""
+        return None if self.kv_cache_dtype == "auto" else 1
+
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
         """Returns an error message for each role whose settings the servers of this engine do not support."""
         problems = [
@@ -121,7 +148,18 @@ class Servers:
         ]
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for each argument in `args` that asks for data parallelism."""
+        """Yields an error message for each argument in `args` that asks for data parallelism, and for a format of
+        weights that servers do not have."""
+        if self.quantization == "nvfp4":
+            yield (
+                "engine.quantization = 'nvfp4': servers need a second scale for each weight, which weight syncs do not "
+                "send; set it to fp8 or mxfp8, or engine.kind to embedded"
+            )
+        if self.quantization and self.serves_adapters:
+            yield (
+                f"engine.quantization = {self.quantization!r} with engine.adapters = 'served': the base model is "
+                "never synced, and weight syncs quantise; set engine.adapters to merged"
+            )
         for name in (word.partition("=")[0].replace("_", "-") for word in self.args):
             if name in DATA_PARALLEL:
                 yield (

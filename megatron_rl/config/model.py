@@ -184,8 +184,8 @@ class CorrectionConfig:
             )
 
 
-# Default of a role's `loss.correction` if rollouts are collected ahead of training (rollouts.max_staleness above 0)
-# (rollouts.max_staleness above 0).
+# Default of a role's `loss.correction` if rollouts are collected ahead of training (rollouts.max_staleness above 0) or
+# by engines of lower precision (engine.quantization, engine.kv_cache_dtype).
 CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 
 
@@ -217,7 +217,7 @@ class LossConfig:
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
     max_tokens: PositiveInt | None = None  # sequence length for aggregation = constant; null: sampling.max_tokens
     # Importance weights that correct the mismatch between trainer and engine. null: no weights, or {kind: truncate,
-    # high: 2.0} if rollouts.max_staleness is above 0.
+    # high: 2.0} if rollouts.max_staleness is above 0, or if engines generate with quantised weights or KV cache.
     correction: CorrectionConfig | None = None
     # Leave tokens with a negative advantage out of the objective if the mean of log p_engine - log p over their rollout
     # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.

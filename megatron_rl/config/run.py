@@ -93,10 +93,17 @@ class Preflight:
     """The preflight: checks of the engine and the reward before the first update."""
 
     num_prompts: PositiveInt = 4  # number of prompts with which the preflight is run
-    # Maximum allowed mean of |log-prob of the engine - log-prob of the trainer| over sampled tokens, in nats.
-    max_logprob_gap: NonNegativeFloat = 0.05
+    # Maximum allowed mean of |log-prob of the engine - log-prob of the trainer| over sampled tokens, in nats. null:
+    # 0.05, or 0.2 with engine.quantization or an 8-bit engine.kv_cache_dtype.
+    max_logprob_gap: NonNegativeFloat | None = None
     reward: bool = True  # check that the reward accepts the prompts' reference answers and rejects a wrong answer
     enabled: bool = True  # false: no checks of the engine and the reward before training
+
+    @property
+    def gap_limit(self) -> float:
+        """Returns the maximum allowed mean gap: `max_logprob_gap`, or its default for engines of the trainer's
+        precision."""
+        return 0.05 if self.max_logprob_gap is None else self.max_logprob_gap
 
 
 @config

@@ -112,11 +112,14 @@ def stoppable(target: Path) -> Iterator[None]:
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
     """Copies the config, generation config and tokenizer files of the model directory `source` to `target`, except for
-    files whose names are in `keep`."""
+    files whose names are in `keep`. The written weights are not quantised: the config says so."""
     for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json") and file.name not in keep:
                 shutil.copy2(file, target / file.name)
+    config = read_object(source / "config.json") if "config.json" not in keep else {}
+    if config.pop("quantization_config", None):
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def describe_head(folder: Path, head: Head | None) -> None:

@@ -24,7 +24,18 @@ LATENT = {  # field of Sizes -> key of config.json
     "value_dim": "v_head_dim",
 }
 NOPE = "qk_nope_head_dim"  # config.json key for the number of elements of a head's query and key that are not rotated
-EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1, "quantization_config": None}
+EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1}
+
+
+def check_quantisation(config: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError if the files are quantised in another format than the 8-bit format of DeepSeek-V3's files,
+    which is converted to bfloat16 when the files are read."""
+    told = config.get("quantization_config") or {}
+    if told and (told.get("quant_method"), told.get("weight_block_size")) != ("fp8", [128, 128]):
+        raise ConfigError(
+            f"{where}: quantization_config = {told} is not supported, only quant_method fp8 with weight_block_size "
+            "[128, 128] is: take a model that is not quantised"
+        )
 
 
 class DeepseekV2(Family):
@@ -45,6 +56,7 @@ class DeepseekV2(Family):
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
         """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
         value is not supported, for example the routing method or the number of expert groups."""
+        check_quantisation(config, where)
         found = super().read(config, where)
         method = config.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: V2 with routers that choose by a sigmoid and a bias. The multi-token prediction layer is left
 out.
 
-Public files are quantised to 8 bits (quantization_config) and are refused: convert them to bfloat16 first. Their
+Public files are quantised to 8 bits (quantization_config) and are converted to bfloat16 when they are read. Their
 model.layers.61 predicts a second token ahead. This layer is skipped, as in transformers. Chat templates of R1 begin an
 answer with <think>. Special tokens are handled as in V2.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
-from megatron_rl.models.deepseek_v2 import EVERYWHERE, DeepseekV2, groups_of
+from megatron_rl.models.deepseek_v2 import EVERYWHERE, DeepseekV2, check_quantisation, groups_of
 from megatron_rl.models.family import Family
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Routing, Sizes
@@ -37,6 +37,7 @@ class DeepseekV3(DeepseekV2):
         """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
         value is not supported, for example several experts per token without renormalised scores (norm_topk_prob =
         false)."""
+        check_quantisation(config, where)
         found = Family.read(self, config, where)
         told = {**DEFAULTS, **config}
         self.check_groups(told, found, where, best=2)

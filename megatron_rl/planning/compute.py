@@ -17,6 +17,7 @@ from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Actor
 from megatron_rl.planning.workload import Draw
 from megatron_rl.weights import counting, flops
 from megatron_rl.weights.counting import Parallel
+from megatron_rl.weights.quantisation import Format
 
 STEP_S = 1.5e-3  # fixed seconds of a decoding step in which the GPU waits for the host
 ROW_S = 20e-6  # seconds of host time per sequence in a decoding step: scheduling, inputs, text
@@ -87,6 +88,8 @@ class EngineSetup:
     keeps_prefix: bool = True
     shares_prompt: bool = True  # whether samples with the same prompt compute (prefill) it once and share its KV cache
     overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
+    format: Format | None = None  # format of the quantised weights; products take as long as with bfloat16 weights
+    cache_width: int | None = None  # bytes per element of the KV cache; None: those of a weight that is not quantised
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
@@ -246,7 +249,12 @@ def decode_step_seconds(
         touched = 1 - (1 - shape.active / sizes.experts) ** rows
         experts = touched * sizes.expert_layers * sizes.experts * 3 * sizes.hidden * sizes.expert_ffn
         weights += experts * HBM_SHARE / EXPERT_HBM_SHARE
-    memory = (width * weights + rows * context * kv_bytes(shape, width)) / engine.tp / (device.hbm * HBM_SHARE)
+    head = sizes.vocab * sizes.hidden  # which is never quantised
+    read = width * weights
+    if engine.format is not None and engine.compiled:  # the embedded engine reads dequantised weights
+        read = engine.format.bytes_per_element * (weights - head) + width * head
+    cache = rows * context * kv_bytes(shape, engine.cache_width or width)
+    memory = (read + cache) / engine.tp / (device.hbm * HBM_SHARE)
     computed = rows * sum(forward_flops(shape, 0)) / engine.tp / (device.flops * device.dense_share)
     calls = 2 * sizes.num_layers * (0 if engine.tp == 1 else 1)
     wire = 2 * rows * sizes.hidden * width * (engine.tp - 1) / engine.tp
@@ -298,7 +306,7 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     copies = shape.sizes.cache_copies(engine.tp)
     per_prompt = draw.per_prompt if engine.shares_prompt else 1.0
     held = draw.length - draw.prompt * (1 - 1 / per_prompt)
-    room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / held
+    room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, engine.cache_width or width) / held
     most = max(1.0, min(engine.max_batch, room))
     rows = max(1.0, min(own, most))
     waves = own / rows
@@ -373,12 +381,12 @@ def refit_cost(
     """
     shape, parallel, numbers, _ = actor
     device, width = cluster.device, numbers.width
-    whole = float(width * counting.total(shape))
+    whole = counting.engine_bytes(shape, width, engine.format)
     if adapter:
         whole = float(width * actor._replace(parallel=Parallel(world=1)).adapters(0))
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
-        own = width * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all
+        own = whole * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all / counting.total(shape)
         # bytes of weights that the trainer ranks of a node hold in total
         held = min(whole, own * min(cluster.per_node, parallel.tp * parallel.pp))
         seconds = (whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)

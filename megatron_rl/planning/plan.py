@@ -22,6 +22,7 @@ from megatron_rl.planning.phases import IterationPlan, micro_batch, plan_iterati
 from megatron_rl.planning.workload import Draw, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
+from megatron_rl.weights.quantisation import FORMATS
 
 ENGINE_WORKSPACE = 3 * memory.GIB  # bytes per GPU for prefill activations and CUDA graphs of a server
 # assumed bytes of GPU memory that a server keeps while it sleeps: CUDA context, NCCL's buffers, CUDA graphs
@@ -262,6 +263,10 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded) and role.head is None:
         embedded = float(numbers.width * counting.total(shape)) * writers_of(role)
+        if (
+            trained and engine.quantization
+        ):  # the engine keeps the quantised values, and computes with dequantised weights
+            embedded += counting.engine_bytes(shape, 0, FORMATS[engine.quantization])
         tokens = max(
             min(engine.max_batch, -(-(draws[other].samples if other in draws else 1) // parallel.world))
             * _longest(case, other, draws)
@@ -282,18 +287,21 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     width = Precision.gpu(role.model.dtype).width
     problems = engine_problems(shape.sizes, settings.tp, shape.name, expert_parallel=settings.expert_parallel)
     refuse(*(f"engine of {name}: {line}" for line in problems))
-    weights = writers_of(role) * width * counting.total(shape) / settings.tp
+    form = FORMATS[settings.quantization] if settings.quantization and role.has_policy else None
+    weights = writers_of(role) * counting.engine_bytes(shape, width, form) / settings.tp
     share = settings.memory_share * case.cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
     longest = max(_longest(case, other, draws) for other in _players(case, name))
     copies = shape.sizes.cache_copies(settings.tp)
-    sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / writers_of(role)
+    token = compute.kv_bytes(shape, settings.cache_width or width)
+    sequences = max(0.0, cache) * settings.tp / copies / token / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep)
 
 
 def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
     settings = case.spec.engine.settings
+    form = FORMATS[settings.quantization] if settings.quantization else None
     if isinstance(settings, Servers):
         cached = not NO_CACHE & set(settings.args)
         return EngineSetup(
@@ -305,6 +313,8 @@ def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
             keeps_prefix=cached,
             shares_prompt=cached,
             overlapped=not NO_OVERLAP & set(settings.args),
+            format=form,
+            cache_width=settings.cache_width,
         )
     # no limit: the embedded engine's KV cache grows as needed
     return EngineSetup(

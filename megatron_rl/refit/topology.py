@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.refit.transport import Parameters
+from megatron_rl.refit.quantised_source import QuantisedSource
+from megatron_rl.refit.transport import Added, Parameters, Readable, Sums, Tensors
 from megatron_rl.refit.transport_choice import RankLocations
 from megatron_rl.weights import rank_layouts, refit_plan
-from megatron_rl.weights.parameter_mapping import kept_float32
+from megatron_rl.weights.parameter_mapping import Rect, kept_float32
+from megatron_rl.weights.quantisation import SCALES, quantised_shapes, sent
 from megatron_rl.weights.rank_layouts import EngineLayout, Holding, TrainerLayout
 from megatron_rl.weights.refit_plan import RefitPlan
 
@@ -31,12 +34,14 @@ class Topology:
     sizes: Sizes
     trainer: TrainerLayout
     engines: EngineLayout
-    dtype: str  # name of the torch dtype in which weights are sent, such as "bfloat16"
+    dtype: str  # name of the torch dtype of the engines' parameters that are not quantised, such as "bfloat16"
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Returns the dtype in which weights are sent."""
-        return getattr(torch, self.dtype)
+        """Returns the dtype of the elements of a refit's messages. Messages to engines with quantised weights consist
+        of bytes, because their parameters have several dtypes.
+        """
+        return torch.uint8 if self.engines.format else getattr(torch, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Returns this topology as JSON-serializable values."""
@@ -64,7 +69,7 @@ class Topology:
         on_gpu = locations.trainer[0].device != "cpu"
         trainer, engine = locations.placements(self.engines.world)
         return refit_plan.plan(
-            self._carried(rank_layouts.trainer(self.sizes, self.trainer)),
+            self._carried(self._sent()),
             self._carried(rank_layouts.engines(self.sizes, self.engines, ranks=locations.engines)),
             trainer=trainer,
             engine=engine,
@@ -72,34 +77,66 @@ class Topology:
             local_bucket_elements=bucket_elements * (GPU_BUCKETS if on_gpu else 1),
         )
 
+    def sources(self, rank: int, parameters: Mapping[str, Tensor], added: Added | None) -> Readable:
+        """Returns the parameters of trainer rank `rank` in the form in which a refit sends them, plus `added` (see
+        `Sums`).
+        """
+        tensors, form = Tensors(parameters), self.engines.format
+        plain = self.carried(tensors) if form is None else tensors
+        summed = plain if added is None else Sums(plain, added)
+        if form is None:
+            return summed
+        held: dict[str, list[tuple[str, Rect]]] = {}
+        for holding in rank_layouts.trainer(self.sizes, self.trainer):
+            for name, rect in holding.parameters if rank in holding.ranks else ():
+                if rect.tensor in quantised_shapes(self.sizes):
+                    held.setdefault(rect.tensor, []).append((name, rect))
+        kept, dtype = kept_float32(self.sizes), getattr(torch, self.dtype)
+        return QuantisedSource(summed, held, form, dtype, float32=kept)
+
+    def _sent(self) -> Iterator[Holding]:
+        """Yields the holdings of the trainer's ranks as a refit sends them: quantised if the engines are."""
+        for holding in rank_layouts.trainer(self.sizes, self.trainer):
+            form = self.engines.format
+            yield holding if form is None else holding._replace(parameters=sent(self.sizes, form, holding.parameters))
+
     def carried(self, parameters: P) -> P:
         """Returns the parameters of a rank in the form in which a refit sends them.
 
         Parameters that are float32 whatever the model's dtype are viewed bit for bit as the dtype in which weights are
-        sent.
+        sent. If bytes are sent, all parameters are viewed as bytes.
         """
         kept = kept_float32(self.sizes)
-        return parameters.carried(kept, self.torch_dtype) if kept and self._words > 1 else parameters
+        bytes_or_kept = self.engines.format or (kept and self.torch_dtype.itemsize < torch.float32.itemsize)
+        return parameters.carried(kept, self.torch_dtype) if bytes_or_kept else parameters
 
     def _carried(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Yields the holdings (parameters and the ranks that hold them). Rectangles are widened for parameters that are
-        float32 whatever the model's dtype: each float32 element is counted as several elements of the dtype in which
-        weights are sent.
+        """Yields the holdings (parameters and the ranks that hold them). Rectangles are widened for parameters whose
+        elements are larger than those of the dtype that is sent: each of their elements is counted as several.
         """
-        kept = kept_float32(self.sizes)
         for holding in holdings:
-            wide = [
-                (name, rect._replace(columns=self._words) if rect.tensor in kept else rect)
-                for name, rect in (holding.parameters if kept else ())
-            ]
-            yield Holding(holding.ranks, wide) if kept else holding
+            wide = [(name, rect, self._words(rect.tensor)) for name, rect in holding.parameters]
+            yield Holding(
+                holding.ranks,
+                [
+                    (
+                        name,
+                        rect._replace(column=rect.column * n, columns=rect.columns * n, at_column=rect.at_column * n),
+                    )
+                    for name, rect, n in wide
+                ],
+            )
 
-    @property
-    def _words(self) -> int:
-        """Returns the number of elements of the sent dtype that have the size of one float32, for example 2 for
-        bfloat16.
+    def _words(self, tensor: str) -> int:
+        """Returns the number of elements of the sent dtype that have the size of one element of a Hugging Face tensor,
+        for example 2 for a float32 tensor if bfloat16 is sent.
         """
-        return torch.float32.itemsize // self.torch_dtype.itemsize
+        form, kept = self.engines.format, tensor in kept_float32(self.sizes)
+        if form is None:
+            return torch.float32.itemsize // self.torch_dtype.itemsize if kept else 1
+        if tensor in quantised_shapes(self.sizes):
+            return 1
+        return form.scale_bytes if tensor.endswith(SCALES) else 4 if kept else getattr(torch, self.dtype).itemsize
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
         """Raises ValueError unless `names` are exactly the parameters that trainer rank `rank` has in the layout."""

@@ -23,7 +23,7 @@ from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.transport import Added, Deadline, Mismatch, RefitError, Sums, Tensors, TransportError
+from megatron_rl.refit.transport import Added, Deadline, Mismatch, RefitError, TransportError
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 from megatron_rl.world import all_gather, broadcast
 
@@ -97,8 +97,7 @@ class TrainerSide:
                 f"{topology.trainer} has {topology.trainer.world} ranks, but the group has {dist.get_world_size(group)}"
             )
         topology.check_trainer(self._rank, parameters)
-        sources = topology.carried(Tensors(parameters))
-        self._sources = sources if added is None else Sums(sources, added)
+        self._sources = topology.sources(self._rank, parameters, added)
         self._device = next(iter(parameters.values())).device
         self._trainer_locations: list[RankLocation] = self._gather(RankLocation.new(self._device))
         self._store, self.address = self._open_store(host)

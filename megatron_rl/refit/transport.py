@@ -65,7 +65,8 @@ class Parameters(Readable, Protocol):
         ...
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> Self:
-        """Returns these parameters, with those in `names` viewed bit for bit as `dtype`.
+        """Returns these parameters, with those in `names` viewed bit for bit as `dtype`; all of them if `dtype` is
+        uint8.
 
         Each parameter in `names` has n float32 values. It is viewed as [n, 4 / itemsize of `dtype`], so that it can be
         sent together with parameters of `dtype` without loss of precision.
@@ -101,7 +102,7 @@ class Tensors:
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> Tensors:
         return Tensors({
-            name: float32_bits(name, t.detach(), dtype) if name in names else t for name, t in self._given.items()
+            name: bits(name, t.detach(), names, dtype) for name, t in self._given.items()
         })  # fmt: skip
 
     def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
@@ -152,14 +153,17 @@ class Sums:
         return values if more is None else more.add_(values).to(values.dtype)
 
 
-def float32_bits(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a float32 tensor [n] viewed bit for bit as `dtype`, [n, 4 / itemsize of `dtype`].
+def bits(name: str, tensor: Tensor, float32: Collection[str], dtype: torch.dtype) -> Tensor:
+    """Returns the parameter `name` viewed bit for bit as `dtype` if it is in `float32` or if `dtype` is uint8,
+    otherwise unchanged. A tensor [n] is viewed as [n, its itemsize / itemsize of `dtype`].
 
-    Raises ValueError if `tensor` is not float32. `name` is the name of the parameter in the error message.
+    Raises ValueError if a parameter in `float32` has another dtype.
     """
-    if tensor.dtype != torch.float32:
+    if name in float32 and tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype}: it must be float32, whatever the model's dtype is")
-    return tensor.view(-1, 1).view(dtype)
+    if name not in float32 and dtype != torch.uint8:
+        return tensor
+    return (tensor if tensor.dim() > 1 else tensor[:, None]).view(dtype)
 
 
 def as_words(tensor: Tensor) -> np.ndarray | None:

@@ -239,7 +239,7 @@ def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
 
 def _conclude(driver: Driver, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]]) -> int:
     """Says the verdict on each role, and writes drift.json. Returns the exit status. Used on the driver (rank 0)."""
-    limit, target = spec.loop.preflight.max_logprob_gap, driver.directory.path / FILE_NAME
+    limit, target = spec.loop.preflight.gap_limit, driver.directory.path / FILE_NAME
     verdicts = {name: judge(own, limit) for name, own in gaps.items()}
     for name, verdict in verdicts.items():
         grows = "GROWS" if verdict.grows else "is flat"

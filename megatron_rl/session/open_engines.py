@@ -131,14 +131,15 @@ def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngine
         own = embedded_engine(
             role.model, settings, session.tokenizers[name],
             junior=None if role.tandem is None else role.tandem.junior or role.model.path,
-            tells_experts=name in session.policies and role.router_replay,
+            tells_experts=name in session.policies and role.router_replay, quantization=settings.quantization,
         )  # fmt: skip
         run_engines.engines[name] = DataParallelEngine(session.world, name, own)
         policy = session.policies.get(name)
         if policy is None:
             own.load_pretrained()
             continue
-        layout = EngineLayout(replicas=policy.export.trainer_layout.world, whole=True)
+        world = policy.export.trainer_layout.world
+        layout = EngineLayout(replicas=world, whole=True, quantization=settings.quantization)
         hosts = all_gather(socket.gethostname(), policy.groups.control)
         # network address at which the other ranks and the servers reach rank 0
         host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
@@ -194,7 +195,10 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
         if role.lora is not None and settings.serves_adapters:
             side, present = AdapterFiles(session.world, policy, session.adapters(name)), contextlib.nullcontext
         else:
-            layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
+            layout = EngineLayout(
+                replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel,
+                quantization=settings.quantization,
+            )  # fmt: skip
             side, present = _trainer_side(session, name, policy, layout, settings.host), policy.memory.present
         run_engines.refits[name] = PoolRefit(session.world, name, side, pool, driver, engines.refit, present=present)
     if settings.colocate:

@@ -60,6 +60,7 @@ def start_server(
         python=kind.interpreter(settings), model=model, dtype=own.model.dtype, port=free_port(settings.host),
         token_file=token_file(engines, settings), on_gpu=has_gpu(environment), tells_experts=own.router_replay,
         by_priority=engines.by_priority,
+        quantization=settings.quantization if own.has_policy and engines.trains else None,
         adapter_ranks=tuple(lora.rank for lora in loras if lora is not None and settings.serves_adapters),
     )  # fmt: skip
     if own.tandem is not None:

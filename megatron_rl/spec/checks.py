@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.algorithms.value_loss import loss_of
@@ -20,7 +21,7 @@ from megatron_rl.config.base import ConfigError, Use, read_object
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
-from megatron_rl.config.model import LossConfig, RoleConfig
+from megatron_rl.config.model import CorrectionConfig, LossConfig, RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
@@ -29,8 +30,9 @@ from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.evaluation_checks import evaluation_problems
-from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
+from megatron_rl.spec.run_spec import EngineSpec, RoleSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_gpus import number_problems
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, quantisation_problems
 
 
 def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
@@ -87,6 +89,13 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             copy.deepcopy(spec.recipe)
         except TypeError as error:
             yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
+    for name, role in spec.roles.items() if settings.low_precision else ():
+        if role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none"):
+            yield (
+                f"roles.{name}.loss.correction.kind = 'none' with engine.quantization or engine.kv_cache_dtype: the "
+                "engine's probabilities are not the trainer's, and training without importance weights is biased; "
+                "leave loss.correction out, whose default then is {kind: truncate, high: 2.0}"
+            )
     if isinstance(settings, Embedded):
         if spec.engine.refit.staging != "off":
             yield (
@@ -296,6 +305,11 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
     over the GPUs of a server."""
     servers = engine.settings if isinstance(engine.settings, Servers) else None
     if not engine.trains:
+        if engine.settings.quantization:
+            yield (
+                f"engine.quantization = {engine.settings.quantization!r} where nothing trains: weight syncs quantise, "
+                "and there are none; leave it out"
+            )
         if servers is not None and servers.colocate:
             yield "engine.colocate = true where nothing trains: no trainer has GPUs; set it to false"
         return
@@ -305,6 +319,8 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
             continue
         problems, read = _read_model(f"roles.{name}", path, to_come)
         yield from problems if role.policy == "none" else ()
+        if read is not None and role.has_policy:
+            yield from _quantisation_problems(engine, name, role, read[0])
         if read is not None and servers is not None:
             sizes = read[0]
             if role.lora is not None and servers.serves_adapters and sizes.experts:
@@ -316,6 +332,27 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
             yield from (f"engine of {name}: {line}" for line in lines)
         if junior is not None:
             yield from _read_model(f"roles.{name}.tandem.junior", junior, to_come)[0]
+
+
+def _quantisation_problems(engine: EngineSpec, name: str, role: RoleSpec, sizes: Sizes) -> Iterator[str]:
+    """Yields error messages about a role whose engines hold quantised weights, or whose model directory does."""
+    settings, layout = engine.settings, role.layout
+    servers = settings if isinstance(settings, Servers) else None
+    published = read_object(Path(role.model.path) / "config.json").get("quantization_config")
+    if servers is not None and published and not servers.quantization:
+        yield (
+            f"{role.model.path} has quantised weights, and engine.quantization = null: servers would start with the "
+            "files' format, and weight syncs send the model's dtype; set engine.quantization to fp8"
+        )
+    if not settings.quantization:
+        return
+    if servers is not None and role.tandem is not None:
+        yield f"roles.{name}.tandem with engine.quantization: such servers hold one model; leave one of them out"
+    own = EngineLayout(quantization=settings.quantization, whole=servers is None)
+    if servers is not None:
+        own = replace(own, tp=servers.tp, expert_parallel=servers.expert_parallel)
+    trained = TrainerLayout(tp=layout.tp, dp=layout.expert_tp, etp=layout.expert_tp)
+    yield from (f"roles.{name}: {line}" for line in quantisation_problems(sizes, trained, own))
 
 
 def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:

@@ -33,6 +33,7 @@ from megatron_rl.spec.run_spec import (
 )
 
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
+LOW_PRECISION_GAP = 0.2  # default of preflight.max_logprob_gap for engines of lower precision, in nats
 
 
 @overload
@@ -87,7 +88,9 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
     held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward)
-    recipe, training = None, shared["sets"]
+    recipe, training, preflight = None, shared["sets"], config.preflight
+    if config.engine.low_precision and preflight.max_logprob_gap is None:
+        preflight = dataclasses.replace(preflight, max_logprob_gap=LOW_PRECISION_GAP)
     shared["sets"] = training | {f"{HELD_OUT}.{own.name}": own.source for own in held_out}
     try:
         recipe = plugins.build(config.recipe)
@@ -103,7 +106,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
             schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),
             evaluation=config.evaluation,
             rollouts=config.rollouts,
-            preflight=dataclasses.replace(config.preflight, enabled=config.preflight.enabled and replay is None),
+            preflight=dataclasses.replace(preflight, enabled=preflight.enabled and replay is None),
         ),
     )
     return spec, problems
@@ -162,10 +165,10 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
 
     For other commands, returns each model as a role named after its setting: `model`, `junior`, `verifier` or `base`.
     Models with equal settings share one engine."""
-    ahead = served = False
+    corrected = served = False
     config = with_staleness(config)
     if isinstance(config, TrainConfig):
-        ahead, roles = config.rollouts.ahead > 0, config.roles
+        corrected, roles = config.rollouts.ahead > 0 or config.engine.low_precision, config.roles
         served = isinstance(config.engine, Servers) and config.engine.serves_adapters
     elif isinstance(config, SftConfig):
         roles = {"model": config.trained}
@@ -183,7 +186,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
         shared = served and role.lora is not None and role.head is None
         servers = first.setdefault((role.model.path, role.model.dtype) if shared else (owner,), owner)
         loss = dataclasses.replace(role.loss, max_tokens=role.loss.max_tokens or role.sampling.max_tokens)
-        if ahead and loss.correction is None and role.head is None:
+        if corrected and loss.correction is None and role.head is None:
             loss = dataclasses.replace(loss, correction=CORRECTION_AHEAD)
         out[name] = RoleSpec(**{**vars(role), "loss": loss}, name=name, owner=owner, servers=servers)
     return out

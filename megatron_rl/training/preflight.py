@@ -169,7 +169,7 @@ def check(
         tried = partial(check_reward, bounds=plan.bounds)
         scores = world.from_driver(tried, context.grade, chosen, plan.wrong_answer, plan.answer_format)
     texts = [recipe.prompt(p.payload) for p in chosen]
-    return scores | check_logprobs(world, context, memory, texts=texts, limit=plan.settings.max_logprob_gap)
+    return scores | check_logprobs(world, context, memory, texts=texts, limit=plan.settings.gap_limit)
 
 
 def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:

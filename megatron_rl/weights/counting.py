@@ -14,6 +14,7 @@ from megatron_rl.models.lora_targets import adapted
 from megatron_rl.models.rows import Row
 from megatron_rl.models.shape import Shape
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights.quantisation import Format, quantised_shapes
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
 
@@ -109,6 +110,14 @@ def heaviest(shape: Shape, parallel: Parallel) -> int:
 def total(shape: Shape) -> int:
     """Returns the number of the model's parameters. A tied output layer is not counted twice."""
     return counts(shape, Parallel(world=1)).all
+
+
+@lru_cache(maxsize=256)
+def engine_bytes(shape: Shape, width: int, form: Format | None) -> float:
+    """Returns the bytes of a model's weights in engines. `width`: bytes per element of the weights that are not
+    quantised. `form`: the format of the quantised weights; None if no weights are quantised."""
+    linear = 0 if form is None else sum(prod(whole) for whole in quantised_shapes(shape.sizes).values())
+    return width * (total(shape) - linear) + (0 if form is None else form.bytes_per_element * linear)
 
 
 def active(shape: Shape) -> int:

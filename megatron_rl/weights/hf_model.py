@@ -23,6 +23,8 @@ from megatron_rl.models.blocks import BIAS, EMBEDDING, HEAD, SCORE
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import safetensors_headers
 from megatron_rl.weights.parameter_mapping import Rect, check_complete, hf_shapes, kept_float32
+from megatron_rl.weights.quantisation import FORMATS, SCALES
+from megatron_rl.weights.quantised_values import dequantise
 from megatron_rl.weights.tensor_copies import blocks, from_tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -165,7 +167,7 @@ def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
 
 class DirectoryTensors:
     """The tensors of a model directory. Each tensor is read when it is first accessed. The tensors are views of
-    memory-mapped files, so the caller must not write to them.
+    memory-mapped files, so the caller must not write to them. 8-bit values are converted to bfloat16 at every access.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -180,20 +182,8 @@ class DirectoryTensors:
 
     def whole(self, name: str) -> Tensor:
         """Returns a whole tensor. Raises ConfigError if the directory does not have it."""
-        if name in self._views:
-            return self._views[name]
-        if name not in self._stored:
-            folder = next(iter(self._stored.values())).file.parent
-            raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
-        stored = self._stored[name]
-        if stored.file not in self._open:
-            self._open[stored.file] = safe_open(stored.file, "pt").__enter__()
-        stack, expert, row = stored.part or (name, None, 0)
-        if stack not in self._views:
-            self._views[stack] = self._open[stored.file].get_tensor(stack)
-        whole = self._views[stack] if expert is None else self._views[stack][expert]
-        self._views[name] = whole[row : row + stored.shape[0]] if stored.part else whole
-        return self._views[name]
+        stored = self._find(name)
+        return self._view(name, stored) if stored.scales is None else self.read(Rect(name, 0, 0, *stored.shape, 0, 0))
 
     def read(self, rect: Rect) -> Tensor:
         """Returns a rectangle of a tensor: [rows, columns], or [rows] if the tensor is 1-D.
@@ -201,12 +191,40 @@ class DirectoryTensors:
         Raises ConfigError if the directory does not have the tensor, or if the tensor is smaller than the rectangle
         requires.
         """
-        tensor = self.whole(rect.tensor)
-        shape = tensor.shape
+        stored = self._find(rect.tensor)
+        shape = stored.shape
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
-            path = self._stored[rect.tensor].file
-            raise ConfigError(f"{path}: {rect.tensor} is {list(shape)}, too small for what config.json says")
-        return from_tensor(tensor, rect)
+            raise ConfigError(f"{stored.file}: {rect.tensor} is {list(shape)}, too small for what config.json says")
+        values = self._view(rect.tensor, stored)
+        if stored.scales is None:
+            return from_tensor(values, rect)
+        form, scales = FORMATS["fp8"], self._view(rect.tensor + SCALES, stored.scales)
+        rows, columns = (  # the rows and the columns of the blocks that the rectangle touches
+            (first // size, -(-(first + count) // size))
+            for first, count, size in zip(rect[1:3], rect[3:5], form.block, strict=True)
+        )
+        (high, wide), blocks = form.block, scales[slice(*rows), slice(*columns)]
+        touched = values[rows[0] * high : rows[1] * high, columns[0] * wide : columns[1] * wide]
+        inside = rect._replace(row=rect.row - rows[0] * high, column=rect.column - columns[0] * wide)
+        return from_tensor(dequantise(touched, blocks, form, torch.bfloat16), inside)
+
+    def _find(self, name: str) -> safetensors_headers.Stored:
+        if name not in self._stored:
+            folder = next(iter(self._stored.values())).file.parent
+            raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
+        return self._stored[name]
+
+    def _view(self, name: str, stored: safetensors_headers.Stored) -> Tensor:
+        """Returns a tensor as the file stores it."""
+        if name not in self._views:
+            if stored.file not in self._open:
+                self._open[stored.file] = safe_open(stored.file, "pt").__enter__()
+            stack, expert, row = stored.part or (name, None, 0)
+            if stack not in self._views:
+                self._views[stack] = self._open[stored.file].get_tensor(stack)
+            whole = self._views[stack] if expert is None else self._views[stack][expert]
+            self._views[name] = whole[row : row + stored.shape[0]] if stored.part else whole
+        return self._views[name]
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_rl.config.base import ConfigError, refuse
@@ -12,6 +12,7 @@ from megatron_rl.config.model import Layout
 from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard, engine, hf_shapes, trainer_parameters
+from megatron_rl.weights.quantisation import FORMATS, Format, held, sent
 
 
 class Holding(NamedTuple):
@@ -78,17 +79,25 @@ class EngineLayout:
 
     `whole`: whether every rank holds the whole model under Hugging Face's names (the embedded engine, where tp is 1).
     `expert_parallel`: whether a rank holds whole experts.
+    `quantization`: the format in which the engines hold the weights of linear layers, a key of
+    weights.quantisation.FORMATS. None: the model's dtype.
     """
 
     tp: int = 1
     replicas: int = 1
     expert_parallel: bool = False
     whole: bool = False
+    quantization: str | None = None
 
     @property
     def world(self) -> int:
         """Returns the number of ranks of all replicas."""
         return self.tp * self.replicas
+
+    @property
+    def format(self) -> Format | None:
+        """Returns the format of the engines' quantised weights, or None if the weights are not quantised."""
+        return None if self.quantization is None else FORMATS[self.quantization]
 
 
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
@@ -144,8 +153,32 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     consecutively.
     """
     if layout.whole:
-        return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
-    return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
+        found = {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
+    else:
+        found = engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
+    return found if layout.format is None else held(sizes, layout.format, found)
+
+
+def quantisation_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:
+    """Returns an error message for each side, trainer or engine, whose ranks divide blocks of quantised weights."""
+    form, problems = engine.format, list[str]()
+    assert form is not None
+    # one layer of each kind, and two experts for each engine rank, represent the others
+    few = min(sizes.experts, 2 * engine.tp)
+    sizes = replace(sizes, num_layers=min(sizes.num_layers, sizes.dense_layers + 1), experts=few)
+    trained = TrainerLayout(tp=trained.tp, dp=trained.etp, etp=trained.etp)
+    for side, check in (
+        (
+            f"layout.tp = {trained.tp}, etp = {trained.etp}",
+            lambda: [sent(sizes, form, h[1]) for h in trainer(sizes, trained)],
+        ),
+        (f"engine.tp = {engine.tp}", lambda: [*engines(sizes, engine)]),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(f"engine.quantization = {engine.quantization!r} with {side}: {error}; choose fewer ranks")
+    return problems
 
 
 def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:

@@ -22,6 +22,7 @@ from megatron_rl.models.partitions import Source
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights.quantisation import FORMATS, SCALES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,10 +35,11 @@ class Stored(NamedTuple):
     """A tensor in a safetensors file, as described by the file's header."""
 
     file: Path
-    dtype: str  # dtype name in safetensors: F32, BF16, F16, ...
+    dtype: str  # dtype name in safetensors: F32, BF16, F16, ...; BF16 for 8-bit values, which are read as bfloat16
     shape: tuple[int, ...]
     # If the tensor is part of a stacked tensor: (name of the stacked tensor, expert index or None, first row).
     part: tuple[str, int | None, int] | None = None
+    scales: Stored | None = None  # the scales of 8-bit values, one per block of FORMATS["fp8"]
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
@@ -47,7 +49,24 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     damaged, if the index names a tensor that its file does not hold, or if the directory holds the weights of several
     models.
     """
-    return _apart(directory, _read(directory))
+    return _apart(directory, _with_scales(_read(directory)))
+
+
+def _with_scales(found: dict[str, Stored]) -> dict[str, Stored]:
+    """Adds the scales of 8-bit values, which are separate tensors in the files of DeepSeek-V3, to the entries of the
+    values. Raises ConfigError if the scales are not those of FORMATS["fp8"].
+    """
+    out = {name: stored for name, stored in found.items() if not name.endswith(SCALES)}
+    for name, scales in ((name, stored) for name, stored in found.items() if name.endswith(SCALES)):
+        own = out.get(tensor := name.removesuffix(SCALES))
+        blocks = own and tuple(-(-n // size) for n, size in zip(own.shape, FORMATS["fp8"].block, strict=False))
+        if own is None or own.dtype != "F8_E4M3" or scales.shape != blocks:
+            raise ConfigError(
+                f"{scales.file}: {name} {list(scales.shape)} are not the scales of 128 x 128 blocks of 8-bit values "
+                f"(F8_E4M3), but {tensor} is {own and (own.dtype, [*own.shape])}: take a model that is not quantised"
+            )
+        out[tensor] = own._replace(dtype="BF16", scales=scales)
+    return out
 
 
 def _read(directory: Path) -> dict[str, Stored]:

@@ -17,7 +17,7 @@ from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.embedded import cuda_graphs as graphs
 from megatron_rl.engines.embedded.decoder import Decoder
-from megatron_rl.engines.embedded.engine_weights import WeightSlots, gather_weights, storage
+from megatron_rl.engines.embedded.engine_weights import QuantisedSlots, WeightSlots, gather_weights, storage
 from megatron_rl.engines.embedded.scheduler import ContinuousBatch
 from megatron_rl.engines.embedded.stop_conditions import Ends
 from megatron_rl.engines.embedded.tandem_writers import Writers, pens_of
@@ -25,6 +25,7 @@ from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Sampling, Tokens, TopScores
 from megatron_rl.host_to_device import upload
 from megatron_rl.weights import hf_model
+from megatron_rl.weights.quantisation import FORMATS
 
 SCORE_TOKENS = 1024  # maximum number of positions whose logits are in memory at once
 SCORED_TOGETHER = 2048  # maximum number of tokens, including padding, that are scored in one forward pass
@@ -43,6 +44,8 @@ class EmbeddedEngine:
     weights.
     `tells_experts`: completions contain the experts that the model (the senior of Tandem RL) chose, for router replay.
     Raises ValueError for a model without experts.
+    `quantization`: the format of the weights that weight syncs send (a key of weights.quantisation.FORMATS), which the
+    engine dequantises. None: the model's dtype.
     `cuda_graphs`: on a GPU, decoding steps of a dense model without a junior use CUDA graphs (cuda_graphs.py).
 
     Raises ConfigError for a model that is not supported.
@@ -58,6 +61,7 @@ class EmbeddedEngine:
         tokenizer: Any = None,
         junior: str | Path | None = None,
         tells_experts: bool = False,
+        quantization: str | None = None,
         cuda_graphs: bool = True,
     ) -> None:
         if max_batch < 1:
@@ -76,6 +80,8 @@ class EmbeddedEngine:
             self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
         self._landing: tuple[Decoder, WeightSlots] | None = None
+        self._format = None if quantization is None else FORMATS[quantization]
+        self._quantised: QuantisedSlots | None = None
         self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # tokens by strategy
         self._junior: Decoder | None = None
         if junior is not None:
@@ -94,6 +100,9 @@ class EmbeddedEngine:
         """
         if self._landing is None:
             weights, slots = storage(self.arch, self._dtype, self._device)
+            if self._format is not None:
+                self._quantised = QuantisedSlots(slots, self.arch, self._format, self._device)
+                slots = self._quantised.slots
             self._landing = Decoder(self.arch, weights), WeightSlots(slots)
         return self._landing[1]
 
@@ -108,6 +117,8 @@ class EmbeddedEngine:
         written all weights of this version.
         """
         assert self._landing is not None, "nothing was written"
+        if self._quantised is not None:
+            self._quantised.fill()
         self._decoder, self.version = self._landing[0], version
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:

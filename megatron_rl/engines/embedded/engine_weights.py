@@ -14,8 +14,11 @@ from torch import Tensor
 
 from megatron_rl.models.registry import ends, family_of, layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER, Row
-from megatron_rl.refit.transport import float32_bits
+from megatron_rl.refit.transport import bits
 from megatron_rl.weights.hf_model import Architecture
+from megatron_rl.weights.parameter_mapping import Rect
+from megatron_rl.weights.quantisation import SCALES, Format, quantised_shapes, split
+from megatron_rl.weights.quantised_values import dequantise
 
 _QKV = "self_attention.linear_qkv."
 _PAIRED = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
@@ -146,8 +149,7 @@ class WeightSlots:
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> WeightSlots:
         return WeightSlots({
-            name: WeightSlot(float32_bits(name, slot.rows, dtype)) if name in names else slot
-            for name, slot in self._slots.items()
+            name: WeightSlot(bits(name, slot.rows, names, dtype), slot.head_dim) for name, slot in self._slots.items()
         })  # fmt: skip
 
     def write(self, name: str, part: tuple[int, int, int, int], values: Tensor) -> None:
@@ -155,6 +157,27 @@ class WeightSlots:
         slot = self._slots[name]
         stored = slot.rows[:, None] if slot.rows.dim() == 1 else slot.rows[:, column : column + columns]
         stored[slot.order(row, rows)] = values.to(stored.dtype)
+
+
+class QuantisedSlots:
+    """Storage for the quantised values and scales of a refit to the embedded engine, which computes in the model's
+    dtype: `fill` writes the dequantised weights to the engine's storage.
+    """
+
+    def __init__(self, slots: Mapping[str, WeightSlot], arch: Architecture, form: Format, device: torch.device) -> None:
+        self._slots, self._form, self.slots = slots, form, dict(slots)
+        for name, (rows, columns) in quantised_shapes(arch).items():
+            values = Rect(name, 0, 0, rows, columns, 0, 0)
+            dtypes = torch.uint8, getattr(torch, form.scales)
+            for own, dtype in zip(split(form, values), dtypes, strict=True):
+                self.slots[own.tensor] = WeightSlot(torch.empty((own.rows, own.columns), dtype=dtype, device=device))
+
+    def fill(self) -> None:
+        """Writes the dequantised weights to the engine's storage."""
+        for name, scales in self.slots.items():
+            if name.endswith(SCALES):
+                slot, values = self._slots[name.removesuffix(SCALES)], self.slots[name.removesuffix(SCALES)]
+                slot.fill(dequantise(values.rows, scales.rows, self._form, slot.rows.dtype))
 
 
 def gather_weights(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.auth_middleware import TOKEN_FILE
 from megatron_rl.engines.kind import Command, EngineKind, ServerStart
 from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.weights import hf_model
+from megatron_rl.weights.quantisation import config_of
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -26,11 +29,21 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     ]  # fmt: skip
     words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--ep-size", str(settings.tp)] if settings.expert_parallel else []
+    words += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype != "auto" else []
+    if start.quantization:
+        about = config_of(start.quantization, hf_model.read_architecture(start.model))
+        # the files are in another format; the first refit sends all weights
+        words += ["--quantization", start.quantization, "--load-format", "dummy"]
+        words += ["--json-model-override-args", json.dumps({"quantization_config": about})]
     if start.by_priority:
         # Requests that state no priority, such as scoring requests, are served first. Running requests are not
         # interrupted for them, because their tokens would be computed again.
         words += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
         words += ["--default-priority-value", "0", "--disable-priority-preemption"]
+    if not start.on_gpu and (start.quantization or settings.cache_width):
+        raise ConfigError(
+            "engine.quantization or kv_cache_dtype without a GPU: SGLang's 8-bit kernels need one; leave them out"
+        )
     if settings.colocate:
         if not start.on_gpu:
             raise ConfigError(

@@ -10,6 +10,8 @@ from megatron_rl.engines.kind import Command, EngineKind, ServerStart
 from megatron_rl.engines.vllm.client import open_client
 from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
 from megatron_rl.engines.vllm.settings import LORA_RANKS, Vllm
+from megatron_rl.weights import hf_model
+from megatron_rl.weights.quantisation import config_of
 
 PLUGIN = "[vllm.general_plugins]\nmegatron_rl = megatron_rl.engines.vllm.tandem:register\n"
 
@@ -39,6 +41,11 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words += ["--enable-expert-parallel"] if settings.expert_parallel else []
     words += ["--enable-sleep-mode"] if settings.colocate else []
     words += ["--scheduling-policy", "priority"] if start.by_priority else []
+    words += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype != "auto" else []
+    if start.quantization:
+        about = config_of(start.quantization, hf_model.read_architecture(start.model))
+        # the files are in another format; the first refit sends all weights
+        words += ["--load-format", "dummy", "--hf-overrides", json.dumps({"quantization_config": about})]
     environment = {
         TOKEN_FILE: str(start.token_file),
         "VLLM_SERVER_DEV_MODE": "1",
@@ -61,6 +68,8 @@ def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
         "engine.colocate to false": settings.colocate,
         "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; set it to false, tp cuts "
         "experts too": settings.expert_parallel,
+        "engine.quantization without a GPU: vLLM's 8-bit kernels need one; set it to null": bool(start.quantization),
+        "engine.kv_cache_dtype without a GPU: vLLM's 8-bit cache needs one; set it to auto": settings.cache_width == 1,
         "router_replay without a GPU: of vLLM's two model runners one tells the experts, and that one needs Triton; "
         "set it to false": start.tells_experts,
     }

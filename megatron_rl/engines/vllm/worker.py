@@ -97,7 +97,9 @@ class VllmLanding(refit_worker.Landing):
                     self._copied.append((live[name].data, own))
                 else:
                     self._staged[prefix + name] = own
-        super().__init__(landing)
+        # vLLM calls the scales of mxfp8 weight_scale, and those of fp8 weight_scale_inv, as SGLang calls both
+        renamed = {f"{name}_inv" if name.endswith("weight_scale") else name: own for name, own in landing.items()}
+        super().__init__(renamed)
 
     def commit_refit(self, version: int) -> None:
         """Copies and reloads the parameters that were not received in place. If vLLM raises an exception, the model is

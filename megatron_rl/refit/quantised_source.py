@@ -1,0 +1,76 @@
+"""The trainer's parameters as the source of a refit to engines with quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.refit.transport import ParameterPart, Readable
+from megatron_rl.weights.parameter_mapping import Rect
+from megatron_rl.weights.quantisation import SCALES, Format, whole_tensors
+from megatron_rl.weights.quantised_values import block_scales, quantise
+
+
+class QuantisedSource:
+    """A read-only view of a trainer rank's parameters as bytes, in which linear layers are quantised when they are
+    read. Implements Readable.
+
+    Quantised values and scales have the names and the coordinates of their Hugging Face tensors; the other parameters
+    have the trainer's. Nothing is stored: reading a slice quantises the blocks that the slice touches, so that the
+    sender holds one slice at a time.
+    """
+
+    def __init__(
+        self, parameters: Readable, held: Mapping[str, Sequence[tuple[str, Rect]]], form: Format, dtype: torch.dtype,
+        *, float32: Collection[str],
+    ) -> None:  # fmt: skip
+        """`held`: {quantised Hugging Face tensor: the rank's parameters and rectangles that hold parts of the tensor}.
+        `dtype`: dtype of the parameters that are not quantised. `float32`: names of those that are always float32.
+        """
+        self._parameters, self._held, self._form = parameters, held, form
+        self._dtype, self._float32 = dtype, float32
+        self._own = {rect.tensor: rect for rect in whole_tensors(rect for own in held.values() for _, rect in own)}
+
+    def read(self, name: str, part: ParameterPart) -> Tensor:
+        tensor, (high, wide) = name.removesuffix(SCALES), self._form.block
+        row, column, rows, columns = part
+        if tensor not in self._own:
+            dtype = torch.float32 if name in self._float32 else self._dtype
+            own = ParameterPart(row, column // dtype.itemsize, rows, columns // dtype.itemsize)
+            return self._parameters.read(name, own).to(dtype).contiguous().view(torch.uint8)
+        if name != tensor:
+            column, columns = column // self._form.scale_bytes, columns // self._form.scale_bytes
+            blocks = self._blocks(tensor, (row, row + rows), (column, column + columns))
+            return block_scales(blocks, self._form).view(torch.uint8)
+        packed = self._form.packed
+        down, across = (
+            (row // high, -(-(row + rows) // high)),
+            (column * packed // wide, -(-(column + columns) * packed // wide)),
+        )
+        values = quantise(self._blocks(tensor, down, across), self._form)
+        row, column = row - down[0] * high, column - across[0] * wide // packed
+        return values[row : row + rows, column : column + columns]
+
+    def _blocks(self, tensor: str, down: tuple[int, int], across: tuple[int, int]) -> Tensor:
+        """Returns the weights of the blocks [down[0], down[1]) x [across[0], across[1]) of a Hugging Face tensor."""
+        (high, wide), own = self._form.block, self._own[tensor]
+        row, column = down[0] * high, across[0] * wide
+        end_row, end_column = min(down[1] * high, own.row + own.rows), min(across[1] * wide, own.column + own.columns)
+        out: Tensor | None = None
+        for name, rect in self._held[tensor]:
+            top, left = max(row, rect.row), max(column, rect.column)
+            bottom, right = min(end_row, rect.row + rect.rows), min(end_column, rect.column + rect.columns)
+            if bottom <= top or right <= left:
+                continue
+            at = ParameterPart(
+                rect.at_row + top - rect.row, rect.at_column + left - rect.column, bottom - top, right - left
+            )
+            found = self._parameters.read(name, at)
+            if found.shape == (end_row - row, end_column - column):
+                return found
+            out = found.new_empty((end_row - row, end_column - column)) if out is None else out
+            out[top - row : bottom - row, left - column : right - column] = found
+        assert out is not None, f"{tensor}: the rank does not hold blocks {down} x {across}"
+        return out

@@ -1,0 +1,178 @@
+"""Describes quantised weights of engines without touching tensors: their formats, names, blocks and rectangles.
+
+The quantised values of a Hugging Face tensor and the scales of its blocks are tensors of their own: the values keep the
+tensor's name, and the scales are called name + SCALES. Both are rectangles of a refit plan like any other parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_rl.config.base import refuse
+from megatron_rl.models.partitions import Rect, Shape
+from megatron_rl.models.registry import layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER, Row
+from megatron_rl.models.sizes import Sizes
+
+SCALES = "_scale_inv"  # suffix of the names of scales, as in DeepSeek's files: a value is quantised value x scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of quantised weights: blocks of elements share one scale."""
+
+    block: tuple[int, int]  # rows and columns of a block
+    largest: float  # largest magnitude of a quantised value
+    scales: str  # torch dtype of the scales
+    bits: int = 8  # 8: float8_e4m3fn values. 4: float4 (e2m1) values, two to a byte, the even column in the low half
+    # A second scale, the same for all weights, so that no rank needs another rank's largest value. In NVFP4 it maps the
+    # scales of blocks whose largest value is 0.0004 to 10.5 to normal numbers of float8_e4m3fn.
+    second: float = 1.0
+
+    @property
+    def packed(self) -> int:
+        """Returns the number of values in a byte."""
+        return 8 // self.bits
+
+    @property
+    def scale_bytes(self) -> int:
+        """Returns the number of bytes of a scale."""
+        return 4 if self.scales == "float32" else 1
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Returns the bytes of a weight together with its share of the block's scale."""
+        return self.bits / 8 + self.scale_bytes / (self.block[0] * self.block[1])
+
+
+# The values of engine.quantization: DeepSeek's blocks, and the OCP and NVIDIA formats of the same names.
+FORMATS: Mapping[str, Format] = {
+    "fp8": Format(block=(128, 128), largest=448.0, scales="float32"),
+    "mxfp8": Format(block=(1, 32), largest=448.0, scales="float8_e8m0fnu"),
+    "nvfp4": Format(block=(1, 16), largest=6.0, scales="float8_e4m3fn", bits=4, second=2.0**-8),
+}
+
+
+def is_quantised(row: Row) -> bool:
+    """Checks whether quantised engines hold a parameter in their format: the weights of linear layers. Embeddings, the
+    output layer, norms, biases, routers and the gates of shared experts keep the model's dtype.
+    """
+    return ".linear_" in row.name and row.sources[0].columns > 1
+
+
+@lru_cache(maxsize=16)
+def quantised_shapes(sizes: Sizes) -> Mapping[str, Shape]:
+    """Returns {Hugging Face name: (rows, columns)} of the tensors that quantised engines hold in their format."""
+    return {
+        HF_LAYER.format(layer) + source.name.replace(EXPERT, str(expert)): (source.rows, source.columns)
+        for layer in range(sizes.num_layers)
+        for row in layer_rows(sizes, layer)
+        if is_quantised(row)
+        for expert in range(row.experts or 1)
+        for source in row.sources
+    }
+
+
+def left_out(sizes: Sizes) -> list[str]:
+    """Returns the names of the linear layers that engines do not quantise (routers and gates of shared experts), for
+    an engine's `modules_to_not_convert`.
+    """
+    return [
+        HF_LAYER.format(layer) + source.name.removesuffix(".weight")
+        for layer in range(sizes.num_layers)
+        for row in layer_rows(sizes, layer)
+        if not is_quantised(row) and (row.name.startswith("mlp.router.") or row.name.endswith("gate_weight"))
+        for source in row.sources
+        if source.name.endswith(".weight")
+    ]
+
+
+def config_of(name: str, sizes: Sizes) -> dict[str, Any]:
+    """Returns the `quantization_config` with which vLLM and SGLang hold a model's weights in the format `name`."""
+    skipped = {"ignored_layers": left_out(sizes)}
+    return {
+        "quant_method": name,
+        "activation_scheme": "dynamic",
+        "weight_block_size": [*FORMATS[name].block],
+        **skipped,
+    }
+
+
+def split(form: Format, rect: Rect) -> tuple[Rect, Rect]:
+    """Returns (rectangle of the quantised values, rectangle of the scales) that take the place of a rectangle of a
+    tensor. The rectangle must consist of whole blocks (see `cut_blocks`).
+    """
+    (high, wide), packed = form.block, form.packed
+    values = rect._replace(
+        column=rect.column // packed, columns=-(-rect.columns // packed), at_column=rect.at_column // packed
+    )
+    return values, Rect(
+        rect.tensor + SCALES, rect.row // high, rect.column // wide, -(-rect.rows // high), -(-rect.columns // wide),
+        rect.at_row // high, rect.at_column // wide,
+    )  # fmt: skip
+
+
+def cut_blocks(form: Format, rect: Rect, whole: Shape) -> Iterator[str]:
+    """Yields an error message for each dimension in which a rectangle of a tensor of the shape `whole` divides a block
+    between ranks.
+    """
+    parts = (
+        ("rows", form.block[0], rect.row, rect.rows, rect.at_row, whole[0]),
+        ("columns", form.block[1], rect.column, rect.columns, rect.at_column, whole[1]),
+    )
+    for what, block, first, count, at, end in parts:
+        if first % block or at % block or ((first + count) % block and first + count != end):
+            yield f"{rect.tensor}: {what} {first} to {first + count} (stored from {at}) divide blocks of {block} {what}"
+
+
+def whole_tensors(rects: Iterable[Rect]) -> list[Rect]:
+    """Joins the rectangles of each tensor that a rank holds, however the rank stores them, to one rectangle in the
+    tensor's own coordinates.
+    """
+    found: dict[str, list[Rect]] = {}
+    for rect in rects:
+        found.setdefault(rect.tensor, []).append(rect)
+    out = []
+    for tensor, own in found.items():
+        row, column = min(rect.row for rect in own), min(rect.column for rect in own)
+        rows = max(rect.row + rect.rows for rect in own) - row
+        columns = max(rect.column + rect.columns for rect in own) - column
+        assert rows * columns == sum(rect.elements for rect in own), f"{tensor} is not held in one piece: {own}"
+        out.append(Rect(tensor, row, column, rows, columns, row, column))
+    return out
+
+
+def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> list[tuple[str, Rect]]:
+    """Returns the parameters of a trainer rank as a refit sends them: values and scales under the names and in the
+    coordinates of their Hugging Face tensors, and the other parameters unchanged. Raises ConfigError if the rank's part
+    of a tensor does not consist of whole blocks.
+    """
+    shapes = quantised_shapes(sizes)
+    out = [(name, rect) for name, rect in parameters if rect.tensor not in shapes]
+    for rect in whole_tensors(rect for _, rect in parameters if rect.tensor in shapes):
+        refuse(*cut_blocks(form, rect, shapes[rect.tensor]))
+        out += [(each.tensor, each) for each in split(form, rect)]
+    return out
+
+
+def held(
+    sizes: Sizes, form: Format, parameters: Mapping[str, tuple[Shape, list[Rect]]]
+) -> dict[str, tuple[Shape, list[Rect]]]:
+    """Returns the parameters of an engine rank with quantised values in place of weights, and with the scales. The
+    scales of a parameter are called name + SCALES. Raises ConfigError if the rank's part of a tensor does not consist
+    of whole blocks.
+    """
+    shapes, out = quantised_shapes(sizes), dict[str, tuple[Shape, list[Rect]]]()
+    for name, (shape, rects) in parameters.items():
+        if not rects or rects[0].tensor not in shapes:
+            out[name] = shape, rects
+            continue
+        refuse(*(line for rect in rects for line in cut_blocks(form, rect, shapes[rect.tensor])))
+        both = zip(*(split(form, rect) for rect in rects), strict=True)
+        for suffix, own in zip(("", SCALES), both, strict=True):
+            ends = max(r.at_row + r.rows for r in own), max(r.at_column + r.columns for r in own)
+            out[name + suffix] = ends, list(own)
+    return out
