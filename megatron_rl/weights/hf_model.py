@@ -183,7 +183,10 @@ class DirectoryTensors:
     def whole(self, name: str) -> Tensor:
         """Returns a whole tensor. Raises ConfigError if the directory does not have it."""
         stored = self._find(name)
-        return self._view(name, stored) if stored.scales is None else self.read(Rect(name, 0, 0, *stored.shape, 0, 0))
+        if stored.scales is None:
+            return self._view(name, stored)
+        rows, columns = stored.shape
+        return self.read(Rect(name, 0, 0, rows, columns, 0, 0))
 
     def read(self, rect: Rect) -> Tensor:
         """Returns a rectangle of a tensor: [rows, columns], or [rows] if the tensor is 1-D.
