@@ -23,6 +23,7 @@ LABEL = "megatron_rl.rewards.short_answer:grade_label"
 SHORT = "megatron_rl.rewards.short_answer:grade_text"
 CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
+INSTRUCTIONS = "megatron_rl.rewards.instructions:grade"
 # RL Tango's prompt template for all benchmarks: its training prompt without the word "mathematical"
 # (released code, data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
 GENERAL = "tango_general"
@@ -46,7 +47,7 @@ class Benchmark:
     # Function that converts a row to the question, the answer and other values for the grader.
     # The function returns None for a row that does not belong to the benchmark.
     read: Callable[[DataRow], Values | None]
-    grader: str | None = MATH  # None: the set has no grader of its own, so the config must give one
+    grader: str = MATH
     template: str = GENERAL
     split: str = "test"
     subset: str | None = None
@@ -70,7 +71,7 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark("amc24", "AMC 2024", "rawsh/2024_AMC12", _plain, split="train"),
         Benchmark("amc25", "AMC 2025", None, _plain),
         Benchmark("math_beyond", "MATH-Beyond", "brendel-group/MATH-Beyond", _plain),
-        Benchmark("ifeval", "IFEval", "google/IFEval", _ifeval, grader=None, template="plain", split="train"),
+        Benchmark("ifeval", "IFEval", "google/IFEval", _ifeval, grader=INSTRUCTIONS, template="plain", split="train"),
         Benchmark("minerva_math", "Minerva", "math-ai/minervamath", _plain),
         Benchmark("olympiadbench", "OlympiadBench", "knoveleng/OlympiadBench", _plain, split="train"),
         Benchmark("gsm8k", "GSM8K", "openai/gsm8k", _gsm8k, subset="main"),

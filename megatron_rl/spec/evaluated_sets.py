@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.base import ConfigError
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.evaluation import EvaluationSet, Reward
 from megatron_rl.data.benchmarks import Benchmark, benchmark, source_of
@@ -40,8 +39,7 @@ def evaluated_sets(
     `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; None: `defaults`.
     `reward`: the grader of sets of your own. Its numbers of workers and its limits also apply to benchmarks' graders.
 
-    Raises ConfigError for an unknown benchmark, a benchmark that is not on the hub without `data_dir`, and a benchmark
-    without a grader.
+    Raises ConfigError for an unknown benchmark, and for a benchmark that is not on the hub without `data_dir`.
     """
     return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn) for own in sets)
 
@@ -54,12 +52,7 @@ def _resolved(own: EvaluationSet, defaults: Any, reward: Reward, drawn: Any) -> 
         source = dataclasses.replace(
             source, shuffle=own.shuffle, chat=own.chat, system=own.system, max_bad_share=own.max_bad_share
         )
-        if own.reward is None and found.grader is None:
-            raise ConfigError(
-                f"sets: {own.name} has no grader of its own: give one by {{name: {own.name}, reward: {{target: "
-                "module:name}}"
-            )
-        reward = dataclasses.replace(reward, target=found.grader or "", args={}, range=(0.0, 1.0))
+        reward = dataclasses.replace(reward, target=found.grader, args={}, range=(0.0, 1.0))
     else:
         shared = {field.name: getattr(own, field.name) for field in dataclasses.fields(PromptSet)}
         source = PromptSet(**shared | {"path": _local(own.path, defaults.data_dir), "limit": limit})

@@ -191,6 +191,11 @@ def trl(path: Path = FOLDER / "trl_losses.json") -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def ifeval() -> dict[str, Any]:
+    """Reads the verdicts of IFEval's public checkers: versions, texts and rows."""
+    return json.loads((FOLDER / "ifeval.json").read_text())
+
+
 def make_rollouts(row: Mapping[str, Any]) -> list[Rollout]:
     """Makes the rollouts of a row with TRL's advantages. A tool's tokens stand in the middle of some, and truncated
     ones may have no trained token."""

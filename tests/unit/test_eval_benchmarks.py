@@ -71,12 +71,13 @@ def test_every_benchmark_has_a_row_here():
     assert {*ROWS, "ifeval"} == set(benchmarks())
 
 
-def test_ifeval_has_the_instructions_for_a_grader_of_the_config(tmp_path):
+def test_ifeval_has_the_instructions_and_their_grader(tmp_path):
     (tmp_path / "ifeval.jsonl").write_text(json.dumps(IFEVAL) + "\n" + json.dumps(IFEVAL) + "\n")
     found = benchmark("ifeval")
     problems = read_benchmark(found, source_of(found, str(tmp_path)))
     assert [p.values["instruction_id_list"] for p in problems] == [["punctuation:no_comma"]] * 2
-    assert problems[0].values["question"] == "P" and problems[0].values["kwargs"] == [{}] and found.grader is None
+    assert problems[0].values["question"] == "P" and problems[0].values["kwargs"] == [{}]
+    assert plugins.find(found.grader)("yes", problems[0].values)["reward"] == 1.0
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -479,7 +479,6 @@ def test_checkpoints_are_compared_problem_by_problem(models, data, tmp_path, cap
     ("change", "says"),
     [
         ("sets=[gsm9k]", "'gsm9k' is not known; there are math500"),
-        ("sets=[ifeval]", "ifeval has no grader of its own"),
         ("sets=[amc25]", "amc25 is not on the hub"),
         ("sets=[gsm8k,{path: gsm8k.jsonl}]", "gsm8k is there twice"),
         ("sets=[{n: 2}]", "a set has neither name nor path"),

@@ -43,7 +43,14 @@ def unlike(new: Any, kept: Any, place: str = "", *, bar: float = SAME) -> Iterat
 
 def changes(folder: Path) -> Iterator[str]:
     """Names what is different from tests/oracles in what was written anew."""
-    names = ("trl_losses.json", "trl_gold.json", "trl_preferences.json", "trl_rewards.json", "verl_ppo.json")
+    names = (
+        "trl_losses.json",
+        "trl_gold.json",
+        "trl_preferences.json",
+        "trl_rewards.json",
+        "verl_ppo.json",
+        "ifeval.json",
+    )
     files = dict.fromkeys(names, SAME)
     for name, bar in (files | {f"{run}/record.json": 1e-5 for run in ("trl_run", "trl_dpo_run")}).items():
         new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
@@ -87,9 +94,11 @@ def main() -> None:
     print(replayed())
     print(f"verl {oracles_verl.verl()['versions']['verl']}; largest difference relative to verl's largest number")
     print(oracles_verl.table(measured=True))
+    rows = oracles.ifeval()["rows"]
+    print(f"IFEval: {sum(len(row['strict']) + len(row['loose']) for row in rows)} verdicts of the public checkers")
     if found:
         sys.exit("\n".join(["these numbers are not those in tests/oracles:", *found[:20]]))
-    print("TRL's and verl's numbers are those in tests/oracles")
+    print("TRL's, verl's and IFEval's numbers are those in tests/oracles")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ GAINS = {
     "tango": {("gain", ACCURACY): 0.50, ("gain", "verifier_outcome_f1"): 0.10},
     "ppo": {("smallest gain", ACCURACY): 0.45},
     "online_dpo": {("smallest gain", ACCURACY): 0.45},
+    "votes": {("smallest gain", ACCURACY): 0.45},
 }
 console = Console(soft_wrap=True, width=110)
 

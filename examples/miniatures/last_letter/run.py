@@ -26,7 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-ALONE = {"grpo": "GRPO", "ppo": "PPO", "online_dpo": "online DPO"}  # arms without a verifier: NAME.yaml
+ALONE = {
+    "grpo": "GRPO",
+    "ppo": "PPO",
+    "online_dpo": "online DPO",
+    "votes": "GRPO by votes",
+}  # arms without a verifier: NAME.yaml
 ARMS = ("tango", "frozen_verifier", "frozen_generator", *ALONE)
 SFT_SEED = 1
 POOL = 512  # sampled solutions that the verifier's SFT judges

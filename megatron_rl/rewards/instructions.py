@@ -1,0 +1,222 @@
+r"""Grades responses by IFEval's 25 kinds of instructions that a program can check (arXiv 2311.07911).
+
+The rules, with their exceptions, are those of the public evaluation code (google-research/instruction_following_eval),
+so that every verdict is the same. A random draw in that code, for a value that a problem does not give, is an error
+here, and the detection of languages has a fixed seed.
+
+The packages for sentences, words and languages are optional. Without them, importing this module raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.rewards.tags import after_thinking
+
+try:
+    from langdetect import DetectorFactory, LangDetectException, detect
+    from nltk.tokenize.destructive import NLTKWordTokenizer
+    from punkt import sent_tokenize  # nltk's rules and model of English sentences, in a package without downloads
+except ImportError as error:
+    raise ConfigError(
+        f"instructions cannot be graded ({error}): run `pip install 'megatron-rl[instructions]'`, or take another "
+        "reward.target"
+    ) from error
+
+DetectorFactory.seed = 0  # without a seed, the same text may get another language each time
+Check = Callable[..., bool]  # function (response, **values of the instruction) -> whether the response follows it
+_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_JSON_MARKS = ("```json", "```Json", "```JSON", "```")
+_POSTSCRIPTS = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+
+
+def grade(
+    response: str,
+    payload: Mapping[str, Any],
+    *,
+    mode: Literal["strict", "loose"] = "strict",
+    credit: Literal["all", "share"] = "all",
+) -> dict[str, float]:
+    """Grades a response by the instructions of its problem: payload["instruction_id_list"], names of kinds, and
+    payload["kwargs"], the values of each. A text up to </think> is not part of the response.
+
+    Returns the reward and the four metrics `strict`, `loose` (1.0 if all instructions are followed, else 0.0),
+    `share_strict` and `share_loose` (share of the instructions that are followed). `mode` and `credit` select the one
+    that is the reward. `loose` also accepts an instruction that is followed without the first line, the last line or
+    the asterisks of the response. A problem without instructions has the reward 1. Raises ValueError for an unknown
+    kind and for missing values.
+    """
+    answer = after_thinking(response) if "</think>" in response else response
+    kinds, values = payload["instruction_id_list"], payload.get("kwargs")
+    found: dict[str, float] = {}
+    for name, texts in (("strict", [answer]), ("loose", loosened(answer))):
+        told = followed(texts, kinds, [{}] * len(kinds) if values is None else values)
+        found |= {name: float(all(told)), f"share_{name}": sum(told) / len(told) if told else 1.0}
+    return {"reward": found[mode if credit == "all" else f"share_{mode}"], **found}
+
+
+def followed(texts: Sequence[str], kinds: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Returns for each of [K] instructions whether at least one of the variants `texts` of a response follows it. Blank
+    texts follow none. Values that are None count as not given. Raises ValueError for an unknown kind and for missing
+    values.
+    """
+    known, out = checks(), []
+    for kind, own in zip(kinds, values, strict=True):
+        if kind not in known:
+            raise ValueError(f"instruction_id_list: the kind {kind!r} is not known; there are {', '.join(known)}")
+        given = {name: value for name, value in own.items() if value is not None}
+        try:
+            out.append(any(bool(text.strip()) and known[kind](text, **given) for text in texts))
+        except TypeError as error:
+            raise ValueError(f"kwargs of {kind}, {given}, cannot be used: {error}") from error
+    return out
+
+
+def loosened(response: str) -> list[str]:
+    """Returns the variants of a response of which one must follow an instruction in the mode `loose`."""
+    lines = response.split("\n")
+    cut = ["\n".join(own).strip() for own in (lines[1:], lines[:-1], lines[1:-1])]
+    return [text for own in (response, *cut) for text in (own, own.replace("*", ""))]
+
+
+def checks() -> dict[str, Check]:
+    """Returns the checks of all kinds of instructions by name."""
+    return {
+        "keywords:existence": _existence,
+        "keywords:frequency": _frequency,
+        "keywords:forbidden_words": _forbidden_words,
+        "keywords:letter_frequency": _letter_frequency,
+        "language:response_language": lambda text, language: _language(text) in (None, language),
+        "length_constraints:number_sentences": _number_sentences,
+        "length_constraints:number_paragraphs": _number_paragraphs,
+        "length_constraints:number_words": _number_words,
+        "length_constraints:nth_paragraph_first_word": _nth_paragraph_first_word,
+        "detectable_content:number_placeholders": _number_placeholders,
+        "detectable_content:postscript": _postscript,
+        "detectable_format:number_bullet_lists": _number_bullet_lists,
+        "detectable_format:constrained_response": lambda text: any(one in text for one in _OPTIONS),
+        "detectable_format:number_highlighted_sections": _number_highlighted_sections,
+        "detectable_format:multiple_sections": _multiple_sections,
+        "detectable_format:json_format": _json_format,
+        "detectable_format:title": lambda text: any(t.strip("<>").strip() for t in re.findall(r"<<[^\n]+>>", text)),
+        "combination:two_responses": _two_responses,
+        "combination:repeat_prompt": _repeat_prompt,
+        "startend:end_checker": _end_checker,
+        "startend:quotation": lambda text: re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None,
+        "change_case:capital_word_frequency": _capital_word_frequency,
+        "change_case:english_capital": lambda text: text.isupper() and _language(text) in (None, "en"),
+        "change_case:english_lowercase": lambda text: text.islower() and _language(text) in (None, "en"),
+        "punctuation:no_comma": lambda text: "," not in text,
+    }
+
+
+def _compared(count: int, relation: str, number: float) -> bool:
+    if relation not in ("less than", "at least"):
+        raise ValueError(f"the relation {relation!r} of an instruction is neither 'less than' nor 'at least'")
+    return count < number if relation == "less than" else count >= number
+
+
+def _existence(text: str, keywords: Sequence[str]) -> bool:
+    return all(re.search(word, text, re.IGNORECASE) for word in keywords)
+
+
+def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _compared(len(re.findall(keyword.strip(), text, re.IGNORECASE)), relation, frequency)
+
+
+def _forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    return not any(re.search(rf"\b{word}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compared(Counter(text.lower())[letter.strip().lower()], let_relation, let_frequency)
+
+
+def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _compared(len(sent_tokenize(text)), relation, num_sentences)
+
+
+def _number_paragraphs(text: str, num_paragraphs: int) -> bool:
+    filled = [bool(part.strip()) for part in re.split(r"\s?\*\*\*\s?", text)]
+    return all(filled[1:-1]) and sum(filled) == num_paragraphs
+
+
+def _number_words(text: str, num_words: int, relation: str) -> bool:
+    return _compared(len(re.findall(r"\w+", text)), relation, num_words)
+
+
+def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    paragraphs = [part.strip() for part in text.split("\n\n")]
+    count = sum(map(bool, paragraphs))
+    if not (1 <= nth_paragraph <= count == num_paragraphs and paragraphs[nth_paragraph - 1]):
+        return False
+    word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
+    return re.split(r"""[.,?!'"]""", word)[0].lower() == first_word.lower()
+
+
+def _number_placeholders(text: str, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    marker = postscript_marker.strip()
+    pattern = _POSTSCRIPTS.get(marker, rf"\s*{marker.lower()}.*$")
+    return re.search(pattern, text.lower(), re.MULTILINE) is not None
+
+
+def _number_bullet_lists(text: str, num_bullets: int) -> bool:
+    stars, dashes = (re.findall(pattern, text, re.MULTILINE) for pattern in (r"^\s*\*[^\*].*$", r"^\s*-.*$"))
+    return len(stars) + len(dashes) == num_bullets
+
+
+def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
+    single = [found.strip("*") for found in re.findall(r"\*[^\n\*]*\*", text)]
+    double = [found[2:-2] for found in re.findall(r"\*\*[^\n\*]*\*\*", text)]
+    return sum(bool(found.strip()) for found in single + double) >= num_highlights
+
+
+def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.split(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) - 1 >= num_sections
+
+
+def _json_format(text: str) -> bool:
+    text = text.strip()
+    for mark in _JSON_MARKS:
+        text = text.removeprefix(mark)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except ValueError:
+        return False
+    return True
+
+
+def _two_responses(text: str) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    filled = [part for part in parts if part]
+    return all(parts[1:-1]) and len(filled) == 2 and filled[0] != filled[1]
+
+
+def _repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _end_checker(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    words = [word for own in sent_tokenize(text) for word in NLTKWordTokenizer().tokenize(own)]
+    return _compared(sum(word.isupper() for word in words), capital_relation, capital_frequency)
+
+
+def _language(text: str) -> str | None:
+    """Returns the language of a text, such as "en"; None if the text has no letters from which it can be told."""
+    try:
+        return detect(text)
+    except LangDetectException:
+        return None
