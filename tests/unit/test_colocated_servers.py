@@ -421,6 +421,7 @@ def settings(**engine):
     [
         ({"rollouts": Rollouts(max_staleness=1)}, "no iteration can be written beside training"),
         ({"refit": RefitConfig(delta=True)}, "refit.delta = true"),
+        ({"refit": RefitConfig(staging="host")}, "refit.staging = 'host'"),
     ],
 )
 def test_check_says_what_goes_against_servers_in_the_trainers_gpus(change, words):

@@ -5,19 +5,32 @@ nobody is tried again.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from fake_servers import ADDRESS, RunEngines, engines_in, expected
 from fake_vllm import PAUSE, UPDATE
 from one_process import OneProcess
+from specs import problems as problems_of
 
-from megatron_rl.config.schema import RefitConfig
+from megatron_rl.config.schema import (
+    Embedded,
+    Model,
+    PromptSet,
+    RefitConfig,
+    RoleConfig,
+    Rollouts,
+    TrainConfig,
+    Use,
+)  # fmt: skip
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.open_engines import PoolRefit
+from megatron_rl.spec.resolve import engine_of
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
 PROMPTS = [[i + 1, 4] for i in range(6)]
@@ -138,6 +151,30 @@ def test_a_server_that_dies_between_staging_and_the_pause_is_out_and_the_other_g
     refit(2)
     assert right(complete(pool, PROMPTS, SAMPLING))
     assert [m.listing.replica for m in pool.members.serving()] == [0] and fakes[0].version == "2"
+
+
+@pytest.mark.parametrize(
+    ("engine", "ahead", "asked", "staging"),
+    [
+        (Vllm(), 0, "auto", "off"),
+        (Vllm(), 1, "auto", "host"),
+        (Vllm(), "auto", "auto", "host"),
+        (Vllm(), 1, "off", "off"),
+        (Vllm(), 0, "device", "device"),
+        (Vllm(colocate=True), 0, "auto", "off"),
+        (Embedded(), 0, "auto", "off"),
+    ],
+)
+def test_servers_stage_by_default_where_they_write_during_refits(engine, ahead, asked, staging):
+    config = TrainConfig(
+        roles={"generator": RoleConfig(model=Model(path="m"))}, recipe=Use(target="megatron_rl.recipes.grpo:Grpo"),
+        data=PromptSet(path="data.jsonl"), engine=engine, refit=RefitConfig(staging=asked),
+        rollouts=Rollouts(max_staleness=ahead),
+    )  # fmt: skip
+    assert engine_of(config).refit.staging == staging
+    if isinstance(engine, Embedded):
+        refused = problems_of(replace(config, refit=RefitConfig(staging="host")), 1, to_come=True)
+        assert any("refit.staging = 'host' with engine.kind = 'embedded'" in line for line in refused)
 
 
 def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(run_engines: RunEngines):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from loops import Log, make
+from specs import problems as problems_of
 
-from megatron_rl.config.run import Profile
+from megatron_rl.config.run import Profile, Run
+from megatron_rl.config.schema import Model, PromptSet, RoleConfig, TrainConfig, Use
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.timing import Timer
+from megatron_rl.training import loop
 
 
 def test_a_trace_has_the_stages_and_the_parts_of_updates_as_ranges_over_their_operations(tmp_path):
@@ -48,3 +54,39 @@ def test_memory_that_runs_out_names_its_largest_owners_by_role(tmp_path):
 def test_other_errors_are_left_as_they_are(tmp_path):
     with pytest.raises(RuntimeError, match="^another$"), memory_explained(tmp_path, 0, {}):
         raise RuntimeError("another")
+
+
+def test_an_iteration_runs_in_its_context_from_the_rollouts_to_the_refit(tmp_path):
+    log, seen = Log(), []
+    template = tmp_path / "template.txt"
+    template.write_text("{question}")
+    setup, progress = make(str(template), log, tmp_path / "store")
+
+    @contextlib.contextmanager
+    def around(number):
+        seen.append((number, len(log.series("skipped")), setup.context.engines["generator"].version))
+        yield
+        seen.append((number, len(log.series("skipped")), setup.context.engines["generator"].version))
+
+    loop.train(replace(setup, hooks=replace(setup.hooks, around=around)), loop.Plan(iterations=2), progress)
+    assert seen == [(0, 0, 0), (0, 1, 1), (1, 1, 1), (1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        (Profile(iterations=(3,), ranks=(0, 4)), "run.profile.ranks = [0, 4]: the trainer has 4 ranks"),
+        (Profile(iterations=(3,), ranks=()), "run.profile.ranks is empty"),
+        (Profile(iterations=(2, 5)), "run.profile.iterations = [2, 5]: the run has 5 iterations, counted from 0"),
+        (Profile(iterations=(2, 4), ranks=(3,)), None),
+        (Profile(ranks=(7,)), None),
+    ],
+)
+def test_check_refuses_traces_that_no_rank_would_write(profile, words):
+    config = TrainConfig(
+        roles={"generator": RoleConfig(model=Model(path="m"))},
+        recipe=Use(target="megatron_rl.recipes.grpo:Grpo", args={"updates": 9}),
+        data=PromptSet(path="data.jsonl"), run=Run(iterations=5, profile=profile),
+    )  # fmt: skip
+    found = [line for line in problems_of(config, 4, to_come=True) if "profile" in line]
+    assert (not found) if words is None else (len(found) == 1 and found[0].startswith(words))
