@@ -391,19 +391,13 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
         parts.world.from_driver(evaluations.remove_surpassed, driver.directory, driver.checkpoints, best)
 
     return loop.Hooks(
-        log=driver.log,
-        evaluated=evaluated,
-        keep_best=keep_best,
-        remove_surpassed=remove_surpassed,
-        say=driver.say,
-        show=show,
+        log=driver.log, evaluated=evaluated, keep_best=keep_best, remove_surpassed=remove_surpassed, say=driver.say,
+        show=show, save=save, settle=lambda wait: saver.settle(wait=wait),
+        should_stop=lambda: parts.interrupts.requested or (parts.world.rank == 0 and driver.leave()),
         around=lambda number: profiled(
             parts.spec.run.profile, driver.directory.path, iteration=number, rank=parts.world.rank
         ),
-        save=save,
-        settle=lambda wait: saver.settle(wait=wait),
-        should_stop=lambda: parts.interrupts.requested or (parts.world.rank == 0 and driver.leave()),
-    )
+    )  # fmt: skip
 
 
 def _sample(tokenizer: Any, rollout: Rollout) -> Sample:

@@ -8,7 +8,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,7 +89,7 @@ class Hooks:
     # removes the checkpoints and models that are not in Progress.best, which is the argument
     remove_surpassed: Callable[[Sequence[tuple[int, float]]], None] = lambda best: None
     # returns a context manager in which an iteration with this index runs; called on every rank
-    around: Callable[[int], AbstractContextManager[None]] = lambda number: contextlib.nullcontext()
+    around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext()
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
     show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
 
@@ -436,7 +435,6 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
         return False
     done = progress.number
     context = replace(setup.context, kept=progress.kept)
-
     answers: Answers = {}  # filled on the driver only
 
     def measure() -> dict[str, float]:
