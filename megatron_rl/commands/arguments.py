@@ -124,10 +124,10 @@ class Settings(Arguments):
 
 
 class Plan(WithSettings):
-    """memory, time and bottleneck of a run of `train` on a named cluster, before any job
+    """memory, time, bottleneck and totals of `train`, `sft`, `generate` or `eval` on a named cluster, before any job
 
-    Estimates the memory of each GPU by part and the seconds of each phase, and says what to change. Nothing is started;
-    no GPU is needed.
+    Estimates the memory of each GPU by part, the seconds of each phase and the GPU-hours, and says what to change.
+    Nothing is started; no GPU is needed.
       megatron-rl plan examples/published/tango_qwen2.5_7b.yaml --cluster 4x8xA100-80
       megatron-rl plan my.yaml --cluster 16x8xH100 --search engine.kind=vllm
     Exit status 1: it does not fit. docs/plan.md lists the devices, and says how far the figures can be trusted.
@@ -142,6 +142,8 @@ class Plan(WithSettings):
     # mean number of a role's samples per prompt of an iteration, in place of the recipe's number, such as
     # generator.verifier=1.5 if not every solution is verified
     draws: list[str] = argument((), metavar="ITERATION.ROLE=NUMBER")
+    # number of rows of a data set that is not on this host: `data` of sft and generate, or a set of an evaluation
+    rows: list[str] = argument((), metavar="NUMBER | SET=NUMBER")
     # a property of the episodes of a role that answers several times, in place of the recipe's estimate: answers, told
     # (tokens between two answers), tool_s (seconds of tools between two answers), calls_at_once
     episode: list[str] = argument((), metavar="ROLE.NAME=VALUE")

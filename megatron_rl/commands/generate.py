@@ -14,7 +14,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,18 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
         if world.from_driver(done):
             return 0
         [name], tokenizer = spec.engine.opened, tokenizer_of(config.model)
-        engines = open_fixed_engines(spec.engine, {name: tokenizer}, world, stack, environment or {})
+        engines = open_fixed_engines(
+            spec.engine, {name: tokenizer}, world, stack, environment or {}, local_rank=place.local_rank
+        )
+
+        # the other ranks, which only hold servers, would take two hours without a call for the end of the driver
+        world.serve("generate/next", lambda _: None)
+
+        def beat() -> None:
+            world.call_all("generate/next", [None] * world.size)
 
         def work() -> None:
-            made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer)))
+            made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer, beat)))
             shutil.rmtree(made[0].parts)
 
         world.from_driver(work)
@@ -172,8 +180,8 @@ class _Generation:
         complete."""
         return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
 
-    def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
-        """Generates the responses to all problems, with a progress bar.
+    def answer(self, engine: Engine, tokenizer: Any, beat: Callable[[], None]) -> list[Answered]:
+        """Generates the responses to all problems, with a progress bar. Calls `beat` before each chunk.
 
         Saves the responses of each finished chunk of CHUNK prompts in the directory `parts`. A restarted command
         continues with the first chunk that is not saved."""
@@ -195,6 +203,7 @@ class _Generation:
 
         out: list[Answered] = []
         for start in track(range(0, len(asked), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
+            beat()
             for one, group in zip(asked[start : start + CHUNK], one_chunk(start), strict=True):
                 out += [Answered(one.problem, one.prompt, *row) for row in group]
             if not sys.stderr.isatty():

@@ -213,6 +213,9 @@ class GenerateConfig:
     # The engine that generates the answers. The embedded engine holds the whole teacher on every rank.
     engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
+    # The Slurm job, of which `nodes`, `time` and `warning_s` are used. On several nodes one rank of each node starts
+    # engine.replicas / job.nodes servers, on the GPUs engine.gpus of the node.
+    job: JobConfig = field(default_factory=JobConfig)
 
     def problems(self) -> Iterator[str]:
         """Yields an error message if `output` is not a usable path."""

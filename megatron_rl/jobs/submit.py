@@ -161,6 +161,8 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
     settings = getattr(config, "engine", None)
     if isinstance(settings, Servers) and isinstance(config, TrainConfig):
         settings = replace(settings, start=settings.colocate, host=profile.host)
+    elif isinstance(settings, Servers) and isinstance(config, GenerateConfig) and config.job.nodes > 1:
+        settings = replace(settings, host=profile.host)
     if isinstance(settings, Servers):
         python = settings.python if settings.urls else engine_python(settings, profile)
         config = replace(config, engine=replace(settings, python=python))
@@ -285,19 +287,20 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
 
 
 def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
-    """Returns the submission of one job on one node that writes SFT data to the config's output.
+    """Returns the submission of one job that writes SFT data to the config's output.
 
-    With servers, the job has one rank, which starts them on the node's GPUs; with the embedded engine, it has one rank
-    per GPU. Raises ConfigError if the config cannot be run on the site.
+    With servers, the job has one rank on each node, which starts servers on the node's GPUs; with the embedded engine,
+    it has one rank per GPU. Raises ConfigError if the config cannot be run on the site.
     """
-    ranks = 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
-    config, spec = for_site(config, profile, ranks)
+    job, ranks = config.job, 1 if isinstance(config.engine, Servers) else profile.ranks_per_node
+    config, spec = for_site(config, profile, ranks * job.nodes)
     directory = Path(config.output).absolute()
     shape = ScriptShape(
-        template="generate", name=directory.name, ranks=ranks, gpus=profile.gpus_per_node, time=profile.time,
-        array=None, warning_s=ENGINE_WARNING_S, logs=directory / "logs",
+        template="generate", name=directory.name, nodes=job.nodes, ranks=ranks, gpus=profile.gpus_per_node,
+        time=job.time or profile.time, array=None, warning_s=job.warning_s or ENGINE_WARNING_S,
+        logs=directory / "logs",
     )  # fmt: skip
-    check_warning("the warning of the job (time of the profile)", shape)
+    check_warning("the warning of the job (job.time, or time of the profile)", shape)
     files = {"config.yaml": config_files.dump(config)}
     files["generate.sbatch"] = _script(shape, profile, {"CONFIG": str(directory / JOBS / "config.yaml")})
     mark = directory / generation_progress.MARK

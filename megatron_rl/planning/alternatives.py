@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Embedded
 from megatron_rl.planning.case import Case, server_gpus
 from megatron_rl.planning.plan import make_or_none
+from megatron_rl.planning.schedule import simulated
 from megatron_rl.planning.search import engine_choices, overrides
 
 SERVED = 3  # maximum number of server configurations that are shown, fastest first
@@ -81,6 +82,7 @@ def _alternative(case: Case, asked: Case) -> Alternative | None:
             made, case = other, smaller
     if case is not asked and not case.passes() and asked.passes():
         return None
+    made = simulated(case, made)
     return Alternative(
         engine=_words(case),
         trainer_gpus=made.ranks,

@@ -98,29 +98,34 @@ def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
     """Returns the name of the cluster that a config requests: job.nodes plus the nodes of its engines, each with 8
     A100-80.
 
-    Servers that the run starts on engine.gpus share the trainer's node if launch.nproc leaves enough GPUs for them.
+    With launch.nproc above 1 on one node, the node has a GPU for each rank, and those of servers on engine.gpus. The
+    servers of a command that trains nothing have its nodes.
     """
     settings, wanted = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls
-    if shared and asked.job.nodes == 1 and asked.launch.nproc + wanted == PER_NODE:
-        return f"1x{PER_NODE}xA100-80"
+    if asked.job.nodes == 1 and asked.launch.nproc > 1 and (shared or not wanted):
+        return f"1x{asked.launch.nproc + wanted}xA100-80"
+    if not engine.trains:
+        return f"{max(asked.job.nodes, -(-wanted // PER_NODE))}x{PER_NODE}xA100-80"
     return f"{asked.job.nodes + -(-wanted // PER_NODE)}x{PER_NODE}xA100-80"
 
 
 def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
     """Returns the number of GPUs that the engines leave to the trainer, rounded down to whole nodes if there are
-    several.
+    several. For a command that trains nothing, returns the number of all GPUs.
 
-    Raises ConfigError if the engines leave no GPU.
+    Raises ConfigError if the engines leave no GPU, or need more GPUs than there are.
     """
     wanted = server_gpus(engine)
+    if not engine.trains and wanted <= cluster.gpus:
+        return cluster.gpus
     left = cluster.gpus - wanted
     left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
     if left < 1 and isinstance(engine.settings, Servers):
         raise ConfigError(
             f"{len(engine.server_roles)} roles x engine.replicas {engine.settings.replicas} x engine.tp "
             f"{engine.settings.tp} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
-            "for the trainer: lower engine.replicas, or take more nodes"
+            f"{'for the trainer' if engine.trains else 'or are more'}: lower engine.replicas, or take more nodes"
         )
     return left
 

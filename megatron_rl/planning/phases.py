@@ -86,7 +86,7 @@ class IterationPlan:
     role: str  # roles that the iteration trains, joined by +
     times: int  # number of iterations like this one in a cycle (item of the schedule)
     phases: Mapping[str, float]
-    hidden: float  # seconds of generation that overlap with training
+    hidden: float  # most seconds of generation that may overlap with training
     generated: float  # number of generated tokens
     trained: float  # number of trained tokens
     flops: float  # floating-point operations of the training passes, over all GPUs
@@ -117,8 +117,9 @@ def plan_iteration(
     own = [draw for draw in work.draws if roles[draw.role].endpoint is None and roles[draw.role].head is None]
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in own}
     phases = _generation(case, work, costs)
-    reward_s = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / case.spec.reward.workers
-    phases["reward"] = reward_s / (1 if case.servers is None else 8)
+    if work.draws and case.spec.reward.target:
+        reward_s = work.draws[0].samples * GRADING_S / case.spec.reward.workers
+        phases["reward"] = reward_s / (1 if case.servers is None else 8)
     phases |= {str(scored): _scoring(case, scored, actors[roles[scored.by].owner]) for scored in work.scores}
     trained: dict[str, list[Draw]] = {}
     for draw in work.trained:
@@ -129,7 +130,8 @@ def plan_iteration(
     if case.colocated:
         phases["sleep and wake"] = _changes_of_place(case, list(trained), actors, engines)
     refits = _refits(case, list(trained), actors, engines)
-    phases["refit"] = sum(refit.seconds for refit in refits)
+    if refits:
+        phases["refit"] = sum(refit.seconds for refit in refits)
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     batches = [(d.role, batch_of(roles[d.role], d, d.samples)) for d in work.trained]
     flops = [compute.train_flops(case.models[name], batch, roles[name].lora) for name, batch in batches]
@@ -158,7 +160,7 @@ def _refits(
             actors[name], engines[name], case.cluster, place=place, adapter=served and actors[name].lora is not None
         )
         for name in trained
-        if case.roles[name].head is None
+        if name in case.spec.engine.opened
     ]
 
 

@@ -83,9 +83,16 @@ class RunPlan:
     roles: Sequence[RolePlan]
     servers: Sequence[ServerPlan]
     iterations: Sequence[IterationPlan]
+    # simulated seconds of a cycle whose iterations overlap (see schedule.simulated); None: the sum over the iterations
+    simulated_s: float | None = None
 
     @property
     def cycle_s(self) -> float:
+        """Returns the seconds of a cycle: as simulated, otherwise the sum over the iterations, which is a lower bound
+        if iterations overlap.
+        """
+        if self.simulated_s is not None:
+            return self.simulated_s
         return sum(iteration.seconds * iteration.times for iteration in self.iterations)
 
     @property
@@ -216,7 +223,9 @@ def make(case: Case) -> RunPlan:
     draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
     draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
     trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
-    found = [_role(case, actors[name], name, draws, trained=name in trained) for name in case.held]
+    inside = case.servers is None  # the embedded engine holds the models of roles without a policy too
+    held = [name for name in case.roles if name in case.held or (inside and name in case.spec.engine.opened)]
+    found = [_role(case, actors[name], name, draws, trained=name in trained) for name in held]
     names = [] if case.servers is None else case.spec.engine.server_roles
     servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
     engines = {name: _engine(case, servers.get(role.servers)) for name, role in case.roles.items()}
@@ -259,9 +268,9 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     if shared:  # the role trains an adapter on the model of another role
         held = replace(held, weights=own)
     if not trained:
-        held, reference = TrainingBytes(weights=held.weights), False
+        held, reference = TrainingBytes(weights=held.weights if role.has_policy else 0.0), False
     embedded, cache = 0.0, 0.0
-    if isinstance(engine, Embedded) and role.head is None:
+    if isinstance(engine, Embedded) and name in case.spec.engine.opened:
         embedded = float(numbers.width * counting.total(shape)) * writers_of(role)
         if (
             trained and engine.quantization

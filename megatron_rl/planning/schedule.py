@@ -284,6 +284,15 @@ def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
     return [simulate(stations, cycle, max_staleness=k) for k in chosen]
 
 
+def simulated(case: Case, plan: RunPlan) -> RunPlan:
+    """Returns the plan with the simulated seconds of a cycle, if its iterations overlap (max_staleness above 0)."""
+    ahead = case.spec.loop.rollouts.ahead
+    if not ahead or case.servers is None or case.colocated:
+        return plan
+    rate = simulate(*_model(plan.iterations), max_staleness=ahead).iterations_per_hour
+    return replace(plan, simulated_s=3600 / rate * sum(one.times for one in plan.iterations))
+
+
 def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
     """Returns the name of the cluster that a specification asks for, and the simulated schedules on that cluster.
 
@@ -349,7 +358,7 @@ def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: floa
     planned = sum(seconds for name, seconds in plan.phases.items() if name.startswith("rollout"))
     ratio = planned / alone.now if alone.now else 0.0
     samples = [replace(one, visits=[(place, ratio * work) for place, work in one.visits]) for one in samples]
-    grading, refit = plan.phases["reward"], plan.phases["refit"]
+    grading, refit = plan.phases.get("reward", 0.0), plan.phases.get("refit", 0.0)
     return SimulatedIteration(
         samples=samples, grading_s=grading, refit_s=refit, trained=plan.policies,
         train_s=sum(plan.phases.values()) - planned - grading - refit,

@@ -17,6 +17,7 @@ from megatron_rl.models.shape import Shape
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.plan import RunPlan, make_or_none
+from megatron_rl.planning.schedule import simulated
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
@@ -57,7 +58,8 @@ def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
     if the latter are smaller.
     """
     found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
-    best = sorted(found, key=lambda one: one.plan.cycle_s)[:keep]
+    measured = [replace(one, plan=simulated(one.case, one.plan)) for one in found]
+    best = sorted(measured, key=lambda one: one.plan.cycle_s)[:keep]
     grown = [_grown(asked, one) for one in best]
     different = {tuple(one.overrides): one for one in grown}  # two proposals may have become equal
     return sorted(different.values(), key=lambda one: one.plan.cycle_s)
@@ -68,7 +70,8 @@ def advice(case: Case, made: RunPlan) -> list[str]:
 
     The most useful line is first.
     """
-    changes = [(other, plan) for other in _changes(case, made) if (plan := make_or_none(other)) and not plan.problems]
+    found = [(other, plan) for other in _changes(case, made) if (plan := make_or_none(other)) and not plan.problems]
+    changes = [(other, simulated(other, plan)) for other, plan in found]
     changes.sort(key=lambda change: change[1].cycle_s)
     if made.problems:
         fitting = [f"it fits with {_told(case, other)}: {plan.cycle_s:.0f} s a cycle" for other, plan in changes[:MOST]]
@@ -244,7 +247,10 @@ def _grown(asked: Case, found: Proposal) -> Proposal:
         role = found.case.roles[name]
         for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
             grown = _proposal(asked, found.case.with_role(name, micro_batch_tokens=tokens))
-            if grown is not None and grown.plan.cycle_s < found.plan.cycle_s:
+            if grown is None:
+                continue
+            grown = replace(grown, plan=simulated(grown.case, grown.plan))
+            if grown.plan.cycle_s < found.plan.cycle_s:
                 found = grown
                 break
     return found

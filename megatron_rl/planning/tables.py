@@ -37,6 +37,23 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
         console.print(f"- {escape(line)}", highlight=False)
 
 
+def show_parts(plan: RunPlan, console: Console, *, notes: Sequence[str]) -> None:
+    """Prints the tables of a command other than `train`, followed by notes and problems."""
+    if plan.roles:
+        console.print(_memory_table(plan))
+    if plan.servers:
+        console.print(_servers_table(plan))
+    table = Table("part", "times", "seconds", "of these", "tokens written", title="time", title_justify="left")
+    for one in plan.iterations:
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in one.phases.items())
+        table.add_row(one.role, f"{one.times:,}", f"{one.seconds:,.1f}", phases, f"{one.generated:,.0f}")
+    console.print(table, highlight=False)
+    for line in notes:
+        console.print(f"[yellow]note[/] {escape(line)}", highlight=False)
+    for problem in plan.problems:
+        console.print(f"[red]does not fit[/] {escape(problem)}", highlight=False)
+
+
 def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:
     """Prints the proposals of a search, fastest first, with the config overrides of each proposal."""
     if not found:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 
 from megatron_rl.config import files as config_files
-from megatron_rl.config.base import refusing
+from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.models.shape import Shape, read_shape
@@ -69,6 +69,7 @@ class IterationWork:
     # samples that the iteration trains on, for each trained role; `draws` may hold more samples of these roles
     trained: Sequence[Draw]
     times: int
+    name: str = ""  # name in tables; "": the roles that the iteration trains
 
     @property
     def roles(self) -> list[str]:
@@ -77,8 +78,8 @@ class IterationWork:
 
     @property
     def role(self) -> str:
-        """Returns the iteration's name in tables: the roles that the iteration trains, joined by +."""
-        return " + ".join(self.roles)
+        """Returns the iteration's name in tables: `name`, or the roles that the iteration trains, joined by +."""
+        return self.name or " + ".join(self.roles)
 
 
 def cycle_work(
@@ -138,14 +139,32 @@ def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float
 
     Raises ConfigError for an unknown role, and for a share outside (0, 1].
     """
-    fills: dict[str, float] = {}
-    for text in sorted(settings, key=lambda text: "=" in text):
-        [role, _] = _split("--fill", "ROLE=SHARE", text if "=" in text else f"={text}", [*roles, ""])
-        share = _number("--fill", text)
-        if not 0 < share <= 1:
-            raise ConfigError(f"--fill {text}: mean lengths as a share of the longest, above 0 and at most 1")
-        fills |= {role: share} if role else dict.fromkeys(roles, share)
-    return fills
+    found = _by_name("--fill", "ROLE=SHARE", settings, roles)
+    refuse(
+        *(
+            f"--fill {share:g}: mean lengths as a share of the longest, above 0 and at most 1"
+            for share in found.values()
+            if not 0 < share <= 1
+        )
+    )
+    everywhere = found.pop("", None)
+    return ({} if everywhere is None else dict.fromkeys(roles, everywhere)) | found
+
+
+def rows_given(sets: Collection[str], settings: Sequence[str]) -> dict[str, float]:
+    """Returns {data set: number of its rows}; "" is for all sets. `settings`: texts of the form NUMBER or SET=NUMBER.
+
+    Raises ConfigError for an unknown set, and for a number below 1.
+    """
+    found = _by_name("--rows", "SET=NUMBER", settings, sets)
+    refuse(*(f"--rows {number:g}: a number of rows, 1 or more" for number in found.values() if not 1 <= number < 1e12))
+    return found
+
+
+def _by_name(option: str, form: str, settings: Sequence[str], names: Collection[str]) -> dict[str, float]:
+    """Returns {name: number} of texts of the form NAME=NUMBER; the name of a text NUMBER is ""."""
+    words = [text if "=" in text else f"={text}" for text in settings]
+    return {_split(option, form, word, [*names, ""])[0]: _number(option, word.removeprefix("=")) for word in words}
 
 
 def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str, str], float]:
@@ -175,7 +194,10 @@ def _split(option: str, form: str, text: str, roles: Collection[str]) -> list[st
         or len(parts) != len(kinds)
         or any(kind.isupper() and part not in roles for part, kind in zip(parts, kinds, strict=True))
     ):
-        raise ConfigError(f"{option} {text}: it has the form {form}; the roles are {', '.join(filter(None, roles))}")
+        raise ConfigError(
+            f"{option} {text}: it has the form {form}; "
+            f"the {'sets' if 'SET' in kinds else 'roles'} are {', '.join(filter(None, roles))}"
+        )
     return [*parts, value]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.algorithms.tandem_authors import boundaries
 from megatron_rl.chat_template import tokenizer_of
-from megatron_rl.cluster.host_address import own_address
+from megatron_rl.cluster.host_address import address_among_ranks, own_address
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.engines import Embedded, Servers
 from megatron_rl.config.model import Model
@@ -26,6 +26,7 @@ from megatron_rl.engines.pool.server_pool import given
 from megatron_rl.engines.protocol import Engine
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_process import make_token
+from megatron_rl.session.launch_ranks import LOCAL
 from megatron_rl.session.server_connection import gpus_of, start_server, token_file, visible_gpus
 from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
 from megatron_rl.weights import hf_model
@@ -71,13 +72,14 @@ def open_models(
 
 def open_fixed_engines(
     engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack,
-    environment: Mapping[str, str],
+    environment: Mapping[str, str], *, local_rank: int = 0,
 ) -> dict[str, Engine]:  # fmt: skip
     """Returns the engine of each role, with the weights of the role's model directory.
 
     The engines are used on the driver (rank 0). If the engines are servers, other ranks get an empty dict. Servers that
-    this function starts end when `stack` closes. `environment`: the environment of the servers. Collective. Raises
-    ConfigError for settings that cannot be used, and StartError for a server that does not start.
+    this function starts end when `stack` closes. If servers are on several hosts (`engines.hosts`), the rank with
+    `local_rank` 0 of each host starts an equal share of them. `environment`: the environment of the servers.
+    Collective. Raises ConfigError for settings that cannot be used, and StartError for a server that does not start.
     """
     settings, out = engines.settings, dict[str, Engine]()
     if isinstance(settings, Embedded):
@@ -86,15 +88,23 @@ def open_fixed_engines(
             own.load_pretrained()
             out[name] = DataParallelEngine(world, name, own)
         return out
+    alone = settings.host == LOCAL and engines.hosts > 1  # an address that the driver on another host cannot reach
+    host = address_among_ranks(environment) if alone else own_address(settings.host)
+    starter = _Starter(engines, replace(settings, host=host), stack, environment)
+    urls = settings.urls if engines.hosts == 1 or settings.urls else starter.on_hosts(world, local_rank)
     if world.rank != 0:
         return out
-    settings = replace(settings, host=own_address(settings.host))
-    if settings.urls and (wrong := set(settings.urls) ^ engines.opened.keys()):
+    if urls and (wrong := set(urls) ^ engines.opened.keys()):
         raise ConfigError(
             f"engine.urls: {', '.join(sorted(wrong))}: give servers for each of {', '.join(engines.opened)}"
         )
     for name, role in engines.opened.items():
-        servers = _servers(engines, settings, name, model_facts(role, tokenizers[name]), stack, environment)
+        facts = model_facts(role, tokenizers[name])
+        if urls:
+            token, timeout_s = make_token(token_file(engines, settings)), engines.refit.timeout_s
+            servers = [kind_of(settings).client(url, token, settings, timeout_s, facts) for url in urls[name]]
+        else:
+            servers = starter.start(name, range(settings.replicas), facts)
         out[name] = engine = given(name, servers, replace(Limits.of(settings), servers=len(servers)))
         stack.callback(engine.close)
     return out
@@ -119,20 +129,49 @@ def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
     return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
 
 
-def _servers(
-    engines: EngineSpec, settings: Servers, role: str, facts: ModelFacts, stack: contextlib.ExitStack,
-    environment: Mapping[str, str],
-) -> list[Server]:  # fmt: skip
-    """Returns clients of a role's servers. The servers are those at engine.urls, or are started by this function, which
-    waits until they are ready."""
-    if settings.urls:
-        token, timeout_s = make_token(token_file(engines, settings)), engines.refit.timeout_s
-        return [kind_of(settings).client(url, token, settings, timeout_s, facts) for url in settings.urls[role]]
-    servers = []
-    for replica in range(settings.replicas):
-        own = visible_gpus(gpus_of(engines, settings, role, replica), environment)
-        process, server = start_server(engines, settings, role, replica, {**environment, **own}, facts)
-        stack.callback(process.stop)
-        process.wait_until(server.ready, settings.start_timeout_s)
-        servers.append(server)
-    return servers
+@dataclass(frozen=True)
+class _Starter:
+    """Starts servers on this host, which end when `stack` closes. `environment`: the environment of the servers."""
+
+    engines: EngineSpec
+    settings: Servers
+    stack: contextlib.ExitStack
+    environment: Mapping[str, str]
+
+    def start(self, role: str, replicas: Iterable[int], facts: ModelFacts) -> list[Server]:
+        """Starts servers of a role, waits until they are ready, and returns their clients."""
+        servers = []
+        for replica in replicas:
+            own = visible_gpus(gpus_of(self.engines, self.settings, role, replica), self.environment)
+            process, server = start_server(
+                self.engines, self.settings, role, replica, {**self.environment, **own}, facts
+            )
+            self.stack.callback(process.stop)
+            process.wait_until(server.ready, self.settings.start_timeout_s)
+            servers.append(server)
+        return servers
+
+    def on_hosts(self, world: World, local_rank: int) -> dict[str, list[str]]:
+        """Starts an equal share of the servers on each host. Returns the addresses of all servers by role. Collective.
+
+        Raises ConfigError on the driver if the ranks are not on `engines.hosts` hosts."""
+        share, roles = self.settings.replicas // self.engines.hosts, self.engines.server_roles
+
+        def start(host: int) -> list[list[str]]:
+            own = range(host * share, (host + 1) * share) if local_rank == 0 else ()
+            return [[server.url for server in self.start(role, own, ModelFacts())] for role in roles]
+
+        def everywhere() -> dict[str, list[str]]:
+            firsts = world.call_all("engines/first", [None] * world.size)
+            if sum(firsts) != self.engines.hosts:
+                raise ConfigError(
+                    f"job.nodes = {self.engines.hosts}, and the ranks are on {sum(firsts)} hosts (in so many is "
+                    "LOCAL_RANK 0): start one rank on each of job.nodes hosts"
+                )
+            found = world.call_all("engines/start", [sum(firsts[:rank]) for rank in range(world.size)])
+            urls = [[url for own in found if own for url in own[place]] for place in range(len(roles))]
+            return dict(zip(roles, urls, strict=True))
+
+        world.serve("engines/first", lambda _: local_rank == 0)
+        world.serve("engines/start", start)
+        return world.from_driver(everywhere)

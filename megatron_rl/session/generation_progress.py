@@ -19,7 +19,7 @@ from megatron_rl.run.checkpoint import read_json, write_json
 
 PARTS = "parts"  # directory of the responses generated so far; removed when the output files are complete
 MARK = "finished.json"  # file in the output directory that marks the output as complete
-_ELSEWHERE = ("output", "engine", "launch")  # names of settings that do not affect the responses
+_ELSEWHERE = ("output", "engine", "launch", "job")  # names of settings that do not affect the responses
 # Settings that affect a response only through its prompt, or that affect only the processing after generation.
 _BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
 _AFTERWARDS = ("validation_share", "keep_truncated", "reward")

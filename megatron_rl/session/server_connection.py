@@ -108,13 +108,14 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
 
 
 def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> Sequence[int]:
-    """Returns the GPU indices of one server: its `tp` entries of engine.gpus, which lists the GPUs of all servers,
-    ordered by role and then by replica.
+    """Returns the GPU indices of one server: its `tp` entries of engine.gpus, which lists the GPUs of all servers of a
+    host, ordered by role and then by replica.
 
     Raises ConfigError if two servers share a GPU, or if there are too few GPUs.
     """
     refuse(*server_gpus.number_problems(engines))
-    first = (engines.server_roles.index(role) * settings.replicas + replica) * settings.tp
+    share = settings.replicas // engines.hosts
+    first = (engines.server_roles.index(role) * share + replica % share) * settings.tp
     return settings.gpus[first : first + settings.tp]
 
 

@@ -155,6 +155,7 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
             refit = dataclasses.replace(refit, staging="host" if ahead and apart else "off")
         more = {"refit": refit, "trains": True, "by_priority": ahead}
     else:
+        more = {"hosts": config.job.nodes} if isinstance(config, GenerateConfig) else {}
         roles.pop("base", None)  # the base model needs no engine: only its probabilities are compared
     output = Path(config.output) if isinstance(config, GenerateConfig) else config.directory
     return EngineSpec(settings=config.engine, roles=roles, directory=output, families=config.families, **more)

@@ -49,6 +49,7 @@ class EngineSpec:
     directory: Path
     families: tuple[str, ...] = ()  # import paths of user-defined model families, which server processes must register
     trains: bool = False  # whether a trainer runs beside the engines
+    hosts: int = 1  # number of hosts on which `generate` starts servers, each an equal share of them
     by_priority: bool = False  # whether servers serve requests by priority: several iterations are generated at once
 
     @property

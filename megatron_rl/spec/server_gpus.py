@@ -9,18 +9,24 @@ from megatron_rl.spec.run_spec import EngineSpec
 def number_problems(engine: EngineSpec) -> list[str]:
     """Checks the GPU indices in `engine.gpus` without knowledge of the machine. Returns error messages.
 
-    There is one message if GPU indices are repeated, and one if there are fewer indices than the servers need. An empty
-    `engine.gpus` is accepted, because it is correct on a machine without GPUs.
+    There is one message if the servers cannot be divided over the hosts, one if GPU indices are repeated, and one if
+    there are fewer indices than the servers of a host need. An empty `engine.gpus` is accepted, because it is correct
+    on a machine without GPUs.
     """
-    settings, wanted = engine.settings, engine.num_server_gpus
+    settings, wanted = engine.settings, engine.num_server_gpus // engine.hosts
     if not isinstance(settings, Servers):
         return []
     gpus, problems = list(settings.gpus), list[str]()
+    if settings.replicas % engine.hosts:
+        problems.append(
+            f"engine.replicas = {settings.replicas} on job.nodes = {engine.hosts}: each host starts as many servers; "
+            "give a multiple of job.nodes"
+        )
     if twice := sorted({number for number in gpus if gpus.count(number) > 1}):
         problems.append(f"engine.gpus = {gpus}: {twice} stand there twice; two servers cannot share a GPU")
     if gpus and _started_by_number(engine, settings) and len(gpus) < wanted:
-        needs = "roles" if engine.trains else "models"
-        problems.append(f"engine.gpus = {gpus}: {wanted} are needed ({needs} x engine.replicas x engine.tp)")
+        needs, on = "roles" if engine.trains else "models", " / job.nodes" * (engine.hosts > 1)
+        problems.append(f"engine.gpus = {gpus}: {wanted} are needed ({needs} x engine.replicas x engine.tp{on})")
     return problems
 
 
@@ -32,7 +38,7 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
     settings = None if engine is None else engine.settings
     if engine is None or not isinstance(settings, Servers) or not _started_by_number(engine, settings):
         return []
-    wanted, gpus = engine.num_server_gpus, list(settings.gpus)
+    wanted, gpus = engine.num_server_gpus // engine.hosts, list(settings.gpus)
     if not engine.trains:
         if gpus or wanted == settings.tp:
             return []

@@ -1,0 +1,159 @@
+"""Describes the work of `sft`, `generate`, `eval` and evaluations during training, so that it is planned as a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.algorithms.value_loss import loss_of
+from megatron_rl.config.data_settings import generated_name
+from megatron_rl.config.datasets import Generated, PromptSet
+from megatron_rl.config.engines import Embedded, Rollouts
+from megatron_rl.config.evaluation import Evaluation, Reward
+from megatron_rl.config.run import Preflight, Run, Sinks
+from megatron_rl.data.rows import rows_of
+from megatron_rl.planning.workload import FILL, Draw, IterationWork
+from megatron_rl.spec.evaluated_sets import EvaluatedSet
+from megatron_rl.spec.run_spec import (
+    DataSpec,
+    EngineSpec,
+    EvalSpec,
+    GenerateSpec,
+    LoopSpec,
+    RoleSpec,
+    RunSpec,
+    SftSpec,
+    Spec,
+)
+
+ASKED = 512  # number of problems that `generate` asks before it saves their answers and asks the next ones
+ASSUMED = 1000  # number of rows that is assumed if the data are not on this host and no number is given
+# Numbers of problems of benchmarks
+SIZES = {
+    "math500": 500, "aime24": 30, "aime25": 30, "aime26": 30, "amc23": 40, "minerva_math": 272, "gsm8k": 1319,
+    "svamp": 300, "cruxeval": 800, "cruxeval_input": 800, "strategyqa": 687, "strategyqa_train": 2290, "ifeval": 541,
+    "processbench_gsm8k": 400, "processbench_math": 1000, "processbench_olympiadbench": 1000,
+    "processbench_omnimath": 1000,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Numbers of rows of the data sets. `given`: numbers that the user gave, by data set; "" is for all sets. `notes`:
+    list to which a note is added for each number that is assumed.
+    """
+
+    given: Mapping[str, float]
+    notes: list[str]
+
+    def of(self, name: str, source: PromptSet) -> int:
+        """Returns the number of rows of a data set: the given number, or the counted rows of files on this host, or the
+        published size of a benchmark, or ASSUMED. At most `limit` of the set.
+        """
+        found = self.given.get(name, self.given.get(""))
+        if found is None and generated_name(source.path) is not None:
+            found = (source.generated or Generated()).size
+        if found is None and Path(source.path).exists():
+            found = sum(1 for _ in rows_of(source.path, source.split, source.subset, source.file))
+        found = SIZES.get(name) if found is None else found
+        if found is None and source.limit is None:
+            self.notes.append(f"{name}: {ASSUMED:,} rows are assumed, for its data are not here: --rows {name}=NUMBER")
+        return min(round(ASSUMED if found is None else found), source.limit or 1 << 60)
+
+
+def as_run(spec: Spec) -> RunSpec:
+    """Returns a run with the models and engines of another command, which `plan` estimates. The roles have the lengths
+    of prompts and answers that the command's settings allow.
+    """
+    roles = dict(spec.roles)
+    if isinstance(spec, GenerateSpec):
+        longest = spec.config.max_prompt_tokens or roles["model"].max_prompt_tokens
+        roles["model"] = replace(roles["model"], sampling=spec.config.sampling, max_prompt_tokens=longest)
+    elif isinstance(spec, EvalSpec):
+        judging, context = spec.config.verifier, spec.config.context or 1 << 30
+        for name, role in roles.items():
+            sampling = judging.sampling if judging and name == _judge(spec) else spec.config.sampling
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - 1))
+            longest = min(role.max_prompt_tokens, context - sampling.max_tokens)
+            roles[name] = replace(role, sampling=sampling, max_prompt_tokens=longest)
+    engine = spec.engine or EngineSpec(settings=Embedded(), roles={}, directory=spec.directory, trains=True)
+    engine = replace(engine, roles={name: roles[name] for name in engine.roles})
+    loop = LoopSpec(schedule=(), evaluation=Evaluation(), rollouts=Rollouts(), preflight=Preflight())
+    return RunSpec(
+        roles=roles, engine=engine, cluster=spec.cluster, directory=spec.directory, models=spec.models, sets={},
+        reward=spec.reward or Reward(target=""), settings={}, run=Run(), sinks=Sinks(), recipe=None,
+        data=DataSpec(training={}, held_out=(), replay=None), loop=loop,
+    )  # fmt: skip
+
+
+def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) -> list[IterationWork]:
+    """Returns the parts of `sft`, `generate` or `eval`: one optimizer step, the parts of ASKED problems, or the sets.
+
+    `run`: the result of `as_run`. `fills`: {role: mean lengths as a share of the longest}. A row of preferences has two
+    samples, all of whose tokens are counted as trained.
+    """
+    if isinstance(spec, SftSpec):
+        samples = spec.samples_per_step * (2 if "pairs" in loss_of(run.roles["model"]).needs else 1)
+        longest = spec.data.max_tokens
+        mean = fills.get("model", FILL) * longest
+        return [
+            _part("step", trained=[Draw(role="model", samples=samples, prompt=0.0, response=mean, longest=longest)])
+        ]
+    if isinstance(spec, GenerateSpec):
+        problems, n = rows.of("data", spec.config.data), spec.config.n
+        parts, last = divmod(problems, ASKED)
+        sizes = {ASKED: parts, last: 1}
+        return [
+            _part(f"{size} problems", _draw(run.roles["model"], size * n, fills, n), times=times)
+            for size, times in sizes.items()
+            if size and times
+        ]
+    assert isinstance(spec, EvalSpec)
+    out = list[IterationWork]()
+    for own in spec.evaluated:
+        count, judged = rows.of(own.name, own.source) * own.n, own.benchmark is not None and own.benchmark.judged
+        draw = _draw(run.roles["model"], count, fills, own.n)
+        draws = [draw]
+        if spec.config.verifier is not None and not judged:
+            votes = spec.config.verifier.votes
+            draws.append(_draw(run.roles[_judge(spec)], count * votes, fills, votes))
+        if judged or "solve" in spec.config.measures:
+            out.append(_part(own.name, *draws))
+        if "handoff" in spec.config.measures and not judged:  # each of the two models writes a half of an answer
+            half = replace(draw, response=draw.response / 2, longest=-(-draw.longest // 2))
+            out.append(_part(f"{own.name}, handoff", half, replace(half, role="junior")))
+    return out
+
+
+def evaluation_work(
+    sets: Sequence[EvaluatedSet], solver: RoleSpec, rows: Rows, fills: Mapping[str, float], *, greedy: bool
+) -> list[IterationWork]:  # fmt: skip
+    """Returns the parts of one evaluation during training: the answers of the role `solver` to each set. `greedy`:
+    whether a greedy answer is drawn beside the samples.
+    """
+    counts = {own.name: own.n + (greedy and own.temperature > 0) for own in sets}
+    return [
+        _part(own.name, _draw(solver, rows.of(own.name, own.source) * counts[own.name], fills, own.n)) for own in sets
+    ]
+
+
+def _judge(spec: EvalSpec) -> str:
+    """Returns the name of the role that judges samples in an evaluation; "" if there is none."""
+    judging = spec.config.verifier
+    return next((name for name in reversed(spec.roles) if judging and spec.roles[name].model == judging.model), "")
+
+
+def _part(name: str, *draws: Draw, trained: Sequence[Draw] = (), times: int = 1) -> IterationWork:
+    return IterationWork(draws=draws, scores=[], trained=trained, times=times, name=name)
+
+
+def _draw(role: RoleSpec, samples: int, fills: Mapping[str, float], per_prompt: int) -> Draw:
+    """Returns samples of a role with the mean lengths of `fills`, or of the role's mean_tokens."""
+    share, own, longest = fills.get(role.name, FILL), role.mean_tokens, role.sampling.max_tokens
+    prompt, answer = share * role.max_prompt_tokens, share * longest
+    if role.name not in fills:
+        prompt, answer = own.prompt or prompt, min(own.answer or answer, longest)
+    return Draw(
+        role=role.name, samples=samples, prompt=prompt, response=answer, longest=longest, per_prompt=float(per_prompt)
+    )

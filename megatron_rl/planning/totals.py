@@ -1,0 +1,98 @@
+"""Estimates the whole of a command: its iterations or steps, hours, GPU-hours, and bytes on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.datasets import PromptSet
+from megatron_rl.planning.case import Case
+from megatron_rl.planning.memory import MASTER, MOMENTS
+from megatron_rl.planning.other_commands import Rows, evaluation_work
+from megatron_rl.planning.plan import RunPlan, make
+from megatron_rl.spec.run_spec import SftSpec, Spec
+from megatron_rl.weights.counting import Parallel, adapter_elements, total
+
+TOKEN_BYTES = 16  # bytes of a token in a file of rollouts: its id, its log-prob and its text
+TEXT_BYTES = 4  # bytes of the text of a token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """The whole of a command on a cluster of `gpus` GPUs."""
+
+    unit: str  # what is counted, such as "iterations"
+    count: int
+    hours: float  # with evaluations, without the start and without checkpoints
+    evaluations: int  # number of evaluations during training
+    evaluation_hours: float  # hours of all evaluations, part of `hours`
+    gpus: int
+    gpu_hours: float
+    disk: float  # bytes of what is kept: checkpoints, models, rollouts and answers
+
+    def __str__(self) -> str:
+        beside = f" ({self.evaluations} evaluations: {self.evaluation_hours:,.1f} hours)" if self.evaluations else ""
+        return (
+            f"in all: {self.count:,} {self.unit}, {self.hours:,.1f} hours{beside}, {self.gpu_hours:,.0f} GPU-hours of "
+            f"{self.gpus} GPUs, {self.disk / 1e9:,.1f} GB on disk"
+        )
+
+
+def of_training(case: Case, made: RunPlan, rows: Rows, fills: Mapping[str, float]) -> Totals:
+    """Returns the totals of a training run. All iterations take as long as those of the planned cycle. `rows`: sizes of
+    the sets of its evaluations."""
+    spec, iterations = case.spec, case.spec.loop.num_iterations
+    settings, run = spec.loop.evaluation, spec.run
+    solver = spec.roles[case.work[0].draws[0].role]
+    each_s, evaluations = 0.0, 0
+    if spec.data.held_out and solver.endpoint is None and solver.head is None:
+        work = evaluation_work(spec.data.held_out, solver, rows, fills, greedy=settings.greedy)
+        each_s = make(replace(case.with_staleness(0), work=work)).cycle_s
+        regular, left = divmod(iterations, settings.every) if settings.every else (0, iterations)
+        evaluations = settings.at_start + regular + (left > 0)
+    cycles = iterations / sum(one.times for one in made.iterations)
+    best = settings.best.keep if settings.best else 0
+    disk = checkpoint_bytes(case, keep=run.keep + 1 + best, models=1 + best)
+    if run.save_rollouts_every:
+        written = cycles * sum(one.generated * one.times for one in made.iterations)
+        disk += TOKEN_BYTES * written / run.save_rollouts_every
+    return _totals(
+        "iterations", iterations, cycles * made.cycle_s, case, disk=disk, evaluations=(evaluations, each_s)
+    )  # fmt: skip
+
+
+def of_command(spec: Spec, case: Case, made: RunPlan, rows: Rows) -> Totals:
+    """Returns the totals of `sft`, `generate` or `eval`."""
+    if isinstance(spec, SftSpec):
+        size = 0 if spec.steps else rows.of("data", PromptSet(path=spec.data.train))
+        steps = spec.steps or max(1, round(spec.epochs * size / spec.samples_per_step))
+        disk = checkpoint_bytes(case, keep=spec.run.keep + 1, models=1)
+        return _totals("steps", steps, steps * made.cycle_s, case, disk=disk)
+    answers = sum(draw.samples * one.times for one in case.work for draw in one.draws[:1])
+    disk = TEXT_BYTES * sum(one.generated * one.times for one in made.iterations)
+    return _totals("answers", answers, made.cycle_s, case, disk=disk)
+
+
+def checkpoint_bytes(case: Case, *, keep: int, models: int) -> float:
+    """Returns the bytes of `keep` checkpoints and of `models` exported models of all trained policies. A checkpoint has
+    the weights, the float32 master weights and Adam's moments, of adapters alone where a policy trains adapters.
+    """
+    out = 0.0
+    for name in {case.roles[role].owner for one in case.work for role in one.roles}:
+        role, shape = case.roles[name], case.models[name]
+        width = {"bfloat16": 2, "float32": 4}[role.model.dtype]
+        own = adapter_elements(shape, Parallel(world=1), role.lora, 0) if role.lora else total(shape)
+        out += keep * own * (width + MOMENTS + (MASTER if width == 2 else 0)) + models * width * total(shape)
+    return out
+
+
+def _totals(
+    unit: str, count: int, seconds: float, case: Case, *, disk: float, evaluations: tuple[int, float] = (0, 0.0)
+) -> Totals:
+    """`evaluations`: number of evaluations, and seconds of one evaluation."""
+    number, each_s = evaluations
+    hours = (seconds + number * each_s) / 3600
+    return Totals(
+        unit=unit, count=count, hours=hours, evaluations=number, evaluation_hours=number * each_s / 3600,
+        gpus=case.cluster.gpus, gpu_hours=hours * case.cluster.gpus, disk=disk,
+    )  # fmt: skip
