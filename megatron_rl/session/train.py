@@ -43,6 +43,7 @@ from megatron_rl.training.held_out_sets import Answers, stopped_early
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.preflight import PreflightPlan
+from megatron_rl.training.progress import never_learned
 from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
 from megatron_rl.types import Prompt, Rollout
@@ -159,7 +160,7 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
         finished = loop.train(setup, _plan(parts), progress)
         driver.summary(_summary(progress, time.monotonic() - started))
         stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
-        for sentence in loop.never_learned(progress, setup.policy_of):
+        for sentence in never_learned(progress, setup.policy_of):
             driver.say(f"WARNING: {sentence}")
         early = stopped_early(parts.spec.loop.evaluation.early_stop, progress.early_stop)
         if early or "stopped_early" in driver.directory.read_summary():
@@ -340,16 +341,18 @@ def _plan(parts: _Parts) -> loop.Plan:
             answer_format=spec.reward.answer_format,
             bounds=spec.reward.range,
         )
+    evaluation, ahead = settings.evaluation, settings.rollouts.ahead > 0 and spec.data.replay is None
     return loop.Plan(
         iterations=settings.num_iterations,
-        evaluate_every=settings.evaluation.every,
-        evaluate_at_start=settings.evaluation.at_start,
+        evaluate_beside=ahead and evaluation.best is None and evaluation.early_stop is None,
+        evaluate_every=evaluation.every,
+        evaluate_at_start=evaluation.at_start,
         save_every=spec.run.save_every,
         preflight=preflight,
         mixed=settings.rollouts.mixed,
         train_without_signal=spec.run.train_without_signal,
-        best=settings.evaluation.best,
-        early_stop=settings.evaluation.early_stop,
+        best=evaluation.best,
+        early_stop=evaluation.early_stop,
     )
 
 

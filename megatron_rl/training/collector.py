@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
@@ -31,6 +31,7 @@ from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import Prompt, Rollout
 
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
+T = TypeVar("T")
 Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
 
 
@@ -266,6 +267,7 @@ class Collector:
         # iterations that are begun and that `take` has not returned yet
         self._flights: deque[tuple[Iteration, Future[_CollectedIteration]]] = deque()
         self._takes, self._credits = _Order(), _Order()
+        self._sessions = OpenSessions()  # sessions of evaluations that run beside
         self._disk = threading.Lock()  # lock that is held while the store reads or writes files
         self._closed = False
 
@@ -311,6 +313,29 @@ class Collector:
                 self._store.put(iteration, replace(credited, rollouts=shown, metrics=scored.metrics), self._state)
         return credited
 
+    def beside(
+        self, context: RolloutContext, number: int, evaluate: Callable[[RolloutContext], T]
+    ) -> Callable[[], T]:  # fmt: skip
+        """Begins `evaluate` in a new thread, beside rollouts and updates. Returns a function that returns its result,
+        and waits for it if necessary.
+
+        `context`: the context for `evaluate`, whose requests come after those that iteration `number` has sent already
+        and before those of later iterations.
+        """
+        done, priority = Future[T](), number + 1
+        engines = {name: IterationEngine(one, priority, self._sessions) for name, one in context.engines.items()}
+        own = replace(context, engines=engines, metrics={}, watch=Stopwatch(context.watch.beat))
+
+        def run() -> None:
+            try:
+                done.set_result(evaluate(own))
+            except BaseException as error:  # the returned function raises the error again
+                done.set_exception(error)
+
+        threading.Thread(target=run, name=f"evaluation {number}", daemon=True).start()
+        # `idle` is not called: after an update it would send the new weights to restarted servers
+        return done.result
+
     def trained(self) -> None:
         """Reports that the iteration last returned by `take` has been trained and the engines have the new weights, so
         that the rollouts of one more iteration may be generated.
@@ -336,6 +361,7 @@ class Collector:
         the file is complete.
         """
         self._closed = True
+        self._sessions.close()
         self._takes.close()
         self._credits.close()
         self._maker.close()

@@ -4,7 +4,9 @@ same after a resume.
 
 import json
 import math
+import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from fake_policy import TablePolicy
@@ -12,6 +14,7 @@ from loops import VOCAB, Log, Questions, make
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.evaluation import Best, EarlyStop
+from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
 from megatron_rl.training.held_out_sets import HeldOutSet, evaluate_sets, followed, ranked, stopped_early
@@ -135,6 +138,93 @@ def test_a_run_that_goes_on_after_an_evaluation_does_not_evaluate_again(template
     evaluations = [(iteration, metrics) for iteration, _, scope, metrics in second.lines if scope == "eval"]
     assert evaluations[0] == (4, {"generator/accuracy": 0.75}), "its line is written again"
     assert [iteration for iteration, _ in evaluations] == [4, 6, 8, 10] and progress.evaluated == 10
+
+
+class Counting(TablePolicy):
+    """A table that tells how many updates it has had, at once."""
+
+    def __init__(self):
+        super().__init__(VOCAB, lr=0.3, seed=1)
+        self.updates, self.changed = 0, threading.Condition()
+
+    def update(self, *args):
+        found = super().update(*args)
+        with self.changed:
+            self.updates += 1
+            self.changed.notify_all()
+        return found
+
+    def wait_for(self, count):
+        with self.changed:
+            return self.changed.wait_for(lambda: self.updates >= count, 60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lasting(Scripted):
+    """Evaluations that last until the policy has had one more update, and tell the engine's versions meanwhile."""
+
+    policy: Any
+    last: int  # the evaluation after the last iteration lasts no longer
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def evaluate(self, prompts, context):
+        found, engine = super().evaluate(prompts, context), context.engines["generator"]
+        before = engine.version
+        assert before == self.last or self.policy.wait_for(before + 1), "nothing was trained beside the evaluation"
+        complete(engine, [prompt.tokens for prompt in prompts], Sampling(max_tokens=1))
+        return {**found, "generator/before": float(before), "generator/after": float(engine.version)}
+
+
+def test_an_evaluation_beside_training_has_the_weights_of_its_iteration(template, tmp_path):
+    """The trainer waited for every evaluation, and the engines idled while it trained."""
+    policy, log = Counting(), Log()
+    recipe = Lasting(updates=6, group_size=8, template=template, policy=policy, last=6)
+    setup, progress = make(template, log, tmp_path, recipe=recipe, policy=policy, max_staleness=1)
+    plan = loop.Plan(iterations=6, evaluate_every=2, evaluate_beside=True, train_without_signal=True, save_every=1)
+    assert loop.train(setup, plan, progress)
+    found = [
+        (iteration, m["generator/before"], m["generator/after"]) for iteration, _, s, m in log.lines if s == "eval"
+    ]
+    assert found == [(done, float(done), float(done)) for done in (0, 2, 4, 6)]
+    for number in range(1, 7):  # a checkpoint has the result of every evaluation that began before its iteration
+        assert log.saved[number]["state"]["progress"]["evaluated"] == (number - 1) // 2 * 2 if number < 6 else 6
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_evaluations_beside_training_are_the_same_after_a_resume(template, tmp_path, stop_after):
+    plan = loop.Plan(iterations=6, evaluate_every=2, evaluate_beside=True, train_without_signal=True, save_every=1)
+    found, state, policy = [], None, None
+    for stop in (stop_after, None):
+        log, own = Log(), Counting()
+        if policy is not None:
+            policy.save(tmp_path)
+            own.load(tmp_path)
+            own.updates = stop_after
+        recipe = Lasting(updates=6, group_size=8, template=template, policy=own, last=6)
+        parts = {"recipe": recipe, "policy": own, "state": state, "stop_after": stop, "max_staleness": 1}
+        setup, progress = make(template, log, tmp_path / "store", **parts)
+        assert loop.train(setup, plan, progress) == (stop is None)
+        setup.iterations.close()
+        found += [
+            (iteration, metrics["generator/accuracy"]) for iteration, _, scope, metrics in log.lines if scope == "eval"
+        ]
+        state, policy = log.saved[max(log.saved)]["state"], own
+    assert found == [(0, 0.1), (2, 0.3), (4, 0.7), (6, 0.4)]
+
+
+def test_an_evaluation_beside_training_that_fails_ends_the_run(template, tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(Grpo):
+        def evaluate(self, prompts, context):
+            raise ArithmeticError("no figure")
+
+    recipe = Failing(updates=3, group_size=8, template=template)
+    setup, progress = make(template, Log(), tmp_path, recipe=recipe, max_staleness=1)
+    plan = loop.Plan(iterations=3, evaluate_beside=True, train_without_signal=True)
+    with pytest.raises(ArithmeticError, match="no figure"):
+        loop.train(setup, plan, progress)
 
 
 def test_an_evaluation_without_a_value_does_not_count():
