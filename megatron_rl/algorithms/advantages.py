@@ -100,10 +100,7 @@ def assign_advantages(
 
 
 def step_rewards(
-    verdicts: Sequence[float] | np.ndarray,
-    num_steps: int,
-    *,
-    credit: StepCredit = PAPER_CREDIT,
+    verdicts: Sequence[float] | np.ndarray, num_steps: int, *, credit: StepCredit = PAPER_CREDIT
 ) -> np.ndarray | None:
     """Converts verdicts on K reasoning steps to step rewards y_k / K, where y_k is +1 if step k is judged correct and
     -1 otherwise (Tango, arXiv 2505.15034, eq. 3). Returns [K] float64. A verdict is True or False, or the probability p

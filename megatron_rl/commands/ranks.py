@@ -37,11 +37,7 @@ MODULES = {
     "eval": "commands.evaluate",
 }
 # Environment variables that make cuBLAS, NCCL and Transformer Engine deterministic.
-DETERMINISTIC = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-}
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,10 +12,7 @@ from megatron_rl.config.engines import Embedded, Servers
 # The names of the settings classes of all kinds of inference servers, the default kind first. The classes are imported
 # by name because the engines' packages depend on the config. A new engine is a folder of megatron_rl/engines/ and one
 # line here.
-KINDS = (
-    "megatron_rl.engines.vllm.settings:Vllm",
-    "megatron_rl.engines.sglang.settings:Sglang",
-)
+KINDS = ("megatron_rl.engines.vllm.settings:Vllm", "megatron_rl.engines.sglang.settings:Sglang")
 _CLASSES = [vars(importlib.import_module(module))[name] for module, name in (kind.split(":") for kind in KINDS)]
 
 if TYPE_CHECKING:

@@ -17,14 +17,7 @@ from megatron_rl.config.base import ConfigError, Share, Use, config, path_proble
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
-from megatron_rl.config.evaluation import (
-    EvalConfig,
-    Evaluation,
-    EvaluationSet,
-    GradingConfig,
-    JudgingConfig,
-    Reward,
-)
+from megatron_rl.config.evaluation import EvalConfig, Evaluation, EvaluationSet, GradingConfig, JudgingConfig, Reward
 from megatron_rl.config.model import (
     CORRECTION_AHEAD,
     REWARD_OBJECTIVES,

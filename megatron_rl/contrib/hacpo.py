@@ -21,12 +21,7 @@ from megatron_rl.config.base import Count, NotNegative, Share, refuse
 from megatron_rl.contrib.judged import put
 from megatron_rl.recipes.answers import accuracies, accuracies_of_fitting
 from megatron_rl.recipes.retokenised import WRITTEN_BY, rewritten
-from megatron_rl.recipes.solutions import (
-    check_arguments,
-    question_text,
-    sampling_for,
-    solve,
-)
+from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for, solve
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
     CreditContext,

@@ -17,12 +17,7 @@ from megatron_rl.contrib.clusters import cluster_shares
 from megatron_rl.contrib.judged import put, quoted
 from megatron_rl.contrib.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.answers import accuracies_of_fitting
-from megatron_rl.recipes.solutions import (
-    check_arguments,
-    question_text,
-    sampling_for,
-    solve,
-)
+from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for, solve
 from megatron_rl.text import decode_all, fill, read_template
 from megatron_rl.training.iteration import (
     CreditContext,

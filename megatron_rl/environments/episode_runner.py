@@ -251,11 +251,7 @@ class EpisodesPlay:
         )
         running.calls += len(reply.calls)
         return Said(
-            agent=request.agent,
-            text=reply.text,
-            calls=reply.calls,
-            stop=completion.stop,
-            tokens=len(completion.tokens),
+            agent=request.agent, text=reply.text, calls=reply.calls, stop=completion.stop, tokens=len(completion.tokens)
         )
 
 

@@ -11,13 +11,7 @@ from megatron_rl.evaluation.handoff import HANDOFF
 from megatron_rl.evaluation.judge import JUDGE, judged
 from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.evaluation.statistics import (
-    Calibration,
-    Interval,
-    calibration,
-    macro_interval,
-    mean_interval,
-)
+from megatron_rl.evaluation.statistics import Calibration, Interval, calibration, macro_interval, mean_interval
 from megatron_rl.evaluation.text_scores import LEGIBILITY
 from megatron_rl.rewards.grading_pool import Graded, Outcome
 

@@ -150,12 +150,7 @@ class RotaryTable:
 
 
 def packed_layout(
-    lengths: Sequence[int],
-    rotary: RotaryTable | None,
-    *,
-    context: Context = ALONE,
-    like: Tensor,
-    flash: bool = False,
+    lengths: Sequence[int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor, flash: bool = False
 ) -> SequenceLayout:
     """Returns the layout of sequences that are packed end to end in one row.
 
@@ -249,11 +244,7 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _group_buckets(
-    group: list[int],
-    lengths: Sequence[int],
-    rows: Sequence[Tensor],
-    windows: Sequence[int | None],
-    context: Context,
+    group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], windows: Sequence[int | None], context: Context
 ) -> list[AttentionBucket]:
     """Returns the attention buckets of one group of sequences.
 

@@ -53,10 +53,7 @@ _log = logging.getLogger(__name__)
 
 # Activation name (models/sizes.py) -> (function for Megatron-core's config, which accepts only activations that core
 # knows; module that computes the gated activation from fc1's fused output instead of core).
-ACTIVATIONS: dict[str, tuple[Any, Any]] = {
-    "silu": (F.silu, SwiGLU),
-    "gelu_tanh": (F.gelu, GeGLU),
-}
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {"silu": (F.silu, SwiGLU), "gelu_tanh": (F.gelu, GeGLU)}
 
 
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

@@ -26,12 +26,7 @@ class DeepseekV3(DeepseekV2):
     trains them."""
 
     model_type = "deepseek_v3"
-    settled = {
-        **EVERYWHERE,
-        "rope_interleave": True,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    }
+    settled = {**EVERYWHERE, "rope_interleave": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
         """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its

@@ -32,10 +32,7 @@ class Mixtral(Family):
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
         """Returns the parameters of layer `number`. In Hugging Face files, an expert's gate, up and down projections
         are called w1, w3 and w2."""
-        return [
-            *blocks.attention(sizes),
-            *blocks.experts(sizes, module="block_sparse_moe", parts=("w1", "w3", "w2")),
-        ]
+        return [*blocks.attention(sizes), *blocks.experts(sizes, module="block_sparse_moe", parts=("w1", "w3", "w2"))]
 
 
 FAMILY = Mixtral()

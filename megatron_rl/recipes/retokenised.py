@@ -99,8 +99,7 @@ def rewritten(context: RolloutContext, rollout: Rollout, role: str, prompt: str)
         tokens=own.tokens,
         logprobs=np.append(np.zeros(own.start), sums[own.chunks] / counts[own.chunks]),
         spans=spans_of(
-            (own.start, Author.ENVIRONMENT, NO_VERSION),
-            (len(own.chunks), Author.POLICY, context.engines[role].version),
+            (own.start, Author.ENVIRONMENT, NO_VERSION), (len(own.chunks), Author.POLICY, context.engines[role].version)
         ),
         stop=rollout.stop,
         payload={**rollout.payload, WRITTEN_BY: rollout.role},

@@ -20,11 +20,7 @@ from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec
 
 PACKAGE = "megatron_rl."
 # Import paths of the graders and tools that run model-generated code in a sandbox.
-RUNS_CODE = (
-    "rewards.code_cases:grade",
-    "rewards.code_answer:grade_input",
-    "environments.python_tool:PythonTool",
-)
+RUNS_CODE = ("rewards.code_cases:grade", "rewards.code_answer:grade_input", "environments.python_tool:PythonTool")
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 

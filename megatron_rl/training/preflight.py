@@ -72,10 +72,7 @@ def check_reward(
             "data.fields, or switch this check off by preflight.reward=false"
         )
     scores = {}
-    for name, answers in (
-        ("correct", [str(p["answer"]) for p in payloads]),
-        ("wrong", [wrong_answer] * len(payloads)),
-    ):
+    for name, answers in (("correct", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
         responses = [fill(answer_format, answer=a) for a in answers]
         scores[name] = _mean_score(name, responses, payloads, grade(responses, payloads))
         if name == "correct" and scores[name] < least or name == "wrong" and scores[name] > most:

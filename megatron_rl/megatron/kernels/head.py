@@ -39,13 +39,7 @@ def statistics(logits: Tensor, scale: float, *, dot: bool, total: bool) -> tuple
 
 
 def to_gradient(
-    logits: Tensor,
-    scale: float,
-    *,
-    logsum: Tensor,
-    ids: Tensor,
-    by_id: Tensor,
-    entropy: tuple[Tensor, Tensor] | None,
+    logits: Tensor, scale: float, *, logsum: Tensor, ids: Tensor, by_id: Tensor, entropy: tuple[Tensor, Tensor] | None
 ) -> None:
     """Replaces logits [n, v] in place with the gradient with respect to the logits, in the same dtype.
 
