@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.api.config import Config
 from megatron_rl.api.recipes import count_of
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.other_names import TRL
+from megatron_rl.config.other_names import names_of
 from megatron_rl.config.schema import TrainConfig
 
 UPDATES = "updates"
@@ -71,9 +71,9 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
 def _unknown(name: str, sections: set[str]) -> str:
     if name in TRAINER:
         return f"this is TRL's name; here it is {TRAINER[name]}"
-    if name in TRL:
-        short = next((short for short, key in SHORT.items() if key == TRL[name]), None)
-        return "this is TRL's name; here it is " + (f"{short} ({TRL[name]})" if short else TRL[name])
+    if (key := names_of("TRL").get(name)) is not None:
+        short = next((short for short, own in SHORT.items() if own == key), None)
+        return "this is TRL's name; here it is " + (f"{short} ({key})" if short else key)
     close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections], n=1)
     if close:
         return f"unknown setting; did you mean {close[0]!r}?"

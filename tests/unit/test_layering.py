@@ -250,7 +250,6 @@ def test_engines_are_named_in_their_own_folders_and_in_one_line_of_the_config():
     """A new engine is its folder and that line."""
     homes = [f"megatron_rl.engines.{engine}" for engine in ENGINES]
     elsewhere = {module_of(p): names for p in FILES if (names := named_engines(p.read_text()))}
-    elsewhere.pop("megatron_rl.config.other_names")  # names of TRL's settings, such as use_vllm
     others = {m: names for m, names in elsewhere.items() if not any(under(m, home) for home in homes)}
     assert others == {"megatron_rl.config.engine_kinds": [*ENGINE_LINES]}
 
