@@ -56,6 +56,16 @@ def refusing(say: Callable[[Exception], str], *kinds: type[Exception]) -> Iterat
         raise ConfigError(say(error)) from error
 
 
+def refusal_of(check: Callable[..., object], *args: object, place: str = "") -> list[str]:
+    """Calls a function that checks settings. If it raises ConfigError, returns a list of one message, which begins with
+    `place`; otherwise an empty list."""
+    try:
+        check(*args)
+    except ConfigError as error:
+        return [f"{place}{error}"]
+    return []
+
+
 def hint(name: str, known: Iterable[str], otherwise: str) -> str:
     """Returns the text "did you mean ...?" with the name in `known` that is most similar to `name`, or the text
     `otherwise` if there is no similar name."""

@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ __all__ = [
     "TandemSampling",
     "TopScores",
     "complete",
+    "draw",
     "empty",
 ]
 
@@ -126,8 +127,17 @@ def complete(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> l
     """Requests completions of [P] prompts, with the prompt indices as keys, and waits for all of them. Returns the
     completions `[P][n]` in the order of the prompts.
     """
+    return [*draw(engine, {place: (tokens, sampling) for place, tokens in enumerate(prompts)}).values()]
+
+
+def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:
+    """Samples completions from an engine and waits until all are done. `asks`: {key: (prompt, sampling parameters)}.
+    Returns {key: the n completions of the prompt}, in the order of `asks`.
+
+    The random numbers of a completion only depend on the seed, the key and the sample index.
+    """
     session = engine.session()
-    for place, tokens in enumerate(prompts):
-        session.ask(place, tokens, sampling)
+    for key, (prompt, sampling) in asks.items():
+        session.ask(key, prompt, sampling)
     found = dict(session.answers())
-    return [found[place] for place in range(len(prompts))]
+    return {key: found[key] for key in asks}

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize
 from megatron_rl.data.problems import Problem
-from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens
+from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens, draw
 from megatron_rl.types import Stop
 
 ROOM = 8  # number of tokens at the end of the context that are left unused
@@ -34,19 +34,6 @@ def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, Any], *, c
     chat_template.prompt_ids.
     """
     return tokenize(ChatTokenizer(tokenizer) if chat else tokenizer, problem_text(template, values))
-
-
-def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:
-    """Samples completions from an engine and waits until all are done. `asks`: {key: (prompt, sampling parameters)}.
-    Returns {key: the n completions of the prompt}, in the order of `asks`.
-
-    The random numbers of a completion only depend on the seed, the key and the sample index.
-    """
-    session = engine.session()
-    for key, (prompt, sampling) in asks.items():
-        session.ask(key, prompt, sampling)
-    found = dict(session.answers())
-    return {key: found[key] for key in asks}
 
 
 def draw_within(

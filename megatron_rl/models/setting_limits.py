@@ -6,7 +6,8 @@ refuse at its start.
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import ConfigError, Model, RoleConfig
+from megatron_rl.config.base import refusal_of
+from megatron_rl.config.schema import Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
@@ -38,11 +39,7 @@ def setting_problems(
         found.append(f"model.router_aux_loss = {settings.router_aux_loss}, and {name} has no experts: set it to 0")
     if settings.fp8 and core_settings.needs_own_layers(sizes, features):
         found.append(f"model.fp8 = true, and Transformer Engine's layers cannot compute {name}: set it to false")
-    try:
-        core_settings.routed(sizes, features, settings.router_aux_loss)
-    except ConfigError as error:
-        found.append(f"{name}: {error}")
-    return found
+    return found + refusal_of(core_settings.routed, sizes, features, settings.router_aux_loss, place=f"{name}: ")
 
 
 def prefix_problems(role: RoleConfig) -> list[str]:

@@ -10,14 +10,14 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import values_needed
 from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError, Use, read_object
+from megatron_rl.config.base import ConfigError, Use, read_object, refusal_of
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
@@ -65,19 +65,9 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
         yield from _sink_problems(spec.sinks)
         yield from _profile_problems(spec)
     if spec.reward is not None:
-        yield from _said(plugins.look_at, Use(target=spec.reward.target, args=spec.reward.args))
+        yield from refusal_of(plugins.look_at, Use(target=spec.reward.target, args=spec.reward.args))
     if isinstance(spec, RunSpec) and spec.recipe is not None:
         yield from recipe_problems(spec)
-
-
-def _said(check: Callable[..., object], *args: object, place: str = "") -> list[str]:
-    """Calls a function that checks settings. If it raises ConfigError, returns a list of one message, which begins with
-    `place`; otherwise an empty list."""
-    try:
-        check(*args)
-    except ConfigError as error:
-        return [f"{place}{error}"]
-    return []
 
 
 def _run_problems(spec: RunSpec) -> Iterator[str]:
@@ -261,7 +251,7 @@ def _head_problems(role: RoleConfig) -> Iterator[str]:
 def _sft_problems(spec: SftSpec) -> Iterator[str]:
     role = spec.roles["model"]
     yield from prefix_problems(role)
-    yield from (refused := _said(loss_of, role))
+    yield from (refused := refusal_of(loss_of, role))
     needs = frozenset() if refused else loss_of(role).needs
     most, what = (2 * spec.data.max_tokens, "twice ") if "pairs" in needs else (spec.data.max_tokens, "")
     if role.micro_batch_tokens * role.layout.cp < most:
@@ -376,7 +366,7 @@ def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[
 
 def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
     """Yields error messages about the settings of a prompt set. `name`: name of the setting that describes the set."""
-    yield from _said(resolve, source, place=f"{name}: ")
+    yield from refusal_of(resolve, source, place=f"{name}: ")
     try:
         re.compile(source.answer_pattern or "")
     except re.error as error:
@@ -451,9 +441,9 @@ def recipe_problems(spec: RunSpec) -> list[str]:
             f"run.iterations = {spec.run.iterations}, but the recipe plans {planned} iterations: raise its updates "
             "(recipe.args), or set run.iterations to null"
         )
-    found += _said(recipe.check, spec)
+    found += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
-        found += _said(loss_of, role, place=f"roles.{name}: ")
+        found += refusal_of(loss_of, role, place=f"roles.{name}: ")
     found += [] if found else [*_pair_problems(spec), *_score_problems(spec)]
     return found or [*_signal_problems(spec)]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.base import Use, refusal_of
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import read_template
@@ -18,10 +18,9 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
     for own in spec.data.held_out:
         if own.benchmark is not None and own.benchmark.judged:
             yield f"{HELD_OUT}: {own.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
-        try:
-            plugins.look_at(Use(target=own.reward.target, args=own.reward.args))
-        except ConfigError as error:
-            yield f"{own.name}: {error}"
+        yield from refusal_of(
+            plugins.look_at, Use(target=own.reward.target, args=own.reward.args), place=f"{own.name}: "
+        )
         if own.template is not None:
             yield from _template_problems(f"{HELD_OUT}: the template of {own.name}", own.template)
     names = [own.name for own in spec.data.held_out]

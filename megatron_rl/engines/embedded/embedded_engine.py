@@ -192,7 +192,7 @@ class EmbeddedEngine:
         Raises ValueError for an empty sequence or a token outside the vocabulary, and RuntimeError if no weights have
         been loaded.
         """
-        return [scores.logprobs for scores in self._scored(sequences, 0)]
+        return [scores.logprobs for scores in self.score_top(sequences, 0)]
 
     @torch.inference_mode()
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
@@ -203,7 +203,18 @@ class EmbeddedEngine:
             raise EngineError(
                 f"the {k} likeliest tokens were asked for: {self._directory} has {self.arch.vocab} in all"
             )
-        return self._scored(sequences, k)
+        decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
+        for i, tokens in enumerate(arrays):
+            self._check_tokens(tokens, f"sequence {i}")
+        found: dict[int, TopScores] = {}
+        group: list[int] = []
+        for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
+            if group and (len(group) + 1) * len(arrays[group[0]]) > SCORED_TOGETHER:
+                found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
+                group = []
+            group.append(i)
+        found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
+        return [found[i] for i in range(len(arrays))]
 
     @torch.inference_mode()
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
@@ -228,20 +239,6 @@ class EmbeddedEngine:
             decoders, rows, ends=ends, max_batch=self._max_batch, writers=writers, tells_experts=self._tells_experts,
             recorder=self._recorder,
         )  # fmt: skip
-
-    def _scored(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
-        for i, tokens in enumerate(arrays):
-            self._check_tokens(tokens, f"sequence {i}")
-        found: dict[int, TopScores] = {}
-        group: list[int] = []
-        for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
-            if group and (len(group) + 1) * len(arrays[group[0]]) > SCORED_TOGETHER:
-                found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
-                group = []
-            group.append(i)
-        found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
-        return [found[i] for i in range(len(arrays))]
 
     def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray], k: int) -> list[TopScores]:
         """Scores sequences, sorted by descending length, in one forward pass. Also returns the k most likely tokens at
