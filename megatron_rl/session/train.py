@@ -17,6 +17,7 @@ from megatron_rl.config import sources
 from megatron_rl.config.base import ConfigError
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.problems import PromptReader
+from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.planning import schedule
 from megatron_rl.planning.hardware import GIB, device_name
@@ -127,6 +128,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             iterations=collector, held_out=evaluations.held_out_sets(spec, parts.held_out, stack), hooks=hooks,
         )  # fmt: skip
         owners = {name: policy.memory.held_bytes for name, policy in parts.policies.items()}
+        for name, engine in run_engines.engines.items():
+            owners |= {f"{name}'s engine": engine.local.held_bytes} if isinstance(engine, DataParallelEngine) else {}
         with memory_explained(driver.directory.path, world.rank, owners):
             return _train(parts, setup, listener)
 

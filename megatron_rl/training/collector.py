@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
+from megatron_rl.timing import named_range
 from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
 from megatron_rl.training.iteration_engines import GradeTurns, IterationEngine, OpenSessions
@@ -271,6 +272,7 @@ class Collector:
         self._disk = threading.Lock()  # lock that is held while the store reads or writes files
         self._closed = False
 
+    @named_range("rollouts")
     def take(self, iteration: Iteration) -> Collected:
         """Returns the rollouts of the iteration that is due, and waits for them if necessary. If they are not credited
         yet (see CreditStage.after_scores), call `credit` with the scored rollouts.

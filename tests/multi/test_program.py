@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -128,8 +129,12 @@ def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
         "recipe={target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 1, group_size: 2}}",
         f"data.path={tmp_path}/train.parquet", f"run.dir={tmp_path}", "run.name=chat", "run.prompts_per_iteration=4",
         "run.train_without_signal=true", "preflight.reward=false", "run.save_rollouts_every=1",
+        "run.profile.iterations=[0]",
     ]  # fmt: skip
     program("train", *settings)
+    with gzip.open(tmp_path / "chat/profiles/iteration_000000_rank_0.json.gz") as file:
+        named = {e["name"] for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"}
+    assert {"rollouts", "train", "forward_backward", "optimizer", "refit"} <= named
     [iteration] = (tmp_path / "chat/rollouts").glob("iteration_*.parquet")
     rollouts = from_table(pq.read_table(iteration))
     tokenizer.chat_template = CHATML

@@ -106,6 +106,10 @@ class EmbeddedEngine:
             self._landing = Decoder(self.arch, weights), WeightSlots(slots)
         return self._landing[1]
 
+    def held_bytes(self) -> dict[str, int]:
+        """Returns the device memory of the weights that weight syncs write, in bytes."""
+        return {"weights": 0 if self._landing is None else self._landing[1].nbytes}
+
     def begin_refit(self) -> None:
         """Begins a weight sync (refit): marks the weights as incomplete. The engine cannot generate until
         `commit_refit`.

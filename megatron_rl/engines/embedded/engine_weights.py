@@ -141,6 +141,10 @@ class WeightSlots:
     def __init__(self, slots: Mapping[str, WeightSlot]) -> None:
         self._slots = slots
 
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.rows.nbytes for slot in self._slots.values())
+
     def read(self, name: str, part: tuple[int, int, int, int]) -> Tensor:
         row, column, rows, columns = part
         slot = self._slots[name]
