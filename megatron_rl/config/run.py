@@ -18,6 +18,17 @@ class Profile:
     iterations: tuple[NonNegativeInt, ...] = ()  # iterations, counted from 0 as in metrics.jsonl; empty: no traces
     ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks of the trainer
 
+    def rank_problems(self, ranks: int, iterations: float) -> Iterator[str]:
+        """Yields an error message for each setting that chooses nothing of a run of `iterations` iterations on `ranks`
+        ranks.
+        """
+        if self.iterations and not self.ranks:
+            yield "run.profile.ranks is empty: name the ranks that write traces, such as [0]"
+        if self.iterations and max(self.ranks, default=0) >= ranks:
+            yield f"run.profile.ranks = {list(self.ranks)}: the trainer has {ranks} ranks, counted from 0"
+        if max(self.iterations, default=0) >= iterations > 0:
+            yield f"run.profile.iterations = {list(self.iterations)}: the run has {iterations} iterations, from 0 on"
+
 
 @config
 class Run:

@@ -63,7 +63,8 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
     yield from _overlaps(spec)
     if isinstance(spec, TrainingSpec):
         yield from _sink_problems(spec.sinks)
-        yield from _profile_problems(spec)
+        most = spec.loop.num_iterations if isinstance(spec, RunSpec) else math.inf
+        yield from spec.run.profile.rank_problems(spec.cluster.ranks, most)
     if spec.reward is not None:
         yield from refusal_of(plugins.look_at, Use(target=spec.reward.target, args=spec.reward.args))
     if isinstance(spec, RunSpec) and spec.recipe is not None:
@@ -168,10 +169,7 @@ def _colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
             "while it trains, so that no iteration can be written beside training; set one of them to its default"
         )
     if spec.engine.refit.staging != "off":
-        yield (
-            f"{place} refit.staging = {spec.engine.refit.staging!r}: servers in the trainer's GPUs sleep until a refit "
-            "begins; set refit.staging to auto"
-        )
+        yield f"{place} refit.staging = {spec.engine.refit.staging!r}: these servers sleep until a refit; set it to auto"
     if spec.engine.refit.delta:
         yield (
             f"{place} refit.delta = true: servers that drop their weights have nothing that a difference could be "
@@ -183,17 +181,6 @@ def _colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
         for name, role in spec.roles.items()
         if role.lora is not None
     ]
-
-
-def _profile_problems(spec: TrainingSpec) -> Iterator[str]:
-    profile, ranks = spec.run.profile, spec.cluster.ranks
-    if profile.iterations and not profile.ranks:
-        yield "run.profile.ranks is empty: name the ranks that write traces, such as [0]"
-    if profile.iterations and max(profile.ranks, default=0) >= ranks:
-        yield f"run.profile.ranks = {list(profile.ranks)}: the trainer has {ranks} ranks, counted from 0"
-    most = spec.loop.num_iterations if isinstance(spec, RunSpec) else math.inf
-    if max(profile.iterations, default=0) >= most > 0:
-        yield f"run.profile.iterations = {list(profile.iterations)}: the run has {most} iterations, counted from 0"
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:

@@ -77,7 +77,7 @@ def test_an_iteration_runs_in_its_context_from_the_rollouts_to_the_refit(tmp_pat
     [
         (Profile(iterations=(3,), ranks=(0, 4)), "run.profile.ranks = [0, 4]: the trainer has 4 ranks"),
         (Profile(iterations=(3,), ranks=()), "run.profile.ranks is empty"),
-        (Profile(iterations=(2, 5)), "run.profile.iterations = [2, 5]: the run has 5 iterations, counted from 0"),
+        (Profile(iterations=(2, 5)), "run.profile.iterations = [2, 5]: the run has 5 iterations, from 0 on"),
         (Profile(iterations=(2, 4), ranks=(3,)), None),
         (Profile(ranks=(7,)), None),
     ],
