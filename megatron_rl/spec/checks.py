@@ -169,7 +169,7 @@ def _colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
             "while it trains, so that no iteration can be written beside training; set one of them to its default"
         )
     if spec.engine.refit.staging != "off":
-        yield f"{place} refit.staging = {spec.engine.refit.staging!r}: these servers sleep until a refit; set it to auto"
+        yield f"{place} refit.staging = {spec.engine.refit.staging!r}: these servers sleep till a refit; set it to auto"
     if spec.engine.refit.delta:
         yield (
             f"{place} refit.delta = true: servers that drop their weights have nothing that a difference could be "
