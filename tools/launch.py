@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--profile",
-        help="the site: a name in cluster/slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)",
+        help="the site: a name in slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)",
     )
     parser.add_argument(
         "--dryrun", action="store_true", help="print commands and batch scripts; write, start and submit nothing"

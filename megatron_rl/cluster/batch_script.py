@@ -1,4 +1,4 @@
-"""Generates batch scripts from the templates in cluster/slurm/, with the #SBATCH lines and settings of a run."""
+"""Generates batch scripts from the templates in slurm/, with the #SBATCH lines and settings of a run."""
 
 from __future__ import annotations
 

@@ -13,9 +13,11 @@ from pydantic import NonNegativeInt, PositiveInt
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, config
 
-SHIPPED = Path(__file__).with_name("slurm")  # directory with the templates of batch scripts and the profiles
-ROOT = SHIPPED.parents[2]  # root directory of the checkout, or site-packages if the package is installed from a wheel
-IN_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+_PACKAGE = Path(__file__).parents[1]
+IN_CHECKOUT = (_PACKAGE.parent / "pyproject.toml").is_file()
+# directory that has slurm/: the checkout, or the package itself if it is installed from a wheel
+ROOT = _PACKAGE.parent if IN_CHECKOUT else _PACKAGE
+SHIPPED = ROOT / "slurm"  # directory with the templates of batch scripts and the profiles
 
 
 @config

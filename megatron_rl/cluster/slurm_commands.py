@@ -25,7 +25,7 @@ _LEFT_OUT = re.compile(
     r"|(NCCL|GLOO|UCX|UCC|FI|CUDA|CUBLAS|CUDNN|NVIDIA|NVTE|TORCH\w*|PYTORCH|TRITON|VLLM|SGLANG|SGL|OMP|GOMP|KMP|MKL"
     r"|OPENBLAS)_(?!\w*(HOME|ROOT|PATH|DIR|CACHE|VERSION)$).*"
     r"|PYTHON.*|LD_PRELOAD|BASH_ENV|ENV|SHELLOPTS|BASHOPTS|CDPATH"
-    # temporary directories of the submitting host, and settings of cluster/slurm/job.sh
+    # temporary directories of the submitting host, and settings of slurm/job.sh
     r"|TMPDIR|TMP|TEMP|XDG_RUNTIME_DIR|WARNING_S|MAX_FAULTS|RETRY_S"
 )
 # squeue's format: id, name, state, nodes, time left, reason, start

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# environment variables that cluster/slurm/job.sh sets for the program
+# environment variables that slurm/job.sh sets for the program
 END, WARNING = "MEGATRON_RL_JOB_END", "MEGATRON_RL_WARNING_S"
 # name of the file in the run directory with which a user asks the run to save, leave its job, and not start again
 STOP = "stop"

@@ -131,9 +131,9 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _slice(args: argparse.Namespace) -> int:
-    """Implements `megatron-rl slice` for cluster/slurm/job.sh.
+    """Implements `megatron-rl slice` for slurm/job.sh.
 
-    cluster/slurm/job.sh calls it at the start and the end of a job. Depending on the argument, prints:
+    slurm/job.sh calls it at the start and the end of a job. Depending on the argument, prints:
     - `where`: the run directory;
     - `over`: whether the run is over;
     - `begin`, `end`: the next action of the job and its reason."""

@@ -102,7 +102,7 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
     try:
         status = command(spec, place)
         in_step = place.job is not None and place.job.step is not None
-        # for the exit status LEFT, srun would kill the other ranks, and cluster/slurm/job.sh would report an error
+        # for the exit status LEFT, srun would kill the other ranks, and slurm/job.sh would report an error
         return 0 if status == LEFT and in_step else status
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):

@@ -41,7 +41,7 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 JOBS = "jobs"  # subdirectory of the run directory with batch scripts, configs, and the files SITE and SUBMITTED
 # Names of the files with the cluster's profile, and with the ids of the submitted jobs
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
-# Files with the job ids of the trainer and the engines. cluster/slurm/job.sh reads them to cancel the engines' job
+# Files with the job ids of the trainer and the engines. slurm/job.sh reads them to cancel the engines' job
 # together with the trainer's.
 TRAINER, ENGINES = "trainer", "engines"
 # Seconds before the time limit at which jobs with servers are warned. A server may take 30 s to end, and the warning

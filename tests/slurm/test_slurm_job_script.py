@@ -1,4 +1,4 @@
-"""Tests cluster/slurm/job.sh in bash with fake Slurm commands that answer as a test chooses."""
+"""Tests slurm/job.sh in bash with fake Slurm commands that answer as a test chooses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAKES = {
 SCRIPT = """
 set -euo pipefail
 CONFIG=c.yaml PYTHON=$FAKES/python SETUP= PROFILE= SRUN=() CONTAINER=() ROLES=(generator verifier) REPLICAS=2
-source "$ROOT/megatron_rl/cluster/slurm/job.sh"
+source "$ROOT/slurm/job.sh"
 setup
 echo "end=$MEGATRON_RL_JOB_END"
 """
