@@ -26,6 +26,7 @@ LEFT = 130  # exit status of a run that was stopped and has saved
 WRONG_CONFIG = 2  # exit status for an invalid config
 LOOK_S = 0.1  # seconds between two checks whether the process has ended
 SHOWN = 1500  # maximum number of characters of the output in an error message
+LINES = 20  # number of the last lines of the output that the cell of a notebook shows
 Event = dict[str, Any]
 
 
@@ -69,6 +70,28 @@ def run(words: Sequence[str], told: Callable[[Event], bool] | None = None, *, sh
     return _status(words, call)
 
 
+class _NotebookOutput:
+    """The output of a command in the cell of a notebook: one display that is updated in place and has the last LINES
+    lines."""
+
+    def __init__(self) -> None:
+        self._text, self._display = "", None
+
+    def write(self, text: str) -> None:
+        """Appends text. `flush` shows it."""
+        self._text = "".join((self._text + text).splitlines(keepends=True)[-LINES:])
+
+    def flush(self) -> None:
+        """Shows the last lines: the first call makes the display, and further calls update it."""
+        from IPython.display import display  # there is no IPython outside of notebooks
+
+        shown = {"text/plain": self._text.rstrip("\n")}
+        if self._display is None:
+            self._display = display(shown, raw=True, display_id=True)
+        else:
+            self._display.update(shown, raw=True)
+
+
 class _Call:
     """A running command: its process, its output and its event connections."""
 
@@ -78,6 +101,8 @@ class _Call:
         self.error: Event | None = None  # the event that reports the run's error
         self.said = ""  # the last SHOWN characters of the output
         self._told, self._shown = told, show
+        in_notebook = type(sys.stdout).__module__.startswith("ipykernel.")
+        self._screen = _NotebookOutput() if in_notebook else sys.stdout
         # The output, the socket for events, and its connections, each with the method that reads from it
         self._sources = stack.enter_context(selectors.DefaultSelector())
         if told is not None:
@@ -127,8 +152,8 @@ class _Call:
         text = self._decode(data, final=not data)
         self.said = (self.said + text)[-SHOWN:]
         if self._shown:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            self._screen.write(text)
+            self._screen.flush()
 
     def _answer(self, program: connection.Connection) -> None:
         try:

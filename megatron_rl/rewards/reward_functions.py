@@ -24,6 +24,10 @@ UNKNOWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state")
 # names that users cannot give to rewards and metrics, because the training recipes use them
 RESERVED = ("outcome", "trained")
 REWARD = "reward"  # key of the reward in a mapping that a function returns; the other keys are metrics
+# Parameters of verl's reward functions, `compute_score`. A function with the first one is called as verl calls it. Such
+# a function may return a mapping with the key SCORE, whose other values need not be numbers.
+RESPONSE, SCORE = "solution_str", "score"
+VERL = {"data_source": "data_source", "ground_truth": "answer", "extra_info": "extra_info"}  # {parameter: column}
 # errors of user code that end only the grading in which they are raised
 GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)
 _OWN = ("messages", "prompt")  # keys of a payload that are not passed as columns of the data set
@@ -106,6 +110,7 @@ class CalledFunction:
     weight: float
     batched: bool  # whether the function grades a batch: it takes lists and returns a list
     waits: bool  # whether the function is a coroutine function
+    by_name: bool  # whether the function is called with the parameters of verl's reward functions
     columns: tuple[str, ...]  # names of the required parameters of a batch function that are columns of the data set
     # names of the parameters through which a batch can be passed; None for any name
     parameters: Collection[str] | None
@@ -114,14 +119,17 @@ class CalledFunction:
     def of(cls, function: Callable[..., Any], name: str = "", *, weight: float = 1.0) -> CalledFunction:
         """Returns the calling convention of a function, according to its signature.
 
-        A function with a parameter named `completions` or `prompts` grades batches. Any other function is called with a
-        response and its payload. Raises ValueError for a weight that is not finite, and for a function that cannot be
+        A function with a parameter named `completions` or `prompts` grades batches, as in TRL. A function with a
+        parameter named `solution_str` is called as in verl. Any other function is called with a response and its
+        payload. Raises ValueError for a weight that is not finite, and for a function that cannot be
         called in either way.
         """
         name, signature = name or name_of(function), inspect.signature(function)
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         named = {p.name: p.default is p.empty for p in signature.parameters.values() if p.kind in kinds}
-        batched, wrong = bool({PROMPTS, COMPLETIONS} & named.keys()), ""
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        batched, by_name, wrong = bool({PROMPTS, COMPLETIONS} & named.keys()), RESPONSE in named, ""
+        other = [one for one, needed in named.items() if needed and one not in (RESPONSE, *VERL)]
         if not math.isfinite(weight):
             wrong = f"has the weight {weight}: give a finite number"
         elif unknown := [one for one in UNKNOWN if named.get(one)]:
@@ -129,13 +137,16 @@ class CalledFunction:
                 f"has the parameter {unknown[0]!r}: rewards are given texts and columns of the data set; use "
                 f"{COMPLETIONS}, or give the parameter a default"
             )
-        elif not batched:
+        elif by_name and other:
+            wrong = f"has the parameter {other[0]!r}, which verl does not pass: give it a default, or give it in `args`"
+        elif not batched and not by_name:
             try:
                 signature.bind("response", {})
             except TypeError as error:
                 wrong = (
                     f"cannot be called with (response, payload): {error}; write name(response, payload) for one "
-                    f"response, or name({PROMPTS}, {COMPLETIONS}, **columns) for a batch"
+                    f"response, name({PROMPTS}, {COMPLETIONS}, **columns) for a batch as in TRL, or "
+                    f"name(data_source, {RESPONSE}, ground_truth, extra_info) as in verl"
                 )
         if wrong:
             raise ValueError(f"the reward {name} {wrong}")
@@ -144,18 +155,25 @@ class CalledFunction:
             plain = plain.func
         waits = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
         required = (one for one, needed in named.items() if batched and needed and one not in (PROMPTS, COMPLETIONS))
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         parameters = None if takes_all else named.keys() - {*UNKNOWN}
         return cls(
-            function=function, name=name, weight=weight, batched=batched, waits=waits, columns=tuple(required),
-            parameters=parameters,
+            function=function, name=name, weight=weight, batched=batched, waits=waits, by_name=by_name and not batched,
+            columns=tuple(required), parameters=parameters,
         )  # fmt: skip
 
     def calls(self, items: Sequence[Item]) -> list[Callable[[], Any]]:
         """Returns the calls that grade B items: a single call if the function grades batches, otherwise B calls."""
         if self.batched:
             return [lambda: self.function(**self.batch(items))]
+        if self.by_name:
+            return [functools.partial(self.function, **self.named(*item)) for item in items]
         return [functools.partial(self.function, *item) for item in items]
+
+    def named(self, response: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keyword arguments with which verl calls a reward function on one response: those of them that the
+        function takes. A column that the problem does not have is None."""
+        values = {RESPONSE: response, **{name: payload.get(column) for name, column in VERL.items()}}
+        return {name: own for name, own in values.items() if self.parameters is None or name in self.parameters}
 
     def batch(self, items: Sequence[Item]) -> dict[str, Any]:
         """Returns the keyword arguments of a call of the reward function on B items: prompts, completions and columns
@@ -264,13 +282,17 @@ def read_result(
 ) -> tuple[float | None, dict[str, float]]:  # fmt: skip
     """Splits the value that a reward function returned into (reward, metrics).
 
-    The value is a number, (number, {metric: number}), or a mapping with the key `reward`. A reward of None means that
+    The value is a number, (number, {metric: number}), a mapping with the key `reward`, or a mapping with the key
+    `score`, as in verl, of whose other values only numbers are metrics. A reward of None means that
     the function gives no reward; it is only allowed without `bounds`. Raises ValueError for any other value.
     """
     metrics: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         value, metrics = value
     elif isinstance(value, Mapping):
+        if REWARD not in value and SCORE in value:
+            numbers = {name: own for name, own in value.items() if name == SCORE or finite(own) is not None}
+            value = {REWARD if name == SCORE else name: own for name, own in numbers.items()}
         if REWARD not in value:
             raise ValueError(f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}: it needs {REWARD!r}")
         value, metrics = value[REWARD], {name: own for name, own in value.items() if name != REWARD}

@@ -75,7 +75,9 @@ class RunConsole(Sink):
     ) -> None:
         self._log_path = log_path
         self._total = total_iterations
-        self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
+        stream = stream if stream is not None else sys.stdout
+        # FORCE_COLOR, which notebooks and CI set, makes rich take any stream for a terminal
+        self._rich = RichConsole(file=stream, soft_wrap=True, force_terminal=None if stream.isatty() else False)
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last evaluation
         # pairs (number of completed iterations, time) at the ends of the most recent iterations

@@ -242,6 +242,10 @@ def test_the_notebook_of_the_docs_runs(tmp_path):
         nbclient.NotebookClient(page, timeout=int(RUN_S), resources={"metadata": {"path": tmp_path}}).execute()
         outputs = [output for cell in page.cells for output in cell.get("outputs", ())]
         said = "".join(output.get("text", "") for output in outputs)
+        shown = [output["data"]["text/plain"] for output in outputs if output.output_type == "display_data"]
+        trained = [text for text in shown if "iteration 8/8" in text]
+        assert trained and all(len(text.splitlines()) <= process.LINES for text in shown), "one display for each run"
+        assert not any("\x1b" in text for text in [said, *shown]), "no colours, and no movements of a cursor"
     assert "update 8 of 8: reward" in said and "reward/different/kinds [" in said
     assert load(TrainConfig, [tmp_path / "runs/quickstart/my.yaml"]).launch.nproc == 2
 

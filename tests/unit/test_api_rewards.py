@@ -7,6 +7,7 @@ import functools
 import math
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards.grading_pool import GradePool, Outcome
 from megatron_rl.rewards.reward_functions import CalledFunction, Grader, read_result
+
+ROOT = Path(__file__).parents[2]
 
 
 def grade(items, *functions, bounds=None):
@@ -156,7 +159,7 @@ def test_metrics_are_told_beside_rewards():
         (10**400, "a finite number"),
         ([1.0], "returned [1.0]"),
         (np.zeros(2), "a finite number"),
-        ({"score": 1.0}, "a mapping with score: it needs 'reward'"),
+        ({"value": 1.0}, "a mapping with value: it needs 'reward'"),
         ((1.0, {"length": "long"}), "the metric 'length' = 'long'"),
         ((1.0, {"outcome": 1.0}), "none of them called outcome or trained"),
     ],
@@ -408,3 +411,58 @@ def test_an_answer_that_hangs_the_reward_is_never_worth_more_than_a_wrong_one(tm
         right, wrong, hung = pool.grade(["2", "3", "stall"], [{"answer": "2"}] * 3)
     assert (right.score, wrong.score, hung.score) == (1.0, -1.0, -1.0)
     assert hung.outcome is Outcome.SCORE and hung.excused and not hung.correct
+
+
+def test_functions_of_verls_form_are_called_as_verl_calls_them():
+    """verl 0.9.1, experimental/reward_loop/reward_manager/naive.py: four keyword arguments, and a number or a mapping
+    with the key `score`."""
+    seen = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, sandbox_fusion_url=None, **kwargs):
+        seen.append((data_source, solution_str, ground_truth, extra_info, sandbox_fusion_url, kwargs))
+        return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth, "pred": solution_str}
+
+    async def waiting(data_source, solution_str, ground_truth, extra_info):
+        return float(len(solution_str))
+
+    row = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}, "answer": "72"}
+    found = grade(texts("72", "7", **row), (compute_score, 1.0))
+    assert [(r.score, r.metrics) for r in found] == [(1.0, {"acc": 1.0}), (0.0, {"acc": 0.0})]
+    assert seen[0] == ("openai/gsm8k", "72", "72", {"index": 3}, None, {})
+    assert [r.score for r in grade(texts("72", **row), (waiting, 1.0), (compute_score, 2.0))] == [4.0]
+    with pytest.raises(ValueError, match=r"compute has the parameter 'tokenizer', which verl does not pass"):
+
+        def compute(solution_str, ground_truth, tokenizer): ...
+
+        CalledFunction.of(compute)
+
+
+# {file of the library: (its function, arguments, [(response, payload, reward)])}
+RELEASED = {
+    "verl/utils/reward_score/gsm8k.py": (
+        "compute_score", {}, [("so #### 72", {"answer": "72"}, 1.0), ("so #### 7", {"answer": "72"}, 0.0)]
+    ),
+    "verl/utils/reward_score/math_dapo.py": (
+        "compute_score", {}, [("Answer: 4", {"answer": "4"}, 1.0), ("Answer: 5", {"answer": "4"}, -1.0)]
+    ),
+    "trl/rewards/format_rewards.py": (
+        "think_format_reward", {}, [("<think>a</think>b", {"messages": [{}]}, 1.0), ("b", {"messages": [{}]}, 0.0)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", RELEASED)
+def test_rewards_of_verl_and_trl_are_taken_as_they_are(file, tmp_path, monkeypatch):
+    """The config names them as any other reward, and worker processes call them."""
+    files = [*ROOT.glob(f".venv-oracles/lib/python3*/site-packages/{file}")]
+    if not files:
+        pytest.skip(f"no {file} of the released libraries: `make oracles` installs them")
+    name, args, rows = RELEASED[file]
+    module = f"released_{Path(file).stem}"
+    (tmp_path / f"{module}.py").write_bytes(files[0].read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    use = Use(target=f"{module}:{name}", args=args)
+    build(use)
+    with GradePool(Reward(target=use.target, args=args, workers=1, range=(-1.0, 1.0))) as pool:
+        found = pool.grade([text for text, _, _ in rows], [payload for _, payload, _ in rows])
+    assert [graded.score for graded in found] == [reward for _, _, reward in rows]

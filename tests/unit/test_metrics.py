@@ -332,6 +332,14 @@ def test_plain_lines_when_no_terminal(tmp_path):
     assert logging.getLogger("megatron_rl").handlers == []
 
 
+def test_a_stream_that_is_no_terminal_gets_plain_lines_although_colours_are_forced(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel and CI do
+    stream = io.StringIO()
+    with RunConsole(tmp_path / "driver.log", 40, stream=stream) as console:
+        console.log(row(0, metrics={"reward": 0.5}))
+    assert stream.getvalue() == "iteration 1/40 (cycle 1)  generator  reward 0.500\n"
+
+
 def test_a_terminal_gets_one_row_per_role_and_the_progress(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
 
