@@ -337,7 +337,7 @@ def test_a_stream_that_is_no_terminal_gets_plain_lines_although_colours_are_forc
     stream = io.StringIO()
     with RunConsole(tmp_path / "driver.log", 40, stream=stream) as console:
         console.log(row(0, metrics={"reward": 0.5}))
-    assert stream.getvalue() == "iteration 1/40 (cycle 1)  generator  reward 0.500\n"
+    assert stream.getvalue() == "iteration 1/40 (cycle 5)  generator  reward 0.500\n"
 
 
 def test_a_terminal_gets_one_row_per_role_and_the_progress(tmp_path, monkeypatch):
