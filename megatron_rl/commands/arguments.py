@@ -38,6 +38,13 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
+def share(text: str) -> float:
+    """Returns a number between 0 and 1."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: above 0 and below 1")
+    return float(text)
+
+
 def argument(default: Any = dataclasses.MISSING, **options: Any) -> Any:
     """Returns a dataclass field with options for argparse's `add_argument`. `flags`: the option's names, if they differ
     from the name of the field."""
@@ -178,6 +185,23 @@ class Fetch(Arguments):
     # names on the hub, with or without @REVISION; or a config, with overrides
     what: list[str] = argument(metavar="OWNER/NAME | dataset:OWNER/NAME | CONFIG.yaml | a.b=c")
     to: Path = argument(required=True, metavar="DIR")  # the folder that gets them
+
+
+class SplitData(Arguments):
+    """divide rows that were made elsewhere into training and validation data
+
+    Writes DIR/train.parquet and DIR/validation.parquet. Rows with the same prompt stay together, so that no prompt is
+    in both files, and the order of rows stays as it is.
+      megatron-rl data split pairs.jsonl --out data/pairs --share 0.05
+    """
+
+    # JSONL or Parquet file, directory of such files, or Hugging Face data set
+    source: str = argument(metavar="FILE | DIR | OWNER/NAME")
+    out: Path = argument(required=True, metavar="DIR")  # directory of the two files
+    share: float = argument(0.02, type=share)  # fraction of the prompts whose rows become validation data
+    seed: int = 0  # seed of the choice
+    # key of the prompt in a row (default: the first of prompt, messages, conversations, question, problem in the row)
+    by: str | None = None
 
 
 class Report(Arguments):

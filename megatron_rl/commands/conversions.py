@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.commands.parser import CONVERSIONS, add_arguments
+from megatron_rl.commands.parser import FORMS, add_arguments
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.output_directory import stoppable
 from megatron_rl.models import registry
@@ -56,7 +56,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
 def script(command: str, text: str, arguments: Sequence[str] | None = None) -> int:
     """Runs a conversion as a standalone script. Returns the exit status. `text`: help text of the script."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, CONVERSIONS[command])
+    add_arguments(parser, FORMS["convert"][command])
     args = parser.parse_args(arguments, argparse.Namespace(form=command))
     try:
         return run(args)

@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, tuple[type, str]] = {
     "settings": (arguments.Settings, "show_settings"),
     "plan": (arguments.Plan, "plan"),
     "convert": (arguments.Conversion, "conversions"),
+    "data": (arguments.SplitData, "split_data"),
     "serve": (arguments.Serve, "serve"),
     "fetch": (arguments.Fetch, "fetch"),
     "submit": (arguments.Submit, "cluster"),
@@ -52,10 +53,17 @@ COMMANDS: Mapping[str, tuple[type, str]] = {
     "slice": (arguments.Slice, "cluster"),
     "report": (arguments.Report, "report"),
 }
-CONVERSIONS: Mapping[str, type] = {
-    "to-hf": arguments.ToHf,
-    "to-megatron": arguments.ToMegatron,
-    "reshard": arguments.Reshard,
+FORMS: Mapping[str, Mapping[str, type]] = {
+    "convert": {
+        "to-hf": arguments.ToHf,
+        "to-megatron": arguments.ToMegatron,
+        "reshard": arguments.Reshard,
+    },
+    "data": {"split": arguments.SplitData},
+}
+FORMS_HELP = {
+    "convert": "weights from one form into another: Hugging Face, Megatron, another layout",
+    "data": "training and validation data from rows that were made elsewhere",
 }
 
 
@@ -67,12 +75,12 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in [command] if command is not None and command in COMMANDS else COMMANDS:
-        if name != "convert":
+        if name not in FORMS:
             _add_parser(commands, name, COMMANDS[name][0])
             continue
-        text = "weights from one form into another: Hugging Face, Megatron, another layout"
-        forms = commands.add_parser(name, help=text).add_subparsers(dest="form", required=True, metavar="FORM")
-        for form, schema in CONVERSIONS.items():
+        own = commands.add_parser(name, help=FORMS_HELP[name])
+        forms = own.add_subparsers(dest="form", required=True, metavar="FORM")
+        for form, schema in FORMS[name].items():
             _add_parser(forms, form, schema)
     return parser
 

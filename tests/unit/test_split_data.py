@@ -1,0 +1,53 @@
+"""`megatron-rl data split`: no prompt is in both files, nothing is lost, and what cannot be divided is refused."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config.schema import SftData
+from megatron_rl.data.sft import read_samples
+from megatron_rl.main import main
+
+
+def write(tmp_path, rows):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["data", "split", f"{tmp_path}/rows.jsonl", "--out", f"{tmp_path}/out"]
+
+
+def test_a_prompt_is_in_one_file_and_no_row_is_lost(tmp_path):
+    rows = [{"prompt": f"p{i % 40}", "response": f"r{i}"} for i in range(100)]
+    words = [*write(tmp_path, rows), "--share", "0.1"]
+    assert main(words) == 0
+    train, held_out = (pq.read_table(tmp_path / f"out/{name}.parquet").to_pylist() for name in ("train", "validation"))
+    assert sorted(row["response"] for row in [*train, *held_out]) == sorted(row["response"] for row in rows)
+    prompts, kept = {row["prompt"] for row in held_out}, {row["prompt"] for row in train}
+    assert len(prompts) == 4 and not prompts & kept
+    assert [row for row in rows if row["prompt"] in kept] == train, "in their order"
+    assert len(read_samples(SftData(train=f"{tmp_path}/out/train.parquet"))) == len(train)
+    assert main([*words, "--seed", "1"]) == 0
+    assert {row["prompt"] for row in pq.read_table(tmp_path / "out/validation.parquet").to_pylist()} != prompts
+
+
+def test_conversations_are_divided_by_their_messages(tmp_path):
+    talk = [[{"role": "user", "content": f"q{i // 2}"}, {"role": "assistant", "content": "a"}] for i in range(8)]
+    assert main(write(tmp_path, [{"messages": one} for one in talk])) == 0
+    assert pq.read_table(tmp_path / "out/validation.parquet").num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "says"),
+    [
+        ([{"text": "a"}], [], "has text and no prompt; name its key with --by"),
+        ([{"prompt": "a"}, {"prompt": "a"}], [], "all 2 rows have one prompt"),
+        ([{"prompt": "a"}, {"other": "b"}], [], "it has no prompt"),
+        ([{"prompt": "a"}], ["--share", "1.5"], "above 0 and below 1"),
+    ],
+)
+def test_rows_that_cannot_be_divided_are_refused(tmp_path, capsys, rows, words, says):
+    try:
+        status = main([*write(tmp_path, rows), *words])
+    except SystemExit as error:
+        status = error.code
+    assert status != 0 and says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
