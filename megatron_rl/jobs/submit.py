@@ -161,7 +161,7 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
     settings = getattr(config, "engine", None)
     if isinstance(settings, Servers) and isinstance(config, TrainConfig):
         settings = replace(settings, start=settings.colocate, host=profile.host)
-    elif isinstance(settings, Servers) and isinstance(config, GenerateConfig) and config.job.nodes > 1:
+    elif isinstance(settings, Servers) and getattr(config, "job", JobConfig()).nodes > 1:  # servers of a teacher
         settings = replace(settings, host=profile.host)
     if isinstance(settings, Servers):
         python = settings.python if settings.urls else engine_python(settings, profile)

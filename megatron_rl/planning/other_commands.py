@@ -141,7 +141,8 @@ def evaluation_work(
 def _judge(spec: EvalSpec) -> str:
     """Returns the name of the role that judges samples in an evaluation; "" if there is none."""
     judging = spec.config.verifier
-    return next((name for name in reversed(spec.roles) if judging and spec.roles[name].model == judging.model), "")
+    found = [name for name, role in spec.roles.items() if judging is not None and role.model == judging.model]
+    return found[-1] if found else ""
 
 
 def _part(name: str, *draws: Draw, trained: Sequence[Draw] = (), times: int = 1) -> IterationWork:
