@@ -21,6 +21,7 @@ from limits import RUN_S
 from numbered import numbered
 
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.engines.embedded.engine_weights import WeightSlots
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import exchange, messages, shared_memory_transport
 from megatron_rl.refit.engine_side import EngineSide, StagedEngineSide
@@ -33,6 +34,8 @@ from megatron_rl.refit.transport import Deadline, RefitError, Tensors, Transport
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations
 from megatron_rl.weights import rank_layouts, tensor_copies
 from megatron_rl.weights.parameter_mapping import Rect, hf_shapes, kept_float32
+from megatron_rl.weights.quantisation import quantised_shapes
+from megatron_rl.weights.quantised_values import block_scales, dequantise, quantise
 from megatron_rl.weights.rank_layouts import EngineLayout
 
 Model = dict[str, torch.Tensor]
@@ -238,12 +241,15 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     )
     policy = MegatronPolicy(role, parallel.create(role.layout))
     engines = (
-        EngineLayout(tp=1, replicas=dist.get_world_size(), whole=True)
+        EngineLayout(tp=1, replicas=dist.get_world_size(), whole=True, quantization=case.get("quantization"))
         if case["whole"]
         else EngineLayout(tp=dist.get_world_size())
     )
     topology = Topology(sizes=policy.arch, trainer=policy.export.trainer_layout, engines=engines, dtype="float32")
-    engine = EmbeddedEngine(case["path"]) if case["whole"] else Engine(topology, dist.get_rank())
+    quantization = case.get("quantization")
+    engine = (
+        EmbeddedEngine(case["path"], quantization=quantization) if case["whole"] else Engine(topology, dist.get_rank())
+    )
     if isinstance(engine, Engine):
         for tensor in engine.tensors.values():  # padding is zero
             tensor.zero_()
@@ -268,6 +274,15 @@ def has(engine: Any, model: Model) -> bool:
             fill(wanted[name], rects, model)
         return all(torch.equal(engine.tensors[name], t) for name, t in wanted.items())
     names = hf_shapes(engine.arch)
+    if engine._format is not None:  # the engine generates with what the trainer's weights are after quantising
+        own, form = {}, engine._format
+        for name, tensor in model.items():
+            if name in quantised_shapes(engine.arch):
+                tensor = dequantise(quantise(tensor, form), block_scales(tensor, form), form, tensor.dtype)
+                assert not torch.equal(tensor, model[name])
+            own[name] = tensor
+        slots = WeightSlots(engine._quantised._slots)
+        return all(torch.equal(slots.read(name, (0, 0, *own[name].shape)), own[name]) for name in names)
     return all(torch.equal(engine.targets.read(name, (0, 0, *model[name].shape)), model[name]) for name in names)
 
 

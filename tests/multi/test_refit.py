@@ -156,6 +156,30 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
 
 
 @pytest.mark.multi
+def test_quantised_weights_of_megatron_actors_reach_the_embedded_engine_fp8(tmp_path):
+    wide = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    cases = []
+    for family, layout, form, sizes in (
+        ("qwen3", {"tp": 2, "pp": 2}, "fp8", wide),
+        ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, "mxfp8", wide),
+        ("deepseek_v3", {"ep": 2, "pp": 2}, "fp8", {}),
+        ("qwen2_moe", {"pp": 2}, "nvfp4", {}),
+    ):
+        path = make_model(tmp_path / family, family, **sizes)
+        settings = {"verify": "full", "delta": form == "mxfp8"}
+        cases.append({"path": str(path), "layout": layout, "whole": True, "settings": settings, "quantization": form})
+    for found in answers(start_ranks(refit_worker.actors, 4, tmp_path, cases), tmp_path, RUN_S):
+        assert [a["equal"] for a in found] == [[True, True]] * len(cases)
+        assert all(a["metrics"]["refit/checked_slices"] > 0 for a in found)
+
+
+@pytest.mark.multi
 def test_weights_that_landed_wrong_stop_the_run_with_their_name(tmp_path):
     spoiled = "model.layers.1.mlp.gate_up_proj.weight"
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=2), spoiled=spoiled, versions=[0])
