@@ -166,7 +166,8 @@ def quantisation_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLa
     # one layer of each kind, and two experts for each engine rank, represent the others
     few = min(sizes.experts, 2 * engine.tp)
     sizes = replace(sizes, num_layers=min(sizes.num_layers, sizes.dense_layers + 1), experts=few)
-    trained = TrainerLayout(tp=trained.tp, dp=trained.etp, etp=trained.etp)
+    etp = trained.etp if sizes.experts else 1
+    trained = TrainerLayout(tp=trained.tp, dp=etp, etp=etp)
     for side, check in (
         (
             f"layout.tp = {trained.tp}, etp = {trained.etp}",

@@ -13,7 +13,7 @@ from tiny_models import make_model
 from megatron_rl.config.engines import Quantization
 from megatron_rl.config.files import load
 from megatron_rl.config.model import CORRECTION_AHEAD
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
 from megatron_rl.engines.kind import ServerStart, kind_of
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.settings import Vllm
@@ -24,13 +24,13 @@ from megatron_rl.planning import compute
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.memory import Actor, Precision
-from megatron_rl.spec.resolve import LOW_PRECISION_GAP, specify
+from megatron_rl.spec.resolve import LOW_PRECISION_GAP, resolve, specify
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 from megatron_rl.weights.quantisation import FORMATS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/published/grpo_fp8_qwen3_30b_a3b.yaml"
-NO_CORRECTION = "roles.generator.loss.correction={kind: none}"
+NO_CORRECTION = ["roles.generator.loss.correction.kind=none", "roles.generator.loss.correction.high=null"]
 
 
 def checked(capsys, *words: str) -> str:
@@ -49,9 +49,9 @@ def test_formats_of_the_setting_are_those_of_the_table_fp8():
     ("change", "says"),
     [
         ([], ""),
-        ([NO_CORRECTION], "generator.loss.correction.kind = 'none' with engine.quantization"),
-        ([NO_CORRECTION, "engine.quantization=null"], "generator.loss.correction.kind = 'none' with"),
-        ([NO_CORRECTION, "engine.quantization=null", "engine.kv_cache_dtype=auto"], ""),
+        (NO_CORRECTION, "generator.loss.correction.kind = 'none' with engine.quantization"),
+        ([*NO_CORRECTION, "engine.quantization=null"], "generator.loss.correction.kind = 'none' with"),
+        ([*NO_CORRECTION, "engine.quantization=null", "engine.kv_cache_dtype=auto"], ""),
         (["engine.quantization=nvfp4"], "engine.quantization = 'nvfp4': servers need a second scale"),
         (["engine.adapters=served"], "engine.quantization = 'fp8' with engine.adapters = 'served'"),
     ],
@@ -63,10 +63,12 @@ def test_check_says_what_8_bit_rollouts_need_fp8(capsys, change, says):
 
 @pytest.mark.parametrize("published", [False, True])
 def test_blocks_and_files_are_checked_against_the_layout_fp8(tmp_path, capsys, published):
-    model = make_model(tmp_path / "m", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64)  # 256 / 4: 64 rows
+    model = make_model(
+        tmp_path / "m", "qwen3", hidden_size=256, intermediate_size=256, head_dim=64, num_key_value_heads=4
+    )  # 256 / 4: 64 rows
     words = [
         f"roles.generator.model.path={model}",
-        "roles.generator.layout={tp: 4}",
+        "roles.generator.layout={tp: 4, ep: 1, etp: null}",
         "engine.tp=1",
         "engine.replicas=16",
     ]
@@ -81,9 +83,10 @@ def test_blocks_and_files_are_checked_against_the_layout_fp8(tmp_path, capsys, p
         assert not checked(capsys, *words, "engine.quantization=mxfp8")
 
 
-def test_nothing_that_does_not_train_is_quantised_fp8(tmp_path, capsys):
-    status = main(["check", "eval", "model.path=org/m", "sets=[{path: org/d}]", "engine={quantization: fp8}"])
-    assert status == 2 and "where nothing trains: weight syncs quantise" in capsys.readouterr().err
+def test_nothing_that_does_not_train_is_quantised_fp8():
+    words = ["model.path=org/m", "sets=[{path: org/d}]", "engine.quantization=fp8"]
+    with pytest.raises(ConfigError, match="engine.quantization = 'fp8' where nothing trains: weight syncs quantise"):
+        resolve(load(EvalConfig, [], words), 1)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_servers_are_told_the_format_and_start_without_weights_fp8(tmp_path, kin
     assert json.loads(found[found.index(option) + 1]) == {
         "quantization_config": {
             "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-            "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(3)],
+            "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(2)],
         }
     }  # fmt: skip
     plain = command(kind(), path, quantization=None)
