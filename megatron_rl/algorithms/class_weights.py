@@ -7,7 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+ClassWeights = Literal["sqrt_inverse", "inverse", "off"]
 EPSILON = 1e-6
 
 
@@ -35,16 +37,20 @@ class ClassCounts:
             return ClassCounts(correct, wrong)
         return ClassCounts(decay * self.correct + (1 - decay) * correct, decay * self.wrong + (1 - decay) * wrong)
 
-    def weights(self, labels: Sequence[bool]) -> list[float]:
+    def weights(self, labels: Sequence[bool], kind: ClassWeights = "sqrt_inverse") -> list[float]:
         """Converts [B] labels to [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to a mean of 1 over the
-        batch.
+        batch. With the kind "inverse", the weights are 1 / (count of the class + 1e-6) before they are rescaled; with
+        "off", all weights are 1.
 
         If the batch has only one class, all weights are 1. `updated` must have been called with a batch before.
         """
         if not labels:
             return []
         assert self.correct is not None and self.wrong is not None
-        raw = {True: 1 / (math.sqrt(self.correct) + EPSILON), False: 1 / (math.sqrt(self.wrong) + EPSILON)}
+        if kind == "off":
+            return [1.0] * len(labels)
+        size = math.sqrt if kind == "sqrt_inverse" else float
+        raw = {True: 1 / (size(self.correct) + EPSILON), False: 1 / (size(self.wrong) + EPSILON)}
         rows = [raw[bool(label)] for label in labels]
         mean = math.fsum(rows) / len(rows)
         return [w / mean for w in rows]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_advantages
-from megatron_rl.algorithms.class_weights import ClassCounts
+from megatron_rl.algorithms.class_weights import ClassCounts, ClassWeights
 from megatron_rl.algorithms.gae import mix_steps
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.base import Count, CountOrZero, Decay, Share, refuse
@@ -71,6 +71,8 @@ class BaseTango(WithCritics):
     estimator: EstimatorName = "grpo"
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
     class_weight_decay: Decay = 0.8  # decay factor of the moving counts of correct and wrong solutions
+    # weights of verifications by the class (correct or wrong) of the solution: 1 / sqrt(count), 1 / count, or none
+    class_weights: ClassWeights = "sqrt_inverse"
     train_generator: bool = True
     train_verifier: bool = True
     verifier_template: str = "tango_verifier"  # template with {question}, {solution}, {num_steps}
@@ -280,7 +282,7 @@ class BaseTango(WithCritics):
         """
         labels = context.handed_over.get("labels", ())  # for each verification, whether its solution is correct
         self._counts = self._counts.updated(labels, self.class_weight_decay)
-        weights = self._counts.weights(labels)
+        weights = self._counts.weights(labels, self.class_weights)
         if self._critics.critic_of:
             return self._critics.credit(iteration, rollouts, context, reward="verifier", weights=weights)
         own = assign_advantages(rollouts[VERIFIER], reward="verifier", estimator=self.estimator, weights=weights)

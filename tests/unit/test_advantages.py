@@ -473,3 +473,12 @@ def test_the_compared_reward_is_kept_by_the_name_that_metrics_and_console_show()
     ]
     assert [r.advantages for r in credited] == [0.75, -0.75]
     assert measure(credited)["reward/trained"] == 1.25
+
+
+def test_class_weights_of_the_inverse_counts_and_off():
+    """RL Tango's reweight_method inverse, and reweight_verifier_rewards false."""
+    labels = [True] * 3 + [False]
+    counts = ClassCounts().updated(labels, 0.8)
+    raw = [1 / 3.000001] * 3 + [1 / 1.000001]
+    assert counts.weights(labels, "inverse") == pytest.approx([4 * w / sum(raw) for w in raw], rel=1e-12)
+    assert counts.weights(labels, "off") == [1.0] * 4

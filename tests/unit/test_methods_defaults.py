@@ -62,7 +62,7 @@ RECIPES = {
         "verifications": 5, "alpha_start": 0.1, "alpha_min": 1e-3,
         "alpha_schedule": "exponential", "step_credit": advantages.StepCredit(),
         "reviewed": "all", "review_below": None, "verifier_rests": False, "greedy_verdicts": False,
-        "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8,
+        "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8, "class_weights": "sqrt_inverse",
         "train_generator": True, "train_verifier": True, "balanced_per_class": 128, "balanced_rounds": 8,
     },
     # docs/methods.md, "Tango's two settings"
