@@ -81,7 +81,9 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
 
 @pytest.mark.multi
 def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
-    make_model(tmp_path / "model", "qwen2", vocab_size=97)
+    # wide enough for whole 8-bit blocks on two ranks
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+    make_model(tmp_path / "model", "qwen3", vocab_size=97, **wide)
     characters().save_pretrained(tmp_path / "model")
     (tmp_path / "problems.jsonl").write_text(
         "".join(json.dumps({"question": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(40))
@@ -105,6 +107,12 @@ def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
     assert found["passed"] and [r["version"] for r in refits] == [0, 1, 2]
     assert all(0 < r["mean"] < 1e-5 and r["tokens"] > 100 for r in refits)
     assert not (tmp_path / "drift/refits.jsonl").exists() and not (tmp_path / "drift/metrics.jsonl").exists()
+
+    eight = ("engine.quantization=fp8", "run.name=eight", "--updates", "1")
+    program("drift", tmp_path / "config.yaml", *eight)
+    found = json.loads((tmp_path / "eight/drift.json").read_text())
+    assert found["passed"] and found["max_logprob_gap"] == 0.2
+    assert all(1e-3 < r["mean"] < 0.2 for r in found["roles"]["generator"]["refits"])
 
     done = program("drift", tmp_path / "config.yaml", "preflight.max_logprob_gap=0.0", "--updates", "1", check=False)
     assert done.returncode == 1 and "ABOVE preflight.max_logprob_gap = 0.0" in done.stdout, done.stdout + done.stderr
