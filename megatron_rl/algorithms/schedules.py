@@ -10,7 +10,7 @@ from typing import Literal
 WeightSchedule = Literal["exponential", "linear", "cosine"]
 
 
-def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: float, total: int) -> float:
+def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: float, total: float) -> float:
     """Returns the weight alpha of the step advantages at the generator update with the index `update`, from 0 to
     `total`. From update `total` on, alpha is `floor`.
 

@@ -13,7 +13,7 @@ from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_
 from megatron_rl.algorithms.class_weights import ClassCounts, ClassWeights
 from megatron_rl.algorithms.gae import mix_steps
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
-from megatron_rl.config.base import Count, CountOrZero, Decay, Share, refuse
+from megatron_rl.config.base import Count, CountOrZero, Decay, PositiveShare, Share, refuse
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
@@ -59,6 +59,8 @@ class BaseTango(WithCritics):
     alpha_start: Share = 0.1  # alpha, the weight of the step advantages, at the first generator update
     alpha_min: Share = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
+    # share of generator_updates after which alpha reaches alpha_min, with the exponential schedule
+    exp_target_frac: PositiveShare = 1.0
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
     reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see Reviews
     # Upper bound of the moving share of groups whose outcomes differ; null: no bound.
@@ -273,7 +275,8 @@ class BaseTango(WithCritics):
         return 1 - without_signal(solutions, "outcome")
 
     def _alpha(self, update: int) -> float:
-        total = self.generator_updates
+        share = self.exp_target_frac if self.alpha_schedule == "exponential" else 1.0
+        total = share * self.generator_updates
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
     def _credit_reviews(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:

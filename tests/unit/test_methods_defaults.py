@@ -60,7 +60,7 @@ RECIPES = {
         "generator_updates": 300, "warmup_updates": 40, "generator_iterations": 3, "verifier_iterations": 1,
         "group_size": 5,
         "verifications": 5, "alpha_start": 0.1, "alpha_min": 1e-3,
-        "alpha_schedule": "exponential", "step_credit": advantages.StepCredit(),
+        "alpha_schedule": "exponential", "exp_target_frac": 1.0, "step_credit": advantages.StepCredit(),
         "reviewed": "all", "review_below": None, "verifier_rests": False, "greedy_verdicts": False,
         "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8, "class_weights": "sqrt_inverse",
         "train_generator": True, "train_verifier": True, "balanced_per_class": 128, "balanced_rounds": 8,

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from megatron_rl.algorithms.schedules import step_weight
+from megatron_rl.recipes.tango import Tango
 
 SCHEDULES = ("exponential", "linear", "cosine")
 PAPER = {"start": 0.1, "floor": 1e-3, "total": 300}
@@ -61,3 +62,11 @@ def test_an_exponential_schedule_to_0_is_refused():
 
 def test_a_weight_that_starts_at_0_may_have_the_floor_0_with_any_schedule():
     assert [step_weight(s, 5, start=0.0, floor=0.0, total=10) for s in ("exponential", "linear", "cosine")] == [0.0] * 3
+
+
+def test_alpha_ends_at_the_share_exp_target_frac_of_the_updates():
+    """RL Tango's get_alpha: k = ln(alpha_0 / alpha_min) / (exp_target_frac * total)."""
+    recipe = Tango(exp_target_frac=0.5, generator_updates=200)
+    for update in (0, 30, 99):
+        assert recipe._alpha(update) == pytest.approx(0.1 * math.exp(-math.log(100) / 100 * update), rel=1e-12)
+    assert recipe._alpha(100) == recipe._alpha(150) == pytest.approx(1e-3)
