@@ -75,9 +75,9 @@ class RunConsole(Sink):
     ) -> None:
         self._log_path = log_path
         self._total = total_iterations
-        stream = stream if stream is not None else sys.stdout
+        output = sys.stdout if stream is None else stream
         # FORCE_COLOR, which notebooks and CI set, makes rich take any stream for a terminal
-        self._rich = RichConsole(file=stream, soft_wrap=True, force_terminal=None if stream.isatty() else False)
+        self._rich = RichConsole(file=output, soft_wrap=True, force_terminal=None if output.isatty() else False)
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last evaluation
         # pairs (number of completed iterations, time) at the ends of the most recent iterations
