@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.torch_layers import TensorSharded
+from megatron_rl.models.sizes import Sizes
 
 platform.install()
 
@@ -40,6 +42,15 @@ class JointNorm(TensorSharded):
         weight = self.weight.view(-1, self.head_dim)
         normed: Any = _NormOverRanks.apply(x, weight, self.eps, self.width, self.group)
         return normed
+
+
+def set_joint_norms(layers: Iterable[Any], sizes: Sizes) -> None:
+    """Sets the norms of queries and keys in Megatron-core's layers. They cannot stand in the layers' spec, because
+    Megatron-core 0.19 refuses norms there if `qk_layernorm` is False."""
+    for layer in layers:
+        attention, eps = layer.self_attention, layer.config.layernorm_epsilon
+        attention.q_layernorm = JointNorm(layer.config, sizes.head_dim, sizes.heads, eps)
+        attention.k_layernorm = JointNorm(layer.config, sizes.head_dim, sizes.kv_heads, eps)
 
 
 class _NormOverRanks(torch.autograd.Function):

@@ -16,7 +16,7 @@ from megatron_rl.batches.packed_batch import VALUE
 from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform, router_replay
 from megatron_rl.megatron.attention import SDPAttention
-from megatron_rl.megatron.joint_norm import JointNorm
+from megatron_rl.megatron.joint_norm import set_joint_norms
 from megatron_rl.megatron.kernels import choice, varlen
 from megatron_rl.megatron.latent_attention import LatentAttention
 from megatron_rl.megatron.parallel import Groups
@@ -341,6 +341,8 @@ def build(
         if arch.head is not None and chunk.post_process:
             chunk.output_layer = Head(arch.hidden, config.params_dtype)  # type: ignore[assignment]
         chunk.temperature, chunk.true_vocab, chunk.value_head = temperature, arch.vocab, None
+        if arch.features.qk_norm_joint:
+            set_joint_norms(chunk.decoder.layers, arch)
         _mark_experts(chunk)
         _prepare_routers(chunk, arch.features.routing)
         choose(chunk, triton=triton)
@@ -487,9 +489,6 @@ def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> Non
         parts.self_attn_bda = parts.mlp_bda = addition
     if features.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if features.qk_norm_joint:
-        attention.q_layernorm = ModuleSpec(module=JointNorm, params={"heads": arch.heads})
-        attention.k_layernorm = ModuleSpec(module=JointNorm, params={"heads": arch.kv_heads})
 
 
 def _submodules(spec: Any) -> Any:

@@ -13,6 +13,7 @@ from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.evaluation import Reward, Sets, sets_of
 from megatron_rl.config.model import CORRECTION_AHEAD, Model, RoleConfig
+from megatron_rl.config.run import Preflight
 from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftConfig, TrainConfig, models_of
 from megatron_rl.models import registry
 from megatron_rl.spec import checks, missing_files, server_gpus
@@ -88,9 +89,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
     held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward)
-    recipe, training, preflight = None, shared["sets"], config.preflight
-    if config.engine.low_precision and preflight.max_logprob_gap is None:
-        preflight = dataclasses.replace(preflight, max_logprob_gap=LOW_PRECISION_GAP)
+    recipe, training = None, shared["sets"]
     shared["sets"] = training | {f"{HELD_OUT}.{own.name}": own.source for own in held_out}
     try:
         recipe = plugins.build(config.recipe)
@@ -106,10 +105,17 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
             schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),
             evaluation=config.evaluation,
             rollouts=config.rollouts,
-            preflight=dataclasses.replace(preflight, enabled=preflight.enabled and replay is None),
+            preflight=_preflight(config.preflight, enabled=replay is None, low_precision=config.engine.low_precision),
         ),
     )
     return spec, problems
+
+
+def _preflight(own: Preflight, *, enabled: bool, low_precision: bool) -> Preflight:
+    """Returns the settings of the preflight. It allows a wider gap of log-probs if the engines hold weights or the
+    cache in 8 bits."""
+    gap = LOW_PRECISION_GAP if low_precision and own.max_logprob_gap is None else own.max_logprob_gap
+    return dataclasses.replace(own, enabled=own.enabled and enabled, max_logprob_gap=gap)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)

@@ -115,7 +115,7 @@ def test_every_part_of_the_example_runs_and_a_second_call_goes_on_from_its_end(t
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         shown.append(done.stdout[done.stdout.index("SmolLM2-135M-Instruct (4-bit weights)") :])
         costs.append((runs / "tango_0/cpu_seconds.jsonl").read_text())
-    assert "correct answers, sampled" in shown[0] and "verifier: F1 of verdicts on steps" in shown[0]
+    assert "right answers, sampled" in shown[0] and "verifier: F1 of verdicts on steps" in shown[0]
     assert "grpo_0, iteration 1: " in shown[0] and "tango_0, iteration " in shown[0], "a sample of each arm"
     assert shown[1] == shown[0]
     assert {path.name for path in runs.iterdir()} >= {"generator", "verifier", "grpo_0", "tango_0"}

@@ -60,20 +60,27 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     if start.on_gpu:
         words += ["--mem-fraction-static", str(settings.memory_share)]
     else:
-        sizes = hf_model.read_architecture(start.model)
-        token_bytes = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[start.dtype]
-        words += [
-            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-            "--disable-overlap-schedule",
-            "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
-            "--max-total-tokens", str(int(settings.kv_cache_gib * 2**30) // token_bytes),
-        ]  # fmt: skip
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
-        if settings.tp > 1:  # without this setting, SGLang requires one NUMA node per rank
-            firsts = range(0, settings.tp * settings.threads, settings.threads)
-            cores = "|".join(f"{first}-{first + settings.threads - 1}" for first in firsts)
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+        more, threads = _on_cpu(settings, start)
+        words, environment = words + more, environment | threads
     return Command([*words, *settings.args], environment)
+
+
+def _on_cpu(settings: Sglang, start: ServerStart) -> tuple[list[str], dict[str, str]]:
+    """Returns further words of the command line, and of the environment, of a server without a GPU."""
+    sizes = hf_model.read_architecture(start.model)
+    token_bytes = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[start.dtype]
+    words = [
+        "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--disable-overlap-schedule",
+        "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
+        "--max-total-tokens", str(int(settings.kv_cache_gib * 2**30) // token_bytes),
+    ]  # fmt: skip
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
+    if settings.tp > 1:  # without this setting, SGLang requires one NUMA node per rank
+        firsts = range(0, settings.tp * settings.threads, settings.threads)
+        cores = "|".join(f"{first}-{first + settings.threads - 1}" for first in firsts)
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+    return words, environment
 
 
 ENGINE = EngineKind(name="sglang", make_target="engines-sglang", command=command, client=SglangServer)
