@@ -234,7 +234,7 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     own = f"roles.{role}.data" if f"roles.{role}.data" in spec.data.training else "data"
     sets = {own: spec.data.training[own]}
     evaluated = spec.data.held_out if held_out else ()
-    sets |= {f"{HELD_OUT}.{each.name}": each.source for each in evaluated if each.benchmark is None}
+    sets |= {f"{HELD_OUT}.{each.name}": each.source for each in evaluated}
     refuse(
         *(
             f"{HELD_OUT}: the problems of {each.name} have no field {name!r}, and {reader} reads it: leave that set out"

@@ -153,8 +153,8 @@ def test_reward_models_read_the_prompt_and_the_solution_in_their_own_form():
 
 
 def test_reward_models_texts_that_are_too_long_lose_their_beginning():
-    found, metrics = texts([solution("cdef"), solution("c")], characters(), longest=4)
-    assert found == ["def<eos>", "abc<eos>"] and metrics == {"generator": {"reward_model_cut": 1.0}}
+    found, metrics = texts([solution("cdef"), solution("cd"), solution("c")], characters(), longest=4)
+    assert found == ["def<eos>", "bcd<eos>", "abc<eos>"] and metrics == {"generator": {"reward_model_cut": 2.0}}
 
 
 @pytest.mark.parametrize(("scale", "of"), [("none", lambda x: x), ("sigmoid", lambda x: 1 / (1 + np.exp(-x)))])
