@@ -67,7 +67,10 @@ class Case:
         """Returns this run with another engine, which `settings` describes."""
         alone = {name: replace(role, servers=role.owner) for name, role in self.roles.items()}
         found = self if isinstance(settings, Servers) else self.with_roles(**alone)
-        return replace(found, spec=replace(found.spec, engine=replace(found.spec.engine, settings=settings)))
+        engine, auto = found.spec.engine, self.spec.settings.get("refit", {}).get("staging", "auto") == "auto"
+        if auto and isinstance(settings, Embedded):
+            engine = replace(engine, refit=replace(engine.refit, staging="off"))
+        return replace(found, spec=replace(found.spec, engine=replace(engine, settings=settings)))
 
     def with_staleness(self, staleness: int) -> Case:
         """Returns this run with rollouts that are generated up to `staleness` iterations ahead of training."""
