@@ -22,7 +22,10 @@ def run(args: argparse.Namespace) -> int:
     first = next((row for _, row in found if not isinstance(row, BadRow)), {})
     key = args.by or next((name for name in PROMPTS if name in first), None)
     if key is None:
-        raise ConfigError(f"{args.source}: the first row has {', '.join(first)} and no prompt; name its key with --by")
+        raise ConfigError(
+            f"{args.source}: the first row has the keys {', '.join(first)}, and none is known to hold a "
+            "prompt: name the key with --by"
+        )
     bad = [row for _, row in found if isinstance(row, BadRow)]
     bad += [BadRow(where, f"it has no {key}") for where, row in found if not isinstance(row, BadRow) and key not in row]
     with refusing(str, DataError):
@@ -30,7 +33,10 @@ def run(args: argparse.Namespace) -> int:
     prompts = [json.dumps(row[key], sort_keys=True, default=str) for _, row in found]
     different = sorted({*prompts})
     if len(different) < 2:
-        raise ConfigError(f"{args.source}: all {len(found)} rows have one prompt ({key}), which one file must have")
+        raise ConfigError(
+            f"{args.source}: all {len(found)} rows have the same prompt ({key}), and rows with the same "
+            "prompt must go to the same file"
+        )
     count = min(max(1, round(args.share * len(different))), len(different) - 1)
     chosen = {*random.Random(args.seed).sample(different, count)}
     for name, held_out in (("train", False), ("validation", True)):

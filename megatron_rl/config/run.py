@@ -19,8 +19,8 @@ class Profile:
     ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks of the trainer
 
     def rank_problems(self, ranks: int, iterations: float) -> Iterator[str]:
-        """Yields an error message for each setting that chooses nothing of a run of `iterations` iterations on `ranks`
-        ranks.
+        """Yields an error message for iterations and ranks that a run of `iterations` iterations on `ranks` ranks does
+        not have.
         """
         if self.iterations and not self.ranks:
             yield "run.profile.ranks is empty: name the ranks that write traces, such as [0]"

@@ -112,7 +112,8 @@ def stoppable(target: Path) -> Iterator[None]:
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
     """Copies the config, generation config and tokenizer files of the model directory `source` to `target`, except for
-    files whose names are in `keep`. The written weights are not quantised: the config says so."""
+    files whose names are in `keep`. Removes `quantization_config` from the copied config.json, because the weights that
+    are written are not quantised."""
     for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json") and file.name not in keep:

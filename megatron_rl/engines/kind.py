@@ -40,7 +40,7 @@ class ServerStart:
     junior: Path | None = None  # the junior (frozen) model of a Tandem RL engine
     tokenizer: Path | None = None  # tokenizer of a Tandem RL engine
     by_priority: bool = False  # whether the server serves requests with a lower priority number first
-    # Format of the weights that refits send to the server, which then starts without weights; None: the model's dtype
+    # Format of the weights that refits send. With a format, the server starts without weights. None: the model's dtype
     quantization: str | None = None
     # Ranks (sizes) of the LoRA adapters that the server applies, one rank for each role.
     adapter_ranks: tuple[int, ...] = ()

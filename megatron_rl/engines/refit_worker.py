@@ -21,8 +21,9 @@ Staging = Literal["off", "host", "device"]  # values of refit.staging other than
 
 
 def beside(shape: torch.Size, dtype: torch.dtype, device: torch.device, staging: Staging) -> Tensor:
-    """Allocates memory that receives a parameter of an engine on `device` while the engine uses the parameter: on the
-    device if `staging` is "device", otherwise on the host, pinned for an engine on a GPU.
+    """Allocates staging memory: it receives the new values of a parameter while the engine, which is on `device`, uses
+    the old values. The memory is on the device if `staging` is "device". Otherwise it is on the host, and is pinned if
+    the engine is on a GPU.
     """
     if staging == "device":
         return torch.empty(shape, dtype=dtype, device=device)

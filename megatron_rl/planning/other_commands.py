@@ -27,8 +27,8 @@ from megatron_rl.spec.run_spec import (
     Spec,
 )
 
-ASKED = 512  # number of problems that `generate` asks before it saves their answers and asks the next ones
-ASSUMED = 1000  # number of rows that is assumed if the data are not on this host and no number is given
+ASKED = 512  # number of problems whose answers `generate` generates and saves together
+ASSUMED = 1000  # assumed number of rows of a data set that is not on this host, without --rows
 # Numbers of problems of benchmarks
 SIZES = {
     "math500": 500, "aime24": 30, "aime25": 30, "aime26": 30, "amc23": 40, "minerva_math": 272, "gsm8k": 1319,
@@ -58,7 +58,9 @@ class Rows:
             found = sum(1 for _ in rows_of(source.path, source.split, source.subset, source.file))
         found = SIZES.get(name) if found is None else found
         if found is None and source.limit is None:
-            self.notes.append(f"{name}: {ASSUMED:,} rows are assumed, for its data are not here: --rows {name}=NUMBER")
+            self.notes.append(
+                f"{name}: {ASSUMED:,} rows are assumed, because the data are not here; give --rows {name}=NUMBER"
+            )
         return min(round(ASSUMED if found is None else found), source.limit or 1 << 60)
 
 
@@ -88,7 +90,8 @@ def as_run(spec: Spec) -> RunSpec:
 
 
 def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) -> list[IterationWork]:
-    """Returns the parts of `sft`, `generate` or `eval`: one optimizer step, the parts of ASKED problems, or the sets.
+    """Returns the parts into which the work of a command is divided: for `sft` one optimizer step, for `generate` parts
+    of ASKED problems, for `eval` one part for each set and measure.
 
     `run`: the result of `as_run`. `fills`: {role: mean lengths as a share of the longest}. A row of preferences has two
     samples, all of whose tokens are counted as trained.

@@ -86,7 +86,7 @@ class IterationPlan:
     role: str  # roles that the iteration trains, joined by +
     times: int  # number of iterations like this one in a cycle (item of the schedule)
     phases: Mapping[str, float]
-    hidden: float  # most seconds of generation that may overlap with training
+    hidden: float  # maximum seconds of generation that may overlap with training
     generated: float  # number of generated tokens
     trained: float  # number of trained tokens
     flops: float  # floating-point operations of the training passes, over all GPUs

@@ -88,9 +88,7 @@ class RunPlan:
 
     @property
     def cycle_s(self) -> float:
-        """Returns the seconds of a cycle: as simulated, otherwise the sum over the iterations, which is a lower bound
-        if iterations overlap.
-        """
+        """Returns the seconds of a cycle: `simulated_s`, or the sum over the iterations if nothing was simulated."""
         if self.simulated_s is not None:
             return self.simulated_s
         return sum(iteration.seconds * iteration.times for iteration in self.iterations)
@@ -223,7 +221,7 @@ def make(case: Case) -> RunPlan:
     draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
     draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
     trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
-    inside = case.servers is None  # the embedded engine holds the models of roles without a policy too
+    inside = case.servers is None  # the embedded engine also holds the models of roles that are not trained
     held = [name for name in case.roles if name in case.held or (inside and name in case.spec.engine.opened)]
     found = [_role(case, actors[name], name, draws, trained=name in trained) for name in held]
     names = [] if case.servers is None else case.spec.engine.server_roles

@@ -23,7 +23,7 @@ class Totals:
 
     unit: str  # what is counted, such as "iterations"
     count: int
-    hours: float  # with evaluations, without the start and without checkpoints
+    hours: float  # includes evaluations; excludes the start of the run and the writing of checkpoints
     evaluations: int  # number of evaluations during training
     evaluation_hours: float  # hours of all evaluations, part of `hours`
     gpus: int

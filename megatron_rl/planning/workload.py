@@ -162,7 +162,7 @@ def rows_given(sets: Collection[str], settings: Sequence[str]) -> dict[str, floa
 
 
 def _by_name(option: str, form: str, settings: Sequence[str], names: Collection[str]) -> dict[str, float]:
-    """Returns {name: number} of texts of the form NAME=NUMBER; the name of a text NUMBER is ""."""
+    """Parses texts of the form NAME=NUMBER. Returns {name: number}. A text without NAME= has the name ""."""
     words = [text if "=" in text else f"={text}" for text in settings]
     return {_split(option, form, word, [*names, ""])[0]: _number(option, word.removeprefix("=")) for word in words}
 

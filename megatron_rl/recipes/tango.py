@@ -73,7 +73,8 @@ class BaseTango(WithCritics):
     estimator: EstimatorName = "grpo"
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
     class_weight_decay: Decay = 0.8  # decay factor of the moving counts of correct and wrong solutions
-    # weights of verifications by the class (correct or wrong) of the solution: 1 / sqrt(count), 1 / count, or none
+    # How verifications are weighted in the verifier's update, with `count` the moving count of solutions of the same
+    # class (correct or wrong). sqrt_inverse: 1 / sqrt(count). inverse: 1 / count. off: equal weights.
     class_weights: ClassWeights = "sqrt_inverse"
     train_generator: bool = True
     train_verifier: bool = True

@@ -92,7 +92,7 @@ class EngineSide:
             return False, None
         self._store.put(f"{number}/ready/{self._rank}", {"version": self.version, "location": self._location})
         go = self._await_value(number, "go")
-        # another location under this rank is that of a process that was here before and died in this refit
+        # If the location differs, the entry is that of an earlier process of this rank, which died in this refit.
         if go is None or go["engines"].get(str(self._rank)) != [*self._location]:
             self._await_value(number, "verdict")
             return False, None
@@ -191,18 +191,19 @@ class EngineSide:
 
 
 class StagedEngineSide(EngineSide):
-    """An engine rank whose targets are staging memory: a thread receives the weights of every refit in it while the
-    engine generates with its present weights.
+    """An engine rank that receives weights in staging memory: a thread takes part in every refit while the engine
+    generates with its present weights.
 
-    `take_part` replaces the present weights by the received weights. Until then, a refit that fails, and a trainer that
-    dies, leave the engine as it is. A trainer begins a refit only when no engine replaces its weights any more.
+    `take_part` replaces the present weights with the received weights. Until then, the engine stays as it is, even if
+    the refit fails or the trainer dies. The trainer begins the next refit only after every engine has replaced its
+    weights.
     """
 
     def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
         super().__init__(store, rank, endpoint, device)
         self._change = threading.Condition()
-        # [result of the last refit that `take_part` has not returned yet]: the weight version that is complete in
-        # staging memory, or None if the refit failed here
+        # Has at most one element: the result of the last refit, until `take_part` returns it. The result is the weight
+        # version that is complete in staging memory, or None if the refit failed on this rank.
         self._results: list[int | None] = []
         self._thread = threading.Thread(target=self._listen, name="refits", daemon=True)
 
@@ -228,7 +229,7 @@ class StagedEngineSide(EngineSide):
             self._thread.join()
         super().close()
 
-    @torch.inference_mode()  # staging memory may have been allocated in this mode, and cannot be written in another
+    @torch.inference_mode()  # memory that was allocated in inference mode cannot be written outside of it
     def _listen(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has a current device of its own

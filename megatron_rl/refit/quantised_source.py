@@ -17,17 +17,19 @@ class QuantisedSource:
     """A read-only view of a trainer rank's parameters as bytes, in which linear layers are quantised when they are
     read. Implements Readable.
 
-    Quantised values and scales have the names and the coordinates of their Hugging Face tensors; the other parameters
-    have the trainer's. Nothing is stored: reading a slice quantises the blocks that the slice touches, so that the
-    sender holds one slice at a time.
+    Quantised values and scales have the names and coordinates of their Hugging Face tensors. The other parameters have
+    the names and coordinates of the trainer. No quantised weights are stored: reading a slice quantises the blocks that
+    the slice touches, so the sender holds one slice at a time.
     """
 
     def __init__(
         self, parameters: Readable, held: Mapping[str, Sequence[tuple[str, Rect]]], form: Format, dtype: torch.dtype,
         *, float32: Collection[str],
     ) -> None:  # fmt: skip
-        """`held`: {quantised Hugging Face tensor: the rank's parameters and rectangles that hold parts of the tensor}.
-        `dtype`: dtype of the parameters that are not quantised. `float32`: names of those that are always float32.
+        """`held`: {name of a Hugging Face tensor that is sent quantised: [(name of a parameter of this rank, the part
+        of the tensor that the parameter holds)]}.
+        `dtype`: the dtype in which parameters that are not quantised are sent.
+        `float32`: names of the parameters that are sent as float32 instead of `dtype`.
         """
         self._parameters, self._held, self._form = parameters, held, form
         self._dtype, self._float32 = dtype, float32

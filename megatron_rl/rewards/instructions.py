@@ -28,7 +28,7 @@ except ImportError as error:
         "reward.target"
     ) from error
 
-DetectorFactory.seed = 0  # without a seed, the same text may get another language each time
+DetectorFactory.seed = 0  # without a seed, the detected language of a text may differ between calls
 Check = Callable[..., bool]  # function (response, **values of the instruction) -> whether the response follows it
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _JSON_MARKS = ("```json", "```Json", "```JSON", "```")
@@ -78,7 +78,8 @@ def followed(texts: Sequence[str], kinds: Sequence[str], values: Sequence[Mappin
 
 
 def loosened(response: str) -> list[str]:
-    """Returns the variants of a response of which one must follow an instruction in the mode `loose`."""
+    """Returns the variants of a response for the mode `loose`, in which it is enough if one variant follows an
+    instruction."""
     lines = response.split("\n")
     cut = ["\n".join(own).strip() for own in (lines[1:], lines[:-1], lines[1:-1])]
     return [text for own in (response, *cut) for text in (own, own.replace("*", ""))]

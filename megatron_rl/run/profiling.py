@@ -34,8 +34,8 @@ def profiled(settings: Profile, directory: Path, *, iteration: int, rank: int) -
 def memory_explained(
     directory: Path, rank: int, owners: Mapping[str, Callable[[], Mapping[str, int]]]
 ) -> Iterator[None]:
-    """Context manager that adds to an out-of-memory error of its block who holds the GPU's memory, and writes a
-    snapshot of torch's allocator to RUN/profiles.
+    """Context manager for a block that may run out of GPU memory. Adds a list of what occupies the memory to the error
+    message, and writes a snapshot of torch's allocator to RUN/profiles.
 
     `owners`: by role, a function that returns the bytes on the GPU of its parts, such as {"optimizer state": 1024}.
     """

@@ -34,7 +34,8 @@ from megatron_rl.spec.run_spec import (
 )
 
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
-LOW_PRECISION_GAP = 0.2  # default of preflight.max_logprob_gap for engines of lower precision, in nats
+# Default of preflight.max_logprob_gap if engines hold weights or the key-value cache in 8 bits or fewer, in nats
+LOW_PRECISION_GAP = 0.2
 
 
 @overload

@@ -335,7 +335,7 @@ class Collector:
                 done.set_exception(error)
 
         threading.Thread(target=run, name=f"evaluation {number}", daemon=True).start()
-        # `idle` is not called: after an update it would send the new weights to restarted servers
+        # The context's hook `idle` is not used: after an update, it would send the new weights to restarted servers.
         return done.result
 
     def trained(self) -> None:

@@ -46,8 +46,8 @@ class Plan:
     iterations: int  # total number of iterations of the run
     evaluate_every: int = 0
     evaluate_at_start: bool = True
-    # Evaluate beside the rollouts and the update of the next iteration, with engines that are apart from the trainer.
-    # The engines get the weights of that update when the evaluation is complete. Not with `best` or `early_stop`.
+    # Evaluate while the next iteration is generated and trained; the engines must not share GPUs with the trainer. The
+    # engines receive the new weights only when the evaluation is complete. Never true with `best` or `early_stop`.
     evaluate_beside: bool = False
     save_every: int = 0
     preflight: preflight.PreflightPlan | None = None
@@ -378,7 +378,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
     context = replace(setup.context, kept=progress.kept)
     evaluate = functools.partial(evaluate_sets, setup.recipe, setup.held_out)
     if plan.evaluate_beside and done < total:
-        # another rank than the driver never calls `measure`
+        # `measure` is only called on the driver, where `iterations` is set
         measure = (
             functools.partial(evaluate, context)
             if setup.iterations is None

@@ -1,4 +1,4 @@
-"""Describes quantised weights of engines without touching tensors: their formats, names, blocks and rectangles.
+"""Describes the quantised weights of engines: their formats, names, blocks and rectangles. Does not use tensors.
 
 The quantised values of a Hugging Face tensor and the scales of its blocks are tensors of their own: the values keep the
 tensor's name, and the scales are called name + SCALES. Both are rectangles of a refit plan like any other parameter.
@@ -17,7 +17,8 @@ from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER, Row
 from megatron_rl.models.sizes import Sizes
 
-SCALES = "_scale_inv"  # suffix of the names of scales, as in DeepSeek's files: a value is quantised value x scale
+# Suffix of the names of scales, as in DeepSeek's files. A weight is its quantised value times its scale.
+SCALES = "_scale_inv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,9 @@ class Format:
     largest: float  # largest magnitude of a quantised value
     scales: str  # torch dtype of the scales
     bits: int = 8  # 8: float8_e4m3fn values. 4: float4 (e2m1) values, two to a byte, the even column in the low half
-    # A second scale, the same for all weights, so that no rank needs another rank's largest value. In NVFP4 it maps the
-    # scales of blocks whose largest value is 0.0004 to 10.5 to normal numbers of float8_e4m3fn.
+    # NVFP4 multiplies the scales of a tensor by a second scale. Here it is a constant, so that a rank does not need the
+    # largest value of other ranks. With it, blocks whose largest magnitude is between 0.0004 and 10.5 have scales that
+    # are normal numbers in float8_e4m3fn.
     second: float = 1.0
 
     @property
@@ -48,7 +50,7 @@ class Format:
         return self.bits / 8 + self.scale_bytes / (self.block[0] * self.block[1])
 
 
-# The values of engine.quantization: DeepSeek's blocks, and the OCP and NVIDIA formats of the same names.
+# Formats by their value of engine.quantization: DeepSeek-V3's fp8, OCP's mxfp8, and NVIDIA's nvfp4.
 FORMATS: Mapping[str, Format] = {
     "fp8": Format(block=(128, 128), largest=448.0, scales="float32"),
     "mxfp8": Format(block=(1, 32), largest=448.0, scales="float8_e8m0fnu"),
@@ -57,15 +59,15 @@ FORMATS: Mapping[str, Format] = {
 
 
 def is_quantised(row: Row) -> bool:
-    """Checks whether quantised engines hold a parameter in their format: the weights of linear layers. Embeddings, the
-    output layer, norms, biases, routers and the gates of shared experts keep the model's dtype.
+    """Checks whether engines with quantised weights hold a parameter quantised. This is so for the weights of linear
+    layers. Embeddings, the output layer, norms, biases, routers and gates of shared experts keep the model's dtype.
     """
     return ".linear_" in row.name and row.sources[0].columns > 1
 
 
 @lru_cache(maxsize=16)
 def quantised_shapes(sizes: Sizes) -> Mapping[str, Shape]:
-    """Returns {Hugging Face name: (rows, columns)} of the tensors that quantised engines hold in their format."""
+    """Returns {Hugging Face name: (rows, columns)} of the tensors that are quantised in engines."""
     return {
         HF_LAYER.format(layer) + source.name.replace(EXPERT, str(expert)): (source.rows, source.columns)
         for layer in range(sizes.num_layers)
@@ -161,9 +163,10 @@ def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> 
 def held(
     sizes: Sizes, form: Format, parameters: Mapping[str, tuple[Shape, list[Rect]]]
 ) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns the parameters of an engine rank with quantised values in place of weights, and with the scales. The
-    scales of a parameter are called name + SCALES. Raises ConfigError if the rank's part of a tensor does not consist
-    of whole blocks.
+    """Returns the parameters of an engine rank as a refit writes them. A parameter that is quantised becomes two: the
+    quantised values under the parameter's name, and their scales under name + SCALES. Other parameters are unchanged.
+    `parameters` and the result: {name: (shape, rectangles of Hugging Face tensors)}. Raises ConfigError if the rank's
+    part of a tensor does not consist of whole blocks.
     """
     shapes, out = quantised_shapes(sizes), dict[str, tuple[Shape, list[Rect]]]()
     for name, (shape, rects) in parameters.items():

@@ -15,20 +15,21 @@ from megatron_rl.weights.quantisation import Format
 
 CHUNK = 1 << 22  # number of elements that are quantised at once: the temporary tensors are float32
 FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the magnitudes of float4 (e2m1), by code
-# The bounds between the magnitudes of neighbouring codes. A value in the middle gets the even code: if that is the
-# higher code, the bound is the next smaller number.
+# Bounds for rounding to the nearest code. A value exactly between two codes gets the even code. If the higher code is
+# even, the bound is therefore the next number below the middle.
 _MIDDLES = (FLOAT4[1:] + FLOAT4[:-1]) / 2
 _BOUNDS = torch.where(torch.arange(7) % 2 == 0, _MIDDLES, torch.nextafter(_MIDDLES, torch.zeros(())))
 
 
 def block_scales(weights: Tensor, form: Format) -> Tensor:
-    """Returns the scales of the blocks of `weights` [rows, columns], whose first element begins a block."""
+    """Returns the scales [block rows, block columns] of `weights` [rows, columns]. The first block begins at the first
+    element."""
     return torch.cat([_factors(chunk, form)[1] for chunk in _chunks(weights, form)])
 
 
 def quantise(weights: Tensor, form: Format) -> Tensor:
-    """Returns the quantised values of `weights` [rows, columns], whose first element begins a block: uint8 [rows,
-    columns / values in a byte].
+    """Returns the quantised values of `weights` [rows, columns] as uint8 [rows, columns / values in a byte]. The first
+    block begins at the first element.
     """
     out = torch.empty((len(weights), -(-weights.shape[1] // form.packed)), dtype=torch.uint8, device=weights.device)
     row = 0
@@ -43,8 +44,8 @@ def quantise(weights: Tensor, form: Format) -> Tensor:
 
 
 def dequantise(values: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
-    """Returns the weights [rows, columns] of quantised values (uint8 or float8 [rows, bytes]) and their blocks'
-    scales.
+    """Computes weights [rows, columns] from quantised values (uint8 or float8 [rows, bytes]) and the scales
+    [block rows, block columns].
     """
     high, wide = form.block
     out = torch.empty((len(values), values.shape[1] * form.packed), dtype=dtype, device=values.device)
@@ -77,7 +78,9 @@ def _factors(chunk: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     inverse = factors.reciprocal()
     if form.scales == "float32":
         return factors, inverse
-    if form.scales == "float8_e8m0fnu":  # powers of two: the next larger one, so that no value exceeds the format
+    if (
+        form.scales == "float8_e8m0fnu"
+    ):  # The scale is rounded up to a power of two, so that no quantised value exceeds the largest of the format.
         fraction, exponent = torch.frexp(inverse)
         power = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(min=-126)
         inverse = torch.ldexp(torch.ones_like(inverse), power)

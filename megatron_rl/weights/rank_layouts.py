@@ -160,10 +160,11 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
 
 
 def quantisation_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:
-    """Returns an error message for each side, trainer or engine, whose ranks divide blocks of quantised weights."""
+    """Returns an error message if the trainer's parallel layout splits a block of quantised weights between ranks, and
+    another if the engines' layout does."""
     form, problems = engine.format, list[str]()
     assert form is not None
-    # one layer of each kind, and two experts for each engine rank, represent the others
+    # It is enough to check one layer of each kind, with two experts for each engine rank.
     few = min(sizes.experts, 2 * engine.tp)
     sizes = replace(sizes, num_layers=min(sizes.num_layers, sizes.dense_layers + 1), experts=few)
     etp = trained.etp if sizes.experts else 1

@@ -35,7 +35,9 @@ class Stored(NamedTuple):
     """A tensor in a safetensors file, as described by the file's header."""
 
     file: Path
-    dtype: str  # dtype name in safetensors: F32, BF16, F16, ...; BF16 for 8-bit values, which are read as bfloat16
+    # Name of the dtype in safetensors: F32, BF16, F16, ... BF16 if `scales` is set, because 8-bit values are converted
+    # to bfloat16 when they are read.
+    dtype: str
     shape: tuple[int, ...]
     # If the tensor is part of a stacked tensor: (name of the stacked tensor, expert index or None, first row).
     part: tuple[str, int | None, int] | None = None
@@ -53,8 +55,8 @@ def read_directory(directory: Path) -> dict[str, Stored]:
 
 
 def _with_scales(found: dict[str, Stored]) -> dict[str, Stored]:
-    """Adds the scales of 8-bit values, which are separate tensors in the files of DeepSeek-V3, to the entries of the
-    values. Raises ConfigError if the scales are not those of FORMATS["fp8"].
+    """Sets `scales` of tensors with 8-bit values. In the files of DeepSeek-V3, scales are separate tensors; these are
+    left out of the returned dict. Raises ConfigError if the scales do not have the shape that FORMATS["fp8"] requires.
     """
     out = {name: stored for name, stored in found.items() if not name.endswith(SCALES)}
     for name, scales in ((name, stored) for name, stored in found.items() if name.endswith(SCALES)):
@@ -62,8 +64,9 @@ def _with_scales(found: dict[str, Stored]) -> dict[str, Stored]:
         blocks = own and tuple(-(-n // size) for n, size in zip(own.shape, FORMATS["fp8"].block, strict=False))
         if own is None or own.dtype != "F8_E4M3" or scales.shape != blocks:
             raise ConfigError(
-                f"{scales.file}: {name} {list(scales.shape)} are not the scales of 128 x 128 blocks of 8-bit values "
-                f"(F8_E4M3), but {tensor} is {own and (own.dtype, [*own.shape])}: take a model that is not quantised"
+                f"{scales.file}: {name} has the shape {list(scales.shape)}, and {tensor} is "
+                f"{own and (own.dtype, [*own.shape])}. Only 8-bit values (F8_E4M3) with one scale per 128 x 128 block "
+                "can be read: take a model that is not quantised"
             )
         out[tensor] = own._replace(dtype="BF16", scales=scales)
     return out

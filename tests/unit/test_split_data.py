@@ -38,8 +38,8 @@ def test_conversations_are_divided_by_their_messages(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words", "says"),
     [
-        ([{"text": "a"}], [], "has text and no prompt; name its key with --by"),
-        ([{"prompt": "a"}, {"prompt": "a"}], [], "all 2 rows have one prompt"),
+        ([{"text": "a"}], [], "has the keys text, and none is known to hold a prompt: name the key with --by"),
+        ([{"prompt": "a"}, {"prompt": "a"}], [], "all 2 rows have the same prompt"),
         ([{"prompt": "a"}, {"other": "b"}], [], "it has no prompt"),
         ([{"prompt": "a"}], ["--share", "1.5"], "above 0 and below 1"),
     ],

@@ -164,8 +164,8 @@ class WeightSlots:
 
 
 class QuantisedSlots:
-    """Storage for the quantised values and scales of a refit to the embedded engine, which computes in the model's
-    dtype: `fill` writes the dequantised weights to the engine's storage.
+    """Memory for the quantised values and scales that a refit sends to the embedded engine. The engine computes in the
+    model's dtype, so `fill` dequantises the weights and writes them to the engine's weights.
     """
 
     def __init__(self, slots: Mapping[str, WeightSlot], arch: Architecture, form: Format, device: torch.device) -> None:
@@ -177,7 +177,7 @@ class QuantisedSlots:
                 self.slots[own.tensor] = WeightSlot(torch.empty((own.rows, own.columns), dtype=dtype, device=device))
 
     def fill(self) -> None:
-        """Writes the dequantised weights to the engine's storage."""
+        """Dequantises the received weights and writes them to the engine's weights."""
         for name, scales in self.slots.items():
             if name.endswith(SCALES):
                 slot, values = self._slots[name.removesuffix(SCALES)], self.slots[name.removesuffix(SCALES)]

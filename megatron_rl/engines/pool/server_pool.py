@@ -26,7 +26,7 @@ SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum number of sequences and
 LISTED_S = 10.0  # maximum seconds to wait until a server that has answered is registered in the pool
 # seconds after a failed weight sync (refit) of a server before the weights are sent to this server again
 AGAIN_S = 30.0
-SWAP_S = 10.0  # maximum seconds until a server that received weights while it generated has seen the trainer's verdict
+SWAP_S = 10.0  # maximum seconds until a server with staging learns that the trainer has committed the refit
 _log = logging.getLogger(__name__)
 
 
@@ -130,7 +130,7 @@ class Pool(ServerEngine):
         self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{role}")
         self._updates: dict[Member, concurrent.futures.Future[None]] = {}
         self._staging: list[Member] = []  # servers that take part in a refit while they generate
-        # time.perf_counter() when the servers of the current refit were paused, and seconds of the last refit's pause
+        # Time (perf_counter) of the pause for the current refit, and duration of the last refit's pause in seconds
         self._paused, self.pause_s = 0.0, 0.0
         super().__init__(members, look_s=look_s, shared=shared)
 

@@ -32,7 +32,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     words += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype != "auto" else []
     if start.quantization:
         about = config_of(start.quantization, hf_model.read_architecture(start.model))
-        # the files are in another format; the first refit sends all weights
+        # The model's files are not in this format and are not read: the first weight sync (refit) sends all weights.
         words += ["--quantization", start.quantization, "--load-format", "dummy"]
         words += ["--json-model-override-args", json.dumps({"quantization_config": about})]
     if start.by_priority:
@@ -42,7 +42,8 @@ def command(settings: Sglang, start: ServerStart) -> Command:
         words += ["--default-priority-value", "0", "--disable-priority-preemption"]
     if not start.on_gpu and (start.quantization or settings.cache_width):
         raise ConfigError(
-            "engine.quantization or kv_cache_dtype without a GPU: SGLang's 8-bit kernels need one; leave them out"
+            "engine.quantization or engine.kv_cache_dtype without a GPU: SGLang has 8-bit kernels for GPUs only; leave "
+            "both settings out"
         )
     if settings.colocate:
         if not start.on_gpu:
@@ -66,7 +67,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
 
 
 def _on_cpu(settings: Sglang, start: ServerStart) -> tuple[list[str], dict[str, str]]:
-    """Returns further words of the command line, and of the environment, of a server without a GPU."""
+    """Returns the additional command-line arguments and environment variables of a server on a CPU."""
     sizes = hf_model.read_architecture(start.model)
     token_bytes = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[start.dtype]
     words = [

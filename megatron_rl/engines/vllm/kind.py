@@ -44,7 +44,7 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype != "auto" else []
     if start.quantization:
         about = config_of(start.quantization, hf_model.read_architecture(start.model))
-        # the files are in another format; the first refit sends all weights
+        # The model's files are not in this format and are not read: the first weight sync (refit) sends all weights.
         words += ["--load-format", "dummy", "--hf-overrides", json.dumps({"quantization_config": about})]
     environment = {
         TOKEN_FILE: str(start.token_file),
@@ -68,8 +68,11 @@ def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
         "engine.colocate to false": settings.colocate,
         "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; set it to false, tp cuts "
         "experts too": settings.expert_parallel,
-        "engine.quantization without a GPU: vLLM's 8-bit kernels need one; set it to null": bool(start.quantization),
-        "engine.kv_cache_dtype without a GPU: vLLM's 8-bit cache needs one; set it to auto": settings.cache_width == 1,
+        "engine.quantization without a GPU: vLLM has 8-bit kernels for GPUs only; set it to null": bool(
+            start.quantization
+        ),
+        "engine.kv_cache_dtype without a GPU: vLLM has 8-bit caches on GPUs only; set it to auto": settings.cache_width
+        == 1,
         "router_replay without a GPU: of vLLM's two model runners one tells the experts, and that one needs Triton; "
         "set it to false": start.tells_experts,
     }

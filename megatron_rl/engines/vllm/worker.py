@@ -97,7 +97,7 @@ class VllmLanding(refit_worker.Landing):
                     self._copied.append((live[name].data, own))
                 else:
                     self._staged[prefix + name] = own
-        # vLLM calls the scales of mxfp8 weight_scale, and those of fp8 weight_scale_inv, as SGLang calls both
+        # vLLM's name of the scales is weight_scale for mxfp8 and weight_scale_inv for fp8
         renamed = {f"{name}_inv" if name.endswith("weight_scale") else name: own for name, own in landing.items()}
         super().__init__(renamed)
 
