@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.cluster.profile import ROOT, SHIPPED, Profile, interpreter
-from megatron_rl.config.base import refuse
+from megatron_rl.cluster.profile import IN_CHECKOUT, ROOT, SHIPPED, Profile, interpreter
+from megatron_rl.config.base import ConfigError, refuse
 
 SETTINGS, END = "# --- settings", "# --- end of settings"
 
@@ -109,6 +109,11 @@ def common_settings(profile: Profile, directory: Path | None = None) -> dict[str
         words = ["apptainer", "exec"] + ["--nv"] * (profile.gpus_per_node > 0)
         words += [f"--pwd={directory}"] if directory else []
         words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
+    if profile.container is not None and profile.python is None and not IN_CHECKOUT:
+        raise ConfigError(
+            f"the profile has the container {profile.container.image} and no python: name the interpreter in it that "
+            "has megatron-rl, such as /usr/bin/python3"
+        )
     python = interpreter(profile.python, ".venv/bin/python")
     setup = "\n".join(profile.setup)
     return {"ROOT": str(ROOT), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}

@@ -14,7 +14,8 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rich.progress import track
 from megatron_rl.chat_template import ASSISTANT, ChatError, problem_text, tokenizer_of
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.data.problems import Problem, read_problems
-from megatron_rl.data.rows import BadRow, DataError, refuse, write_parquet
+from megatron_rl.data.rows import BadRow, DataError, refuse, table_of, write_parquet
 from megatron_rl.engines.protocol import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
@@ -38,8 +39,10 @@ from megatron_rl.spec.run_spec import GenerateSpec
 from megatron_rl.text import read_template
 from megatron_rl.types import Outcome
 from megatron_rl.vocabulary import vocabulary_of
+from megatron_rl.world import World
 
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
+BEAT_S = 600.0  # seconds between calls that keep the other ranks waiting
 
 
 @dataclass(frozen=True)
@@ -96,18 +99,35 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
             spec.engine, {name: tokenizer}, world, stack, environment or {}, local_rank=place.local_rank
         )
 
-        # the other ranks, which only hold servers, would take two hours without a call for the end of the driver
-        world.serve("generate/next", lambda _: None)
-
-        def beat() -> None:
-            world.call_all("generate/next", [None] * world.size)
+        world.serve("generate/beat", lambda _: None)
 
         def work() -> None:
-            made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer, beat)))
-            shutil.rmtree(made[0].parts)
+            with _beats(world):
+                made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer)))
+                shutil.rmtree(made[0].parts)
 
         world.from_driver(work)
     return 0
+
+
+@contextlib.contextmanager
+def _beats(world: World) -> Iterator[None]:
+    """Context manager that calls the other ranks every BEAT_S seconds. Without calls, ranks that only hold servers end
+    with an error after the two hours of a collective's time limit. Used on the driver, inside `from_driver`.
+    """
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_S):
+            world.call_all("generate/beat", [None] * world.size)
+
+    thread = threading.Thread(target=beat, name="beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:
@@ -180,8 +200,8 @@ class _Generation:
         complete."""
         return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
 
-    def answer(self, engine: Engine, tokenizer: Any, beat: Callable[[], None]) -> list[Answered]:
-        """Generates the responses to all problems, with a progress bar. Calls `beat` before each chunk.
+    def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
+        """Generates the responses to all problems, with a progress bar.
 
         Saves the responses of each finished chunk of CHUNK prompts in the directory `parts`. A restarted command
         continues with the first chunk that is not saved."""
@@ -203,7 +223,6 @@ class _Generation:
 
         out: list[Answered] = []
         for start in track(range(0, len(asked), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
-            beat()
             for one, group in zip(asked[start : start + CHUNK], one_chunk(start), strict=True):
                 out += [Answered(one.problem, one.prompt, *row) for row in group]
             if not sys.stderr.isatty():
@@ -246,7 +265,7 @@ class _Generation:
         for name, part in files.items():
             (output / f"{name}.parquet").unlink(missing_ok=True)
             if part:
-                write_parquet(output / f"{name}.parquet", part)
+                write_parquet(output / f"{name}.parquet", table_of(part))
         generation_progress.mark_finished(
             self.settings, self.problems, [f"{name}.parquet" for name, part in files.items() if part]
         )

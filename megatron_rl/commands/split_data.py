@@ -5,32 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from typing import Any
+
+import pyarrow as pa
 
 from megatron_rl.config.base import ConfigError, refusing
-from megatron_rl.data.rows import BadRow, DataError, refuse, rows_of, write_parquet
+from megatron_rl.data.rows import BadRow, DataError, refuse, rows_of, table_of, write_parquet
 
 PROMPTS = ("prompt", "messages", "conversations", "question", "problem")  # keys in which a row may have its prompt
+ANSWERING = ("assistant", "gpt", "model")  # roles of messages that answer
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes DIR/train.parquet and DIR/validation.parquet. Returns 0.
 
-    Raises ConfigError if there is no data, for a row that cannot be read or has no prompt, and for fewer than two
-    different prompts.
+    Raises ConfigError if there is no data, if DIR has data already, for a row that cannot be read or has no prompt, for
+    columns whose values have several types, and for fewer than two different prompts.
     """
-    found = list(rows_of(args.source, "train", None))
-    first = next((row for _, row in found if not isinstance(row, BadRow)), {})
-    key = args.by or next((name for name in PROMPTS if name in first), None)
-    if key is None:
-        raise ConfigError(
-            f"{args.source}: the first row has the keys {', '.join(first)}, and none is known to hold a "
-            "prompt: name the key with --by"
-        )
-    bad = [row for _, row in found if isinstance(row, BadRow)]
-    bad += [BadRow(where, f"it has no {key}") for where, row in found if not isinstance(row, BadRow) and key not in row]
-    with refusing(str, DataError):
+    if there := sorted(path.name for path in args.out.glob("*") if path.suffix in (".parquet", ".jsonl")):
+        raise ConfigError(f"--out {args.out} has {', '.join(there[:3])}: name a directory without data")
+    with refusing(str, DataError, pa.ArrowException):
+        found = list(rows_of(args.source, "train", None))
+        bad = [row for _, row in found if isinstance(row, BadRow)]
         refuse(bad, len(found), 0.0, args.source)
-    prompts = [json.dumps(row[key], sort_keys=True, default=str) for _, row in found]
+        first = found[0][1] if found else {}
+        key = args.by or next((name for name in PROMPTS if name in first), None)
+        if key is None:
+            raise ConfigError(
+                f"{args.source}: the first row has the keys {', '.join(first) or '(there is no row)'}, and none is "
+                "known to hold a prompt: name the key with --by"
+            )
+        lacking = [BadRow(where, f"it has no {key}") for where, row in found if key not in row]
+        refuse(lacking, len(found), 0.0, args.source)
+        table = table_of([row for _, row in found])
+    prompts = [json.dumps(_asked(row[key]), sort_keys=True, default=str) for _, row in found]
     different = sorted({*prompts})
     if len(different) < 2:
         raise ConfigError(
@@ -40,7 +48,15 @@ def run(args: argparse.Namespace) -> int:
     count = min(max(1, round(args.share * len(different))), len(different) - 1)
     chosen = {*random.Random(args.seed).sample(different, count)}
     for name, held_out in (("train", False), ("validation", True)):
-        rows = [row for (_, row), prompt in zip(found, prompts, strict=True) if (prompt in chosen) == held_out]
-        write_parquet(args.out / f"{name}.parquet", rows)
-        print(f"{args.out / name}.parquet: {len(rows)} rows")
+        part = table.filter(pa.array([(prompt in chosen) == held_out for prompt in prompts]))
+        write_parquet(args.out / f"{name}.parquet", part)
+        print(f"{args.out / name}.parquet: {len(part)} rows")
     return 0
+
+
+def _asked(prompt: Any) -> Any:
+    """Returns what rows with the same prompt share: of a conversation, the messages before the first answer."""
+    if not isinstance(prompt, list):
+        return prompt
+    roles = [one.get("role", one.get("from")) if isinstance(one, dict) else None for one in prompt]
+    return prompt[: next((i for i, role in enumerate(roles) if role in ANSWERING), len(prompt))]

@@ -184,13 +184,18 @@ def encodable(text: str, what: str) -> str:
     return text
 
 
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows to a Parquet file atomically. The columns are the union of the rows' keys; missing values are
-    null."""
+def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Returns rows as a table. The columns are the union of the rows' keys; missing values are null. Raises
+    pyarrow.ArrowException if the values of a column have types that do not go together."""
     columns = dict.fromkeys(name for row in rows for name in row)
+    return pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows])
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Writes a table to a Parquet file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), partial)
+    pq.write_table(table, partial)
     partial.replace(path)
 
 

@@ -101,13 +101,14 @@ def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
     """Returns the name of the cluster that a config requests: job.nodes plus the nodes of its engines, each with 8
     A100-80.
 
-    With launch.nproc above 1 on one node, the node has a GPU for each rank, and those of servers on engine.gpus. The
-    servers of a command that trains nothing have its nodes.
+    A run on one node that starts servers on engine.gpus has a GPU for each rank and those of the servers, if
+    launch.nproc is above 1 or if they fill a node of 8. The servers of a command that trains nothing have its nodes.
     """
     settings, wanted = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls
-    if asked.job.nodes == 1 and asked.launch.nproc > 1 and (shared or not wanted):
-        return f"1x{asked.launch.nproc + wanted}xA100-80"
+    nproc = asked.launch.nproc
+    if asked.job.nodes == 1 and ((nproc > 1 and (shared or not wanted)) or (shared and nproc + wanted == PER_NODE)):
+        return f"1x{nproc + wanted}xA100-80"
     if not engine.trains:
         return f"{max(asked.job.nodes, -(-wanted // PER_NODE))}x{PER_NODE}xA100-80"
     return f"{asked.job.nodes + -(-wanted // PER_NODE)}x{PER_NODE}xA100-80"

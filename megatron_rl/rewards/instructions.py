@@ -32,7 +32,7 @@ DetectorFactory.seed = 0  # without a seed, the detected language of a text may 
 Check = Callable[..., bool]  # function (response, **values of the instruction) -> whether the response follows it
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _JSON_MARKS = ("```json", "```Json", "```JSON", "```")
-_POSTSCRIPTS = {"P.P.S": r"\s*p\.\s?p\.\s?s.*$", "P.S.": r"\s*p\.\s?s\..*$"}
+_POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s.*$", "P.S.": r"p\.\s?s\..*$"}
 
 
 def grade(
@@ -166,12 +166,12 @@ def _number_placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
-    pattern = _POSTSCRIPTS.get(marker, rf"\s*{marker.lower()}.*$")
+    pattern = _POSTSCRIPTS.get(marker, rf"{marker.lower()}.*$")
     return re.search(pattern, text.lower(), re.MULTILINE) is not None
 
 
 def _number_bullet_lists(text: str, num_bullets: int) -> bool:
-    stars, dashes = (re.findall(pattern, text, re.MULTILINE) for pattern in (r"^\s*\*[^\*].*$", r"^\s*-.*$"))
+    stars, dashes = (re.findall(pattern, text, re.MULTILINE) for pattern in (r"^[^\S\n]*\*[^\*].*$", r"^[^\S\n]*-.*$"))
     return len(stars) + len(dashes) == num_bullets
 
 

@@ -128,7 +128,8 @@ class CalledFunction:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         named = {p.name: p.default is p.empty for p in signature.parameters.values() if p.kind in kinds}
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        batched, by_name, wrong = bool({PROMPTS, COMPLETIONS} & named.keys()), RESPONSE in named, ""
+        batched, wrong = bool({PROMPTS, COMPLETIONS} & named.keys()), ""
+        by_name = RESPONSE in named and not batched
         other = [one for one, needed in named.items() if needed and one not in (RESPONSE, *VERL)]
         if not math.isfinite(weight):
             wrong = f"has the weight {weight}: give a finite number"
@@ -157,7 +158,7 @@ class CalledFunction:
         required = (one for one, needed in named.items() if batched and needed and one not in (PROMPTS, COMPLETIONS))
         parameters = None if takes_all else named.keys() - {*UNKNOWN}
         return cls(
-            function=function, name=name, weight=weight, batched=batched, waits=waits, by_name=by_name and not batched,
+            function=function, name=name, weight=weight, batched=batched, waits=waits, by_name=by_name,
             columns=tuple(required), parameters=parameters,
         )  # fmt: skip
 

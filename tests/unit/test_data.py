@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.data_settings import settings_table
 from megatron_rl.config.schema import ConfigError, PromptSet, SftData
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
-from megatron_rl.data.rows import DataError, write_parquet
+from megatron_rl.data.rows import DataError, table_of, write_parquet
 from megatron_rl.data.sft import TextPair, read_samples, sft_rollouts
 from megatron_rl.types import Stop
 
@@ -360,14 +360,14 @@ def pairs(*texts):
 
 def test_columns_of_later_rows_are_written_too(tmp_path):
     """pyarrow takes the columns from the first row alone."""
-    write_parquet(tmp_path / "new" / "rows.parquet", [{"a": 1}, {"a": 2, "b": [0.5]}])
+    write_parquet(tmp_path / "new" / "rows.parquet", table_of([{"a": 1}, {"a": 2, "b": [0.5]}]))
     assert pq.read_table(tmp_path / "new" / "rows.parquet").to_pylist() == [{"a": 1, "b": None}, {"a": 2, "b": [0.5]}]
     assert [f.name for f in (tmp_path / "new").iterdir()] == ["rows.parquet"]
 
 
 def test_pairs_round_trip_and_bad_ones_are_refused(tmp_path):
     rows = [{"prompt": "p0", "response": "r0"}, {"prompt": "p1", "response": "r1"}]
-    write_parquet(tmp_path / "train.parquet", rows)
+    write_parquet(tmp_path / "train.parquet", table_of(rows))
     assert read_samples(SftData(train=str(tmp_path / "train.parquet"))) == pairs(("p0", "r0"), ("p1", "r1"))
     path = jsonl(tmp_path / "pairs.jsonl", [*rows, {"prompt": "p2"}, {"prompt": "", "response": "r"}])
     said = message(read_samples, SftData(train=path))

@@ -1,6 +1,7 @@
 """`megatron-rl data split`: no prompt is in both files, nothing is lost, and what cannot be divided is refused."""
 
 import json
+import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,14 +26,48 @@ def test_a_prompt_is_in_one_file_and_no_row_is_lost(tmp_path):
     assert len(prompts) == 4 and not prompts & kept
     assert [row for row in rows if row["prompt"] in kept] == train, "in their order"
     assert len(read_samples(SftData(train=f"{tmp_path}/out/train.parquet"))) == len(train)
-    assert main([*words, "--seed", "1"]) == 0
-    assert {row["prompt"] for row in pq.read_table(tmp_path / "out/validation.parquet").to_pylist()} != prompts
+    assert main([*words[:4], f"{tmp_path}/other", *words[5:], "--seed", "1"]) == 0
+    assert {row["prompt"] for row in pq.read_table(tmp_path / "other/validation.parquet").to_pylist()} != prompts
 
 
-def test_conversations_are_divided_by_their_messages(tmp_path):
-    talk = [[{"role": "user", "content": f"q{i // 2}"}, {"role": "assistant", "content": "a"}] for i in range(8)]
-    assert main(write(tmp_path, [{"messages": one} for one in talk])) == 0
-    assert pq.read_table(tmp_path / "out/validation.parquet").num_rows == 2
+@pytest.mark.parametrize(
+    ("role", "text", "asks", "answers"), [("role", "content", "user", "assistant"), ("from", "value", "human", "gpt")]
+)
+def test_answers_to_one_question_stay_in_one_file(tmp_path, role, text, asks, answers):
+    talks = [
+        [{role: asks, text: f"q{i // 4}"}, {role: answers, text: f"a{i}"}, {role: asks, text: f"and {i}?"}]
+        for i in range(40)
+    ]
+    assert main([*write(tmp_path, [{"messages": one} for one in talks]), "--share", "0.2"]) == 0
+    train, held_out = (
+        {row["messages"][0][text] for row in pq.read_table(tmp_path / f"out/{name}.parquet").to_pylist()}
+        for name in ("train", "validation")
+    )
+    assert len(train) == 8 and len(held_out) == 2 and not train & held_out
+
+
+def test_data_in_the_directory_is_never_replaced_nor_mixed_with_the_parts(tmp_path, capsys):
+    words = write(tmp_path, [{"prompt": f"p{i}"} for i in range(4)])
+    assert main([*words[:3], "--out", str(tmp_path)]) != 0
+    assert "has rows.jsonl: name a directory without data" in capsys.readouterr().err
+    assert main(words) == 0 and main(words) != 0
+    assert "has train.parquet, validation.parquet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("no json", "1 of 1 rows"),
+        ("", "(there is no row)"),
+        ('{"prompt": 1}\n{"prompt": "a"}\n', "Could not convert|Expected"),
+    ],
+)
+def test_files_that_are_no_rows_are_refused(tmp_path, capsys, text, says):
+    (tmp_path / "rows.jsonl").write_text(text)
+    assert main(["data", "split", f"{tmp_path}/rows.jsonl", "--out", f"{tmp_path}/out"]) != 0
+    found = capsys.readouterr().err
+    assert re.search(says if "|" in says else re.escape(says), found), found
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
