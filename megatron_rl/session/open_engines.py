@@ -66,6 +66,10 @@ class RunEngines:
         places = sum(one.limits.places for one in members)
         return sum(one.occupied_s() for one in members) / places if places else None
 
+    def served(self) -> bool:
+        """Returns whether every role with servers, and with weights, has a server that holds the current weights."""
+        return all(pool.members.serving() for pool in self.pools.values() if pool.version >= 0)
+
     def tend(self) -> None:
         """Sends the current weights to servers that were restarted. Called while the driver (rank 0) waits."""
         for engine in self.engines.values():

@@ -119,7 +119,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             for name, policy in parts.policies.items()
         }
         memory = DeviceMemory(trainees, run_engines.colocated)
-        hooks = dataclasses.replace(_hooks(parts, collector, memory), occupied_s=run_engines.occupied_s)
+        hooks = _hooks(parts, collector, memory)
+        hooks = dataclasses.replace(hooks, occupied_s=run_engines.occupied_s, served=run_engines.served)
         if listener is not None:
             hooks = listening(hooks, listener, parts.progress, iterations)
         setup = loop.Setup(

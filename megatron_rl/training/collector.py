@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,7 @@ from megatron_rl.training.store import IterationStore, State
 from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import Prompt, Rollout
 
+UNSERVED_S = 10.0  # seconds without an engine that has the weights, after which an evaluation is cancelled
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
 T = TypeVar("T")
 Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
@@ -316,17 +319,31 @@ class Collector:
         return credited
 
     def beside(
-        self, context: RolloutContext, number: int, evaluate: Callable[[RolloutContext], T]
-    ) -> Callable[[], T]:  # fmt: skip
+        self, context: RolloutContext, number: int, evaluate: Callable[[RolloutContext], T], served: Callable[[], bool]
+    ) -> Callable[[], T | None]:  # fmt: skip
         """Begins `evaluate` in a new thread, beside rollouts and updates. Returns a function that returns its result,
-        and waits for it if necessary.
+        and waits for it if necessary. The function cancels the evaluation and returns None if every engine of a role
+        lost the weights for UNSERVED_S seconds: the trainer, which has new weights, cannot send them again.
 
         `context`: the context for `evaluate`, whose requests come after those that iteration `number` has sent already
-        and before those of later iterations.
+        and before those of later iterations. `served`: returns whether each role has an engine with the weights.
         """
-        done, priority = Future[T](), number + 1
-        engines = {name: IterationEngine(one, priority, self._sessions) for name, one in context.engines.items()}
+        done, priority, sessions = Future[T](), number + 1, OpenSessions()
+        self._sessions = sessions
+        engines = {name: IterationEngine(one, priority, sessions) for name, one in context.engines.items()}
         own = replace(context, engines=engines, metrics={}, watch=Stopwatch(context.watch.beat))
+
+        @functools.cache
+        def result() -> T | None:
+            seen = time.monotonic()  # when each role had an engine with the weights
+            while not wait([done], LOOK_S).done:
+                seen = time.monotonic() if served() else seen
+                if time.monotonic() - seen > UNSERVED_S:
+                    sessions.close()
+                    return None
+            for name, seconds in own.watch.take().items():
+                self._watch.add(name.removeprefix(SECONDS), seconds)
+            return done.result()
 
         def run() -> None:
             try:
@@ -335,8 +352,7 @@ class Collector:
                 done.set_exception(error)
 
         threading.Thread(target=run, name=f"evaluation {number}", daemon=True).start()
-        # The context's hook `idle` is not used: after an update, it would send the new weights to restarted servers.
-        return done.result
+        return result
 
     def trained(self) -> None:
         """Reports that the iteration last returned by `take` has been trained and the engines have the new weights, so

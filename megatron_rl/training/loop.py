@@ -87,6 +87,8 @@ class Hooks:
     keep_best: Callable[[int, Sequence[tuple[int, float]]], None] = lambda number, best: None
     # removes the checkpoints and models that are not in Progress.best, which is the argument
     remove_surpassed: Callable[[Sequence[tuple[int, float]]], None] = lambda best: None
+    # returns, on the driver, whether each role has an engine with the current weights
+    served: Callable[[], bool] = lambda: True
     # returns a context manager in which an iteration with this index runs; called on every rank
     around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext()
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
@@ -232,7 +234,9 @@ def _iteration(
             with setup.context.watch("train"), setup.memory.train(name, learning):
                 metrics |= update(setup.world, setup.trainees[name], usable.get(name), rescore=plan.mixed == "rescore")
             progress.updates[name] = version + 1
-            _refit(setup, progress, name, evaluation)
+            if evaluation is not None:
+                clock.wait_for(evaluation)
+            _refit(setup, progress, name)
         metrics["update"] = float(progress.updates.get(name, 0))  # of the policy, including this iteration's
         for role in (r for r in iteration.roles if setup.policy_of[r] == name):
             own = collected.rollouts.get(role)
@@ -274,7 +278,7 @@ def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected
 
 class _Clock:
     """Measures on the driver how long an iteration takes, and how long the trainer and the engines are idle in it.
-    Evaluations and checkpoints are outside of iterations."""
+    Checkpoints are outside of iterations, and evaluations that do not run beside them."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._waited_s, self._start = setup, 0.0, time.perf_counter()
@@ -287,6 +291,14 @@ class _Clock:
         collected = self._setup.iterations.take(iteration)
         self._waited_s += time.perf_counter() - start
         return collected
+
+    def wait_for(self, evaluation: _Evaluation) -> None:
+        """Waits until the engines do not need their weights for an evaluation any more. Counts the waiting time as idle
+        time of the trainer. Collective."""
+        start = time.perf_counter()
+        with self._setup.context.watch("wait"):
+            self._setup.world.from_driver(lambda: bool(evaluation.measure()))
+        self._waited_s += time.perf_counter() - start
 
     def speed(self) -> dict[str, float]:
         """Returns metrics: seconds since the iteration began, and the idle shares of the trainer and the engines."""
@@ -337,15 +349,10 @@ def _has_signal(setup: Setup, plan: Plan, name: str, rollouts: Sequence[Rollout]
     return any(np.abs(np.asarray(r.advantages)).max(initial=0.0) > ROUNDING for r in rollouts)
 
 
-def _refit(setup: Setup, progress: Progress, name: str, evaluation: _Evaluation | None = None) -> None:
-    """Sends a policy's weights to its engine, if it has one. Before that, waits until the engines do not need their
-    weights for `evaluation` any more.
-    """
-    refit, watch = setup.trainees[name].refit, setup.context.watch
-    if evaluation is not None:
-        with watch("wait"):
-            setup.world.from_driver(lambda: evaluation.measure()[0])
-    with watch("refit"), setup.memory.refit(name):
+def _refit(setup: Setup, progress: Progress, name: str) -> None:
+    """Sends a policy's weights to its engine, if it has one."""
+    refit = setup.trainees[name].refit
+    with setup.context.watch("refit"), setup.memory.refit(name):
         if refit is not None:
             refit(progress.updates.get(name, 0))
 
@@ -353,12 +360,13 @@ def _refit(setup: Setup, progress: Progress, name: str, evaluation: _Evaluation 
 @dataclass(frozen=True)
 class _Evaluation:
     """An evaluation of the current weights that has begun. `measure` waits on the driver until all answers are graded,
-    and returns the metrics and the answers; a second call returns the same values.
+    and returns the metrics and the answers; a second call returns the same values. It returns None if the evaluation
+    was cancelled, see Collector.beside.
     """
 
     done: int  # number of finished iterations
     cycles_begun: int
-    measure: Callable[[], tuple[dict[str, float], Answers]]
+    measure: Callable[[], tuple[dict[str, float], Answers] | None]
 
 
 def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -> _Evaluation | None:
@@ -382,7 +390,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
         measure = (
             functools.partial(evaluate, context)
             if setup.iterations is None
-            else setup.iterations.beside(context, done, evaluate)
+            else setup.iterations.beside(context, done, evaluate, setup.hooks.served)
         )
         return _Evaluation(done, progress.cycles_begun, measure)
     measure = functools.cache(functools.partial(evaluate, context))
@@ -392,12 +400,17 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
 
 def _record(setup: Setup, plan: Plan, progress: Progress, evaluation: _Evaluation) -> None:
     """Logs an evaluation when it is complete, and keeps and exports the best models. Collective."""
-    done, metrics = evaluation.done, setup.world.from_driver(lambda: evaluation.measure()[0])
-    progress.evaluated, progress.last_evaluation = done, metrics
+    done, measure = evaluation.done, evaluation.measure
+    metrics = setup.world.from_driver(lambda: (own := measure()) and own[0])
+    progress.evaluated = done
+    if metrics is None:
+        setup.hooks.say(f"the evaluation after iteration {done} is left out: no server has its weights any more")
+        return
+    progress.last_evaluation = metrics
     if not progress.first_evaluation:
         progress.first_evaluation = metrics
     setup.hooks.log(evaluation.cycles_begun, "eval", metrics, iteration=done)
-    setup.world.from_driver(lambda: setup.hooks.evaluated(done, evaluation.measure()[1]))
+    setup.world.from_driver(lambda: (own := measure()) and setup.hooks.evaluated(done, own[1]))
     if plan.best is not None:
         progress.best = ranked(progress.best, done, metrics, plan.best)
         setup.memory.clear()

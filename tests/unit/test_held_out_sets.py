@@ -16,7 +16,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.evaluation import Best, EarlyStop
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.training import loop
+from megatron_rl.training import collector, loop
 from megatron_rl.training.held_out_sets import HeldOutSet, evaluate_sets, followed, ranked, stopped_early
 from megatron_rl.training.iteration import EvaluationDraws
 
@@ -225,6 +225,31 @@ def test_an_evaluation_beside_training_that_fails_ends_the_run(template, tmp_pat
     plan = loop.Plan(iterations=3, evaluate_beside=True, train_without_signal=True)
     with pytest.raises(ArithmeticError, match="no figure"):
         loop.train(setup, plan, progress)
+
+
+def test_an_evaluation_whose_weights_no_engine_has_any_more_is_left_out(template, tmp_path, monkeypatch):
+    """The evaluation waited for a server, the server for a refit, and the refit for the evaluation."""
+    monkeypatch.setattr(collector, "UNSERVED_S", 0.2)
+    asked, lost, said = threading.Event(), threading.Event(), []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Waiting(Grpo):
+        def evaluate(self, prompts, context):
+            if asked.is_set():
+                return {"generator/accuracy": 0.5}
+            asked.set()
+            lost.wait(60)
+            complete(context.engines["generator"], [prompts[0].tokens], Sampling(max_tokens=1))
+            raise AssertionError("the sessions of a cancelled evaluation are closed")
+
+    log, recipe = Log(), Waiting(updates=3, group_size=8, template=template)
+    setup, progress = make(template, log, tmp_path, recipe=recipe, max_staleness=1)
+    setup = replace(setup, hooks=replace(setup.hooks, served=lambda: lost.is_set(), say=said.append))
+    plan = loop.Plan(iterations=3, evaluate_beside=True, train_without_signal=True)
+    assert loop.train(setup, plan, progress)
+    lost.set()
+    assert [(number, m["generator/accuracy"]) for number, _, scope, m in log.lines if scope == "eval"] == [(3, 0.5)]
+    assert "the evaluation after iteration 0 is left out: no server has its weights any more" in said
 
 
 def test_an_evaluation_without_a_value_does_not_count():
