@@ -140,6 +140,11 @@ class Servers:
             for name, role in roles.items()
             if role.tandem is not None and not self.holds_tandems
         ]
+        problems += [
+            f"roles.{name}.tandem with engine.quantization: such servers hold one model; leave one of them out"
+            for name, role in roles.items()
+            if role.tandem is not None and self.quantization
+        ]
         return problems + [
             f"roles.{name}.router_replay = true with engine.kind = {self.kind!r}: its servers do not tell the experts "
             "that they choose; set engine.kind to vllm or embedded, or router_replay to false"

@@ -207,6 +207,11 @@ class StagedEngineSide(EngineSide):
         self._results: list[int | None] = []
         self._thread = threading.Thread(target=self._listen, name="refits", daemon=True)
 
+    def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        with self._change:
+            self._results = []  # staging memory is about to be overwritten
+        return super()._vote(go, deadline)
+
     def start(self) -> None:
         """Starts the thread that takes part in refits."""
         self._thread.start()
@@ -220,6 +225,8 @@ class StagedEngineSide(EngineSide):
             version = self._results.pop() if self._results else None
         if version is not None:
             self._endpoint.commit_refit(version)
+            if self._device.type == "cuda":  # the next refit may overwrite staging memory as soon as this returns
+                torch.cuda.current_stream(self._device).synchronize()
         return version
 
     def close(self) -> None:

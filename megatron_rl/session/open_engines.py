@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.host_address import address_among_ranks, own_address
+from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import Embedded, Servers
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -36,8 +37,10 @@ from megatron_rl.session.pool_refit import PoolRefit
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.session.server_connection import ENGINES, check_gpus, connect, token_file
 from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
+from megatron_rl.spec.checks import quantisation_problems
 from megatron_rl.spec.run_spec import EngineSpec
 from megatron_rl.text import load_tokenizer
+from megatron_rl.weights.hf_model import local_directory
 from megatron_rl.weights.rank_layouts import EngineLayout
 from megatron_rl.world import World, all_gather
 
@@ -106,6 +109,10 @@ def open_engines(
         engines=engines, world=world, tokenizers=tokenizers, policies=policies, driver=driver, stack=stack, leave=leave
     )
     settings = engines.settings
+    for name, policy in policies.items():
+        if name in engines.opened:
+            directory = local_directory(engines.opened[name].model.path)
+            refuse(*quantisation_problems(engines, name, policy.arch, directory))
     if isinstance(settings, Embedded):
         _open_embedded(session, settings, run_engines)
     elif engines.opened:

@@ -30,9 +30,9 @@ from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.evaluation_checks import evaluation_problems
-from megatron_rl.spec.run_spec import EngineSpec, RoleSpec, RunSpec, SftSpec, Spec, TrainingSpec
+from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_gpus import number_problems
-from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, quantisation_problems
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, block_problems
 
 
 def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
@@ -297,7 +297,7 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
         problems, read = _read_model(f"roles.{name}", path, to_come)
         yield from problems if role.policy == "none" else ()
         if read is not None and role.has_policy:
-            yield from _quantisation_problems(engine, name, role, read[0])
+            yield from quantisation_problems(engine, name, read[0], Path(path))
         if read is not None and servers is not None:
             sizes = read[0]
             if role.lora is not None and servers.serves_adapters and sizes.experts:
@@ -311,25 +311,25 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
             yield from _read_model(f"roles.{name}.tandem.junior", junior, to_come)[0]
 
 
-def _quantisation_problems(engine: EngineSpec, name: str, role: RoleSpec, sizes: Sizes) -> Iterator[str]:
-    """Yields error messages about a role whose engines hold quantised weights, or whose model directory does."""
-    settings, layout = engine.settings, role.layout
+def quantisation_problems(engine: EngineSpec, name: str, sizes: Sizes, directory: Path) -> Iterator[str]:
+    """Yields error messages about a role whose engines hold quantised weights, or whose model directory does. Called
+    when the config is checked and, because the model of a hub name is read later, before engines are opened.
+    """
+    settings, layout = engine.settings, engine.roles[name].layout
     servers = settings if isinstance(settings, Servers) else None
-    published = read_object(Path(role.model.path) / "config.json").get("quantization_config")
+    published = read_object(directory / "config.json").get("quantization_config")
     if servers is not None and published and not servers.quantization:
         yield (
-            f"{role.model.path} has quantised weights, and engine.quantization = null: servers would start with the "
+            f"{directory} has quantised weights, and engine.quantization = null: servers would start with the "
             "files' format, and weight syncs send the model's dtype; set engine.quantization to fp8"
         )
     if not settings.quantization:
         return
-    if servers is not None and role.tandem is not None:
-        yield f"roles.{name}.tandem with engine.quantization: such servers hold one model; leave one of them out"
     own = EngineLayout(quantization=settings.quantization, whole=servers is None)
     if servers is not None:
         own = replace(own, tp=servers.tp, expert_parallel=servers.expert_parallel)
     trained = TrainerLayout(tp=layout.tp, dp=layout.expert_tp, etp=layout.expert_tp)
-    yield from (f"roles.{name}: {line}" for line in quantisation_problems(sizes, trained, own))
+    yield from (f"roles.{name}: {line}" for line in block_problems(sizes, trained, own))
 
 
 def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:

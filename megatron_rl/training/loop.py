@@ -204,8 +204,7 @@ def _iteration(
     setup: Setup, plan: Plan, progress: Progress, iteration: Iteration, evaluation: _Evaluation | None
 ) -> None:
     """Executes one iteration: takes its rollouts, scores and credits them, and updates, in the order of the roles,
-    every policy whose usable rollouts have a signal (a nonzero advantage). The engines keep their weights until
-    `evaluation`, which runs beside, is complete.
+    every policy whose usable rollouts have a signal (a nonzero advantage). Engines keep their weights for `evaluation`.
     """
     collected, usable = Collected(rollouts={}, metrics={}), dict[str, list[Rollout]]()  # filled on the driver only
     clock = _Clock(setup)
@@ -213,10 +212,10 @@ def _iteration(
     def take() -> list[tuple[str, bool]]:
         """Takes the iteration's rollouts. Returns (name, whether it has something to learn from) of each policy."""
         nonlocal collected
-        assert setup.iterations is not None, "iterations are taken on the driver"
         if not scores:
             collected = clock.take(iteration)
         if not collected.credited:
+            assert setup.iterations is not None, "iterations are taken on the driver"
             collected = setup.iterations.credit(iteration, collected)
         usable.update(_usable(setup, plan, iteration, collected))
         return [(name, _has_signal(setup, plan, name, own)) for name, own in usable.items()]
@@ -234,8 +233,7 @@ def _iteration(
             with setup.context.watch("train"), setup.memory.train(name, learning):
                 metrics |= update(setup.world, setup.trainees[name], usable.get(name), rescore=plan.mixed == "rescore")
             progress.updates[name] = version + 1
-            if evaluation is not None:
-                clock.wait_for(evaluation)
+            clock.wait_for(evaluation)
             _refit(setup, progress, name)
         metrics["update"] = float(progress.updates.get(name, 0))  # of the policy, including this iteration's
         for role in (r for r in iteration.roles if setup.policy_of[r] == name):
@@ -292,9 +290,11 @@ class _Clock:
         self._waited_s += time.perf_counter() - start
         return collected
 
-    def wait_for(self, evaluation: _Evaluation) -> None:
+    def wait_for(self, evaluation: _Evaluation | None) -> None:
         """Waits until the engines do not need their weights for an evaluation any more. Counts the waiting time as idle
-        time of the trainer. Collective."""
+        time of the trainer. Does nothing without an evaluation. Collective."""
+        if evaluation is None:
+            return
         start = time.perf_counter()
         with self._setup.context.watch("wait"):
             self._setup.world.from_driver(lambda: bool(evaluation.measure()))

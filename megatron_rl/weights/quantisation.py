@@ -79,10 +79,10 @@ def quantised_shapes(sizes: Sizes) -> Mapping[str, Shape]:
 
 
 def left_out(sizes: Sizes) -> list[str]:
-    """Returns the names of the linear layers that engines do not quantise (routers and gates of shared experts), for
-    an engine's `modules_to_not_convert`.
+    """Returns the names of the linear layers that engines do not quantise (the output layer, routers and gates of
+    shared experts), for an engine's `ignored_layers`.
     """
-    return [
+    return ["lm_head"] + [
         HF_LAYER.format(layer) + source.name.removesuffix(".weight")
         for layer in range(sizes.num_layers)
         for row in layer_rows(sizes, layer)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from megatron_rl.weights.quantisation import Format
 
 CHUNK = 1 << 22  # number of elements that are quantised at once: the temporary tensors are float32
+TINY = 1e-35  # blocks whose largest magnitude is not above it become zeros: their factor would overflow float32
 FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the magnitudes of float4 (e2m1), by code
 # Bounds for rounding to the nearest code. A value exactly between two codes gets the even code. If the higher code is
 # even, the bound is therefore the next number below the middle.
@@ -74,7 +75,7 @@ def _factors(chunk: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     chunk, each [block rows, block columns].
     """
     largest = chunk.abs().amax((1, 3))
-    factors = torch.where(largest > 0, form.largest / largest, 1.0)
+    factors = torch.where(largest > TINY, form.largest / largest, 1.0)
     inverse = factors.reciprocal()
     if form.scales == "float32":
         return factors, inverse

@@ -159,7 +159,7 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     return found if layout.format is None else held(sizes, layout.format, found)
 
 
-def quantisation_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:
+def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:
     """Returns an error message if the trainer's parallel layout splits a block of quantised weights between ranks, and
     another if the engines' layout does."""
     form, problems = engine.format, list[str]()

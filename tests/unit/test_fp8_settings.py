@@ -53,6 +53,11 @@ def test_formats_of_the_setting_are_those_of_the_table_fp8():
         ([*NO_CORRECTION, "engine.quantization=null"], "generator.loss.correction.kind = 'none' with"),
         ([*NO_CORRECTION, "engine.quantization=null", "engine.kv_cache_dtype=auto"], ""),
         (["engine.quantization=nvfp4"], "engine.quantization = 'nvfp4': servers need a second scale"),
+        (["engine.kv_cache_dtype=fp8_e5m2"], "engine.kv_cache_dtype = 'fp8_e5m2' with engine.quantization = 'fp8'"),
+        (
+            ["roles.generator.tandem={junior: org/m}"],
+            "generator.tandem with engine.quantization: such servers hold one",
+        ),
         (["engine.adapters=served"], "engine.quantization = 'fp8' with engine.adapters = 'served'"),
     ],
 )
@@ -121,7 +126,7 @@ def test_servers_are_told_the_format_and_start_without_weights_fp8(tmp_path, kin
     assert json.loads(found[found.index(option) + 1]) == {
         "quantization_config": {
             "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-            "ignored_layers": [f"model.layers.{layer}.mlp.gate" for layer in range(2)],
+            "ignored_layers": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))],
         }
     }  # fmt: skip
     plain = command(kind(), path, quantization=None)

@@ -92,21 +92,27 @@ class SglangLanding(refit_worker.Landing):
 
     def __init__(self, model: nn.Module, staging: refit_worker.Staging) -> None:
         """Raises ValueError if SGLang cannot load the model's weights again."""
+        from sglang.srt.layers.radix_attention import RadixAttention
+
         self._staged: list[tuple[nn.Parameter, Tensor]] = []
         parameters: dict[str, Tensor] = {}
         for prefix, layer in model.named_modules():
+            if isinstance(layer, RadixAttention):
+                continue  # with quantised weights it has scales of the KV cache, which stay 1
             if getattr(layer, "use_intel_amx_backend", False):
                 raise ValueError(
                     f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm"
                 )
-            in_place, place = _plain(layer) and staging == "off", "device" if staging == "off" else staging
+            in_place = _plain(layer) and staging == "off"
             for name, parameter in layer.named_parameters(recurse=False):
                 data = parameter.data
+                # quantised weights go through the host: a second copy of nearly the whole model has no room on the GPU
+                place = staging if staging != "off" else "host" if data.itemsize == 1 else "device"
                 own = data if in_place else refit_worker.beside(data.shape, data.dtype, data.device, place)
                 parameters[f"{prefix}.{name}" if prefix else name] = own
                 self._staged += [] if in_place else [(parameter, own)]
         # leaves out a head that shares the embedding's weight
-        super().__init__({name: parameters[name] for name, _ in model.named_parameters()})
+        super().__init__({name: parameters[name] for name, _ in model.named_parameters() if name in parameters})
 
     def commit_refit(self, version: int) -> None:
         for parameter, own in self._staged:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 from megatron_rl.config.base import config
@@ -29,6 +29,16 @@ class Vllm(Servers):
     def serves_adapters(self) -> bool:
         """Whether the servers apply LoRA adapters to an unchanged base model."""
         return self.adapters == "served"
+
+    def problems(self) -> Iterator[str]:
+        """Implements `Servers.problems`: also refuses a cache in a format that vLLM does not have beside quantised
+        weights."""
+        yield from super().problems()
+        if self.quantization and self.kv_cache_dtype == "fp8_e5m2":
+            yield (
+                f"engine.kv_cache_dtype = 'fp8_e5m2' with engine.quantization = {self.quantization!r}: vLLM has this "
+                "cache for weights that are not quantised only; set it to fp8_e4m3"
+            )
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
         """Implements `Servers.role_problems`: returns messages about role settings that vLLM servers do not support."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -77,7 +78,10 @@ class VllmLanding(refit_worker.Landing):
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
             if isinstance(layer, AttentionLayerBase):
-                # vLLM computes attention parameters from others, when it loads and at the end of a reload
+                # vLLM computes attention parameters from others, when it loads and at the end of a reload. Servers with
+                # quantised weights start with random scales of the KV cache, which must be 1.
+                if hasattr(layer, "_k_scale"):
+                    set_default_quant_scales(layer)
                 continue
             loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
             live = dict(layer.named_parameters(recurse=False))
