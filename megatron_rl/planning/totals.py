@@ -25,7 +25,7 @@ class Totals:
     count: int
     hours: float  # includes evaluations; excludes the start of the run and the writing of checkpoints
     evaluations: int  # number of evaluations during training
-    evaluation_hours: float  # hours of all evaluations, part of `hours`
+    evaluation_hours: float  # hours that evaluations add, part of `hours`
     gpus: int
     gpu_hours: float
     disk: float  # bytes of what is kept: checkpoints, models, rollouts and answers
@@ -44,20 +44,24 @@ def of_training(case: Case, made: RunPlan, rows: Rows, fills: Mapping[str, float
     spec, iterations = case.spec, case.spec.loop.num_iterations
     settings, run = spec.loop.evaluation, spec.run
     solver = spec.roles[case.work[0].draws[0].role]
-    each_s, evaluations = 0.0, 0
+    evaluated_s, evaluations = 0.0, 0
+    cycles = iterations / sum(one.times for one in made.iterations)
     if spec.data.held_out and solver.endpoint is None and solver.head is None:
         work = evaluation_work(spec.data.held_out, solver, rows, fills, greedy=settings.greedy)
         each_s = make(replace(case.with_staleness(0), work=work)).cycle_s
         regular, left = divmod(iterations, settings.every) if settings.every else (0, iterations)
         evaluations = settings.at_start + regular + (left > 0)
-    cycles = iterations / sum(one.times for one in made.iterations)
+        evaluated_s = evaluations * each_s
+        if evaluations and spec.evaluates_beside:  # all but the last; an iteration waits for what it does not hide
+            beside_s = max(0.0, each_s - cycles * made.cycle_s / iterations)
+            evaluated_s = (evaluations - 1) * beside_s + each_s
     best = settings.best.keep if settings.best else 0
     disk = checkpoint_bytes(case, keep=run.keep + 1 + best, models=1 + best)
     if run.save_rollouts_every:
         written = cycles * sum(one.generated * one.times for one in made.iterations)
         disk += TOKEN_BYTES * written / run.save_rollouts_every
     return _totals(
-        "iterations", iterations, cycles * made.cycle_s, case, disk=disk, evaluations=(evaluations, each_s)
+        "iterations", iterations, cycles * made.cycle_s, case, disk=disk, evaluations=(evaluations, evaluated_s)
     )  # fmt: skip
 
 
@@ -89,10 +93,10 @@ def checkpoint_bytes(case: Case, *, keep: int, models: int) -> float:
 def _totals(
     unit: str, count: int, seconds: float, case: Case, *, disk: float, evaluations: tuple[int, float] = (0, 0.0)
 ) -> Totals:
-    """`evaluations`: number of evaluations, and seconds of one evaluation."""
-    number, each_s = evaluations
-    hours = (seconds + number * each_s) / 3600
+    """`evaluations`: number of evaluations, and the seconds that they add to the command."""
+    number, evaluated_s = evaluations
+    hours = (seconds + evaluated_s) / 3600
     return Totals(
-        unit=unit, count=count, hours=hours, evaluations=number, evaluation_hours=number * each_s / 3600,
+        unit=unit, count=count, hours=hours, evaluations=number, evaluation_hours=evaluated_s / 3600,
         gpus=case.cluster.gpus, gpu_hours=hours * case.cluster.gpus, disk=disk,
     )  # fmt: skip

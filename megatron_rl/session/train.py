@@ -345,10 +345,10 @@ def _plan(parts: _Parts) -> loop.Plan:
             answer_format=spec.reward.answer_format,
             bounds=spec.reward.range,
         )
-    evaluation, ahead = settings.evaluation, settings.rollouts.ahead > 0 and spec.data.replay is None
+    evaluation = settings.evaluation
     return loop.Plan(
         iterations=settings.num_iterations,
-        evaluate_beside=ahead and evaluation.best is None and evaluation.early_stop is None,
+        evaluate_beside=spec.evaluates_beside,
         evaluate_every=evaluation.every,
         evaluate_at_start=evaluation.at_start,
         save_every=spec.run.save_every,

@@ -202,6 +202,12 @@ class RunSpec(TrainingSpec):
         return {name: self.roles[name].owner for name, part in self.recipe.roles().items() if part.trained}
 
     @property
+    def evaluates_beside(self) -> bool:
+        """Returns whether evaluations run while the next iteration is generated and trained."""
+        own, ahead = self.loop.evaluation, self.loop.rollouts.ahead > 0 and self.data.replay is None
+        return ahead and own.best is None and own.early_stop is None
+
+    @property
     def trained_policies(self) -> list[str]:
         """Returns the names of the policies that are updated, without duplicates."""
         return list(dict.fromkeys(self.policy_of.values()))
