@@ -8,7 +8,8 @@ import torch
 from fake_vllm import JOIN, UPDATE, FakeVllm
 from refit_worker import Engine
 
-from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.config.engines import RefitConfig
+from megatron_rl.refit.engine_side import EngineSide, StagedEngineSide
 from megatron_rl.refit.refit_store import Address, RefitStore
 from megatron_rl.refit.topology import Topology
 
@@ -37,8 +38,13 @@ class RefittedVllm(FakeVllm):
     def _join(self, host: str, port: int, secret: str, replica: int) -> None:
         self._leave()
         store = RefitStore.join(Address(host, port, secret))
-        engine = Engine(Topology.from_json(store.get("setup", 60)["topology"]), replica)
-        self._side = EngineSide(store, replica, engine, DEVICE)
+        setup = store.get("setup", 60)
+        engine = Engine(Topology.from_json(setup["topology"]), replica)
+        if RefitConfig(**setup["settings"]).staged:
+            self._side = StagedEngineSide(store, replica, engine, DEVICE)
+            self._side.start()
+        else:
+            self._side = EngineSide(store, replica, engine, DEVICE)
 
     def _leave(self) -> None:
         if self._side is not None:
