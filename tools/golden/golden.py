@@ -145,10 +145,12 @@ def _updates(run: Path) -> str:
 
 
 def _metrics(run: Path, name: str, renames: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Returns scope and metrics of each line, by this tree's names."""
+    """Returns scope and metrics of each line, by this tree's names. In the run with rollouts ahead, evaluations run
+    beside training, and their lines come last here."""
     news = {old: new for new, old in (renames or {}).items()}
     left_out = TIMING if name == AHEAD else set()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines.sort(key=lambda line: name == AHEAD and line["scope"] == "eval")
     return [
         {"scope": news.get(line["scope"], line["scope"])}
         | {news.get(key, key): value for key, value in line["metrics"].items() if news.get(key, key) not in left_out}
