@@ -209,7 +209,7 @@ gpu-kit-rehearsal: ## the kit and the trainer on the pretended device, in the ve
 	$(PYTHON) -m venv $(REHEARSAL)
 	sed 's/ *#.*//' tools/gpu_kit/machine.txt tools/gpu_kit/wheels.txt > $(REHEARSAL)/packages.txt
 	$(REHEARSAL)/bin/python -m pip install --quiet --disable-pip-version-check -r $(REHEARSAL)/packages.txt hypothesis peft -c tools/gpu_kit/rehearsal.txt
-	$(REHEARSAL)/bin/python -m pytest tests/emulated -k "not interpreter" # its Triton's interpreter does not know this NumPy (docs/gpu.md)
+	$(REHEARSAL)/bin/python -m pytest tests/emulated -k "not interpreter" # its Triton's interpreter does not know this NumPy (docs/how_to/gpu.md)
 
 check: setup ## format, lint, types, layering, and the figures of tools/house.py with their bars
 	$(VENV)/bin/ruff format --check .

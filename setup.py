@@ -41,7 +41,7 @@ setup(
     long_description_content_type="text/markdown",
     project_urls={
         "Source": url,
-        "Documentation": f"{url}/blob/v{version}/docs/index.md",
+        "Documentation": f"{url}/blob/v{version}/docs/README.md",
         "Changelog": f"{url}/blob/v{version}/CHANGELOG.md",
         "Issues": f"{url}/issues",
     }

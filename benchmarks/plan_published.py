@@ -1,6 +1,6 @@
 """Compares published runs of other trainers with what `megatron-rl plan` expects of the same model, layout and GPUs.
 
-    python benchmarks/plan_published.py         # prints the table of docs/plan.md; it needs no network
+    python benchmarks/plan_published.py         # prints the table of docs/how_to/plan.md; it needs no network
     python benchmarks/plan_published.py --check # exits 1 when a row that was not fitted is off by more than 30 %
 
 Rows marked `fitted` set the shares of planning/hardware.py and the constants of planning/compute.py; the others are the

@@ -22,7 +22,7 @@ def restart_without_thread_caches() -> None:
 
     glibc keeps up to seven freed blocks of each of 64 sizes per thread, and does not return their memory pages to the
     operating system. A driver process (rank 0) with twenty threads grew by 1.6 KiB per iteration with these caches and
-    by 0.4 KiB without, while the memory in use stayed the same (docs/log.md). The cache size is read from
+    by 0.4 KiB without, while the memory in use stayed the same (docs/explanation/log.md). The cache size is read from
     GLIBC_TUNABLES when a program starts. Does nothing without glibc, under a debugger or profiler, in a child of
     multiprocessing, and if GLIBC_TUNABLES already sets the size.
     """

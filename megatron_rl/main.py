@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = words[0] if words else None
     if command in ON_RANKS:
         # pyarrow selects its memory allocator when it is imported. Its default allocator holds 6 MB after iterations
-        # that need 64 KiB, and grows in large steps (docs/log.md).
+        # that need 64 KiB, and grows in large steps (docs/explanation/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
         # Ranks that overlap communication with matrix products need this setting. CUDA reads it once, when torch first
         # accesses a GPU, which may happen during an import. Ranks that this process starts inherit the setting.

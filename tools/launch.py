@@ -8,7 +8,7 @@
 
 Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the
 profile's python. On Slurm an array, and what comes after one, goes through the batch scripts of `megatron-rl submit`:
-NeMo-Run would wait for an array for ever. The same command given again goes on where it stood (docs/nemo_run.md).
+NeMo-Run would wait for an array for ever. The same command goes on where it stood (docs/how_to/nemo_run.md).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class PolicyLoss:
         if VALUE in self._objective.needs:
             raise ConfigError(
                 f"loss.objective = {config.objective!r} is the loss of a reward model, and this model has no head: "
-                "train reward models with `megatron-rl sft` (docs/reward_models.md)"
+                "train reward models with `megatron-rl sft` (docs/how_to/reward_models.md)"
             )
         if self._objective.reads_correction and config.correction is not None and config.correction.level != "token":
             raise ConfigError(

@@ -61,7 +61,7 @@ class Trainer:
 
         Args:
             model: A Hugging Face directory or hub name for all roles, or {role: directory or hub name}.
-            reward: A function, or a list of functions or pairs (function, weight), see docs/python_api.md.
+            reward: A function, or a list of functions or pairs (function, weight), see docs/how_to/python_api.md.
             dataset: The training problems: rows (a list of mappings, or a datasets.Dataset), a path or a hub name.
             eval_dataset: The held-out problems, in the same forms as `dataset`.
             recipe: A short name such as ppo (default: grpo), package.module:Class, or a recipe object.

@@ -116,7 +116,7 @@ class Init(Arguments):
     kind: Literal["grpo", "tango", "agents", "profile"]  # the recipe, or profile
     file: str = argument(metavar="FILE.yaml")  # the file to write
     model: str | None = None  # a Hugging Face directory or hub name (default: Qwen/Qwen2.5-0.5B-Instruct)
-    data: str | None = None  # rows, see docs/your_data.md (default: openai/gsm8k)
+    data: str | None = None  # rows, see docs/how_to/your_data.md (default: openai/gsm8k)
     # make a tiny model and problems in DIR, for a first run in seconds without a GPU
     tiny: str | None = argument(None, metavar="DIR")
     force: bool = False  # write over a file that is there
@@ -137,7 +137,7 @@ class Plan(WithSettings):
     Nothing is started; no GPU is needed.
       megatron-rl plan examples/published/tango_qwen2.5_7b.yaml --cluster 4x8xA100-80
       megatron-rl plan my.yaml --cluster 16x8xH100 --search engine.kind=vllm
-    Exit status 1: it does not fit. docs/plan.md lists the devices, and says how far the figures can be trusted.
+    Exit status 1: it does not fit. docs/how_to/plan.md lists the devices, and says how far the figures can be trusted.
     """
 
     cluster: str | None = None  # NODESxGPUSxDEVICE (default: job.nodes and the engines' nodes, of 8 A100-80 each)
@@ -226,7 +226,7 @@ class Submit(Arguments):
     A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
       megatron-rl submit CONFIG.yaml --sweep grid.yaml
       megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator
-    The scripts are packaged templates, filled in; docs/slurm.md explains each line.
+    The scripts are packaged templates, filled in; docs/how_to/slurm.md explains each line.
     """
 
     # settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`

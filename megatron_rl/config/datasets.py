@@ -44,8 +44,8 @@ class PromptSet:
     # split.
     file: str | None = None
     # {name of a field of the problem: key in the row of the data set}; dots in a key address nested values. Example:
-    # {question: problem}. The field `messages` is a conversation. docs/your_data.md describes how fields that are not
-    # set are found.
+    # {question: problem}. The field `messages` is a conversation. docs/how_to/your_data.md describes how fields that
+    # are not set are found.
     fields: dict[str, str] = field(default_factory=dict)
     # true: every question is sent as the user message of a conversation. false: every prompt is sent as text; if a
     # problem is a conversation, the text is its last user message. null: conversations are sent as conversations, and
@@ -68,7 +68,8 @@ class PromptSet:
 class SftData:
     """Training data of SFT: conversations, or prompt/response pairs, as JSONL or Parquet. The loss is computed on the
     assistant's messages, or on the response. For preferences, rows have `chosen` and `rejected`, or `label`, or
-    `reward` (docs/preferences.md); for process reward models `completions` and `labels` (docs/reward_models.md)."""
+    `reward` (docs/how_to/preferences.md); for process reward models, rows have `completions` and `labels`
+    (docs/how_to/reward_models.md)."""
 
     train: str  # JSONL or Parquet file, directory of such files, or Hugging Face data set
     validation: str | None = None  # data for the validation loss; null: no validation

@@ -176,7 +176,7 @@ class Servers:
 @config
 class RefitConfig:
     """Settings of refits. A refit sends the trainer's weights to the inference engines after an update
-    (docs/refit.md)."""
+    (docs/explanation/refit.md)."""
 
     # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support.
     transport: Literal["auto", "tcp", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"

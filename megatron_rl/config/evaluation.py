@@ -66,7 +66,8 @@ class EvaluationSet(PromptSet):
     setting that is null, the evaluation's setting with the same name is used."""
 
     path: str = ""  # file, directory or hub name of the problems, as data.path; empty: the benchmark `name`
-    name: str = ""  # the benchmark (docs/evaluation.md); with `path`: the set's name in metrics, by default the file's
+    # The benchmark (docs/how_to/evaluation.md); with `path`: the set's name in metrics, by default the file's.
+    name: str = ""
     split: str = "test"  # split of a set of your own, as in `data`
     shuffle: bool = False  # ask the problems of a set of your own in random order
     # The reward function that grades the answers to this set. null: the benchmark's grader, or the config's section
@@ -132,7 +133,7 @@ class Evaluation:
     """Settings of the evaluations during a training run."""
 
     # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
-    # docs/evaluation.md has all keys. []: no evaluation.
+    # docs/how_to/evaluation.md has all keys. []: no evaluation.
     sets: Sets = ()
     # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
     # DIR`. null: load sets that are no local files from the Hugging Face hub.
@@ -219,9 +220,9 @@ class EvalConfig:
     # The model to measure. For problem sets it is the generator; for sets of solutions (processbench_*) the verifier;
     # for the measure handoff the model that begins.
     model: Model
-    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
+    families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
-    # docs/evaluation.md has all keys.
+    # docs/how_to/evaluation.md has all keys.
     sets: Sets = ()
     # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
     # DIR`. null: load sets that are no local files from the Hugging Face hub.

@@ -256,7 +256,7 @@ class SamplingConfig:
 
 @config
 class TandemConfig:
-    """Tandem RL: two models write each rollout in turns, a frozen junior and the trained senior (docs/tandem.md).
+    """Tandem RL: two models write each rollout in turns: a frozen junior, the trained senior (docs/how_to/tandem.md).
 
     The senior is the role's model. The senior is trained on the tokens that it wrote itself, and with weight
     `junior_weight` on the junior's tokens.
@@ -276,7 +276,7 @@ class TandemConfig:
 class Lora:
     """Low-rank adapters (LoRA, arXiv 2106.09685) that are trained instead of the model's weights.
 
-    A matrix W is replaced by W + (alpha / rank) B A, in which W is frozen (docs/lora.md).
+    A matrix W is replaced by W + (alpha / rank) B A, in which W is frozen (docs/how_to/lora.md).
     """
 
     rank: PositiveInt = 16  # rank r: the number of rows of A and of columns of B
@@ -347,7 +347,7 @@ class RoleConfig:
     # kind sglang.
     router_replay: bool = False
     # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
-    # (docs/layouts.md). Needs cp = 1.
+    # (docs/reference/layouts.md). Needs cp = 1.
     shared_prefixes: bool = False
     mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # mean lengths that `megatron-rl plan` assumes
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's iterations

@@ -49,7 +49,7 @@ class TrainConfig:
     """The config of reinforcement learning: `megatron-rl train`."""
 
     roles: dict[str, RoleConfig]  # the models that generate rollouts, by the role names that the recipe uses
-    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
+    families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     recipe: RecipeUse  # the algorithm: which role generates and which role is trained in each iteration
     data: PromptSet  # the problems to train on
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
@@ -117,11 +117,11 @@ class TrainConfig:
 
 @config
 class SftLoss:
-    """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/preferences.md)."""
+    """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/how_to/preferences.md)."""
 
     # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
     # label. a_lol, rwr: responses with a reward. bradley_terry, prm: train a reward model, on preference pairs or on
-    # labelled steps (docs/reward_models.md). Or any other objective of algorithms/objectives.py, or module:name.
+    # labelled steps (docs/how_to/reward_models.md). Or any other objective of algorithms/objectives.py, or module:name.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
     # Compute the reference's log-probs of all rows once, before the first step, and keep them in the run directory.
@@ -135,7 +135,7 @@ class SftConfig:
     Hugging Face directory at dir/name/model."""
 
     model: Model  # the model to train
-    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
+    families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     data: SftData  # prompt/response pairs
     loss: SftLoss = field(default_factory=SftLoss)  # what is minimised
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
@@ -149,7 +149,7 @@ class SftConfig:
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
     # Maximum size of a micro-batch, in tokens; at least data.max_tokens, and twice as much for preference pairs.
     micro_batch_tokens: PositiveInt = 8192
-    # Compute the prompt of a preference pair once for both responses (docs/layouts.md). Needs cp = 1.
+    # Compute the prompt of a preference pair once for both responses (docs/reference/layouts.md). Needs cp = 1.
     shared_prefixes: bool = False
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))  # directory and checkpoints
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
@@ -183,7 +183,7 @@ class GenerateConfig:
     validation.parquet."""
 
     model: Model  # the teacher
-    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
+    families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     data: PromptSet  # the problems that the teacher answers
     # Text file with the prompt template, which contains {question}, or the name of a packaged prompt. Problems that are
     # conversations need no template.

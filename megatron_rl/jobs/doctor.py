@@ -115,7 +115,7 @@ def smoke(out: Path, *, tiny: bool = False) -> list[Check]:
     checks = []
     for name, result in found.items():
         figures = ", ".join(f"{key} {value}" for key, value in result.items() if key != "ok")
-        cure = f"send {out} and this output in an issue of the project; what works without it: docs/gpu.md"
+        cure = f"send {out} and this output in an issue of the project; what works without it: docs/how_to/gpu.md"
         checks.append(judged(name, figures[:300], result.get("ok", False), cure))
     return [*checks, Check("to send", f"{out.resolve()}", "note", "also when all is ok: no run was seen on such a GPU")]
 

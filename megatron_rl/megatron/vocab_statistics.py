@@ -21,9 +21,9 @@ from megatron_rl.megatron.kernels.products import add_product
 # dtype: a chunk has 1 GiB of logits, four times as many in bfloat16.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 TILE_ROWS = 128  # on a GPU, a chunk has a multiple of this many rows, so that the tiles of matrix products are full
-# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/benchmarks.md). A chunk has
-# at least GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but at most REUSED_ELEMENTS logits (28 MiB),
-# because malloc does not keep larger blocks for the next chunk.
+# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/reference/benchmarks.md). A
+# chunk has at least GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but at most REUSED_ELEMENTS logits
+# (28 MiB), because malloc does not keep larger blocks for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
 # Maximum number of bfloat16 logit gradients that are collected for one matrix product on a CPU (128 MiB).
 JOINED_ELEMENTS = 1 << 26

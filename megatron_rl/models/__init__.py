@@ -5,5 +5,5 @@ them.
 - rows.py and partitions.py describe a parameter. blocks.py holds the layers that several families share.
 - divisibility.py checks which layouts a model allows.
 
-Every module of this package with a `FAMILY` constant defines a model family. See docs/adding_a_model.md.
+Every module of this package with a `FAMILY` constant defines a model family. See docs/how_to/adding_a_model.md.
 """

@@ -14,7 +14,7 @@ GIB = 1 << 30
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A GPU model with its memory and rates. Rates are the vendor's peak rates. Fields ending in `_share` are the share
-    of a peak rate that is reached in practice (sources: docs/plan.md).
+    of a peak rate that is reached in practice (sources: docs/how_to/plan.md).
     """
 
     name: str

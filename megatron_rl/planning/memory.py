@@ -203,8 +203,8 @@ def _reference(actor: Actor, tokens: int) -> float:
 
 
 def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
-    """Returns the bytes of activations that one layer keeps for the backward pass over `tokens` tokens. docs/plan.md
-    has a table of the terms.
+    """Returns the bytes of activations that one layer keeps for the backward pass over `tokens` tokens.
+    docs/how_to/plan.md has a table of the terms.
 
     `sparse`: whether the layer has experts.
     """

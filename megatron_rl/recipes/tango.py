@@ -346,7 +346,7 @@ class Tango(BaseTango):
 
 @dataclass(kw_only=True)
 class LeanTango(Tango):
-    """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time").
+    """Tango with settings that cost less than the paper's (docs/explanation/last_letter.md, "At equal time").
 
     Only groups without a correct solution are verified and learn from verdicts; other groups learn from outcomes. While
     the solutions of at least a quarter of the problems have different outcomes (as a moving average), no group is

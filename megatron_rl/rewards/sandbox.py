@@ -2,8 +2,8 @@
 
 The code has no network access. Of the machine's files it only sees Python and shared libraries, and it can only write
 to a small private /tmp. It sees no other process, and has limits on memory, time, processes, files and output. When its
-main process ends or its time is over, the kernel kills all processes that the code started. docs/tools.md describes how
-the sandbox is built, what the machine must allow, and what the sandbox does not protect against.
+main process ends or its time is over, the kernel kills all processes that the code started. docs/how_to/tools.md
+describes how the sandbox is built, what the machine must allow, and what the sandbox does not protect against.
 
 A run has one of three results: the code ended (`Ran` with an empty `why`), the code failed (`Ran.why` is a message that
 can be shown to a model), or the sandbox failed (SandboxFailure, which must never become a reward of 0). The functions

@@ -138,7 +138,7 @@ def refusal(why: str, root: Path = Path("/")) -> str:
     ] or ["in a container, start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"]
     return (
         f"this machine can build no sandbox, and code of models is not run without one (bubblewrap: {why}). Install "
-        f"bubblewrap (package `bubblewrap` of Debian, Ubuntu, RHEL), or {', or '.join(cures)} (docs/tools.md)"
+        f"bubblewrap (package `bubblewrap` of Debian, Ubuntu, RHEL), or {', or '.join(cures)} (docs/how_to/tools.md)"
     )
 
 

@@ -1,7 +1,7 @@
 """Shows the progress of a run: a live table in a terminal, otherwise plain lines. The plain lines are always written to
 logs/driver.log.
 
-docs/concepts.md explains the columns.
+docs/explanation/concepts.md explains the columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kit for one GPU (docs/gpu.md, "On your first GPU") runs to its end on the pretended device, with tiny models."""
+"""The kit for one GPU (docs/how_to/gpu.md, "On your first GPU") runs on the pretended device with tiny models."""
 
 from __future__ import annotations
 

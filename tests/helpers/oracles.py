@@ -2,7 +2,7 @@
 
 `LOSSES` and `ESTIMATED` say for each row of tests/oracles/trl_losses.json which settings here give the same numbers,
 `PREFERENCES` for each row of trl_preferences.json.
-`make oracles` prints the comparison as one context; the same context, without differences, is in docs/methods.md.
+`make oracles` prints the comparison as one table; the same table, without differences, is in docs/reference/methods.md.
 """
 
 from __future__ import annotations

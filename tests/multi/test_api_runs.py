@@ -214,7 +214,7 @@ def test_the_example_is_a_script_of_few_lines_that_learns(tmp_path):
     """It has no `if __name__` around what it does, and its reward stands in `__main__`."""
     path = ROOT / "examples/python_api/grpo.py"
     code = path.read_text().partition('"""\n\n')[2]
-    assert len(code.splitlines()) <= 15 and f"```python\n{code}```" in (ROOT / "docs/python_api.md").read_text()
+    assert len(code.splitlines()) <= 15 and f"```python\n{code}```" in (ROOT / "docs/how_to/python_api.md").read_text()
     said = script(path, tmp_path)
     [rewards] = re.findall(r"reward of each update: \[(.*)\]", said)
     curve = [float(word) for word in rewards.split(", ")]
@@ -223,7 +223,7 @@ def test_the_example_is_a_script_of_few_lines_that_learns(tmp_path):
 
 
 def cells():
-    page = json.loads((ROOT / "docs/quickstart.ipynb").read_text())
+    page = json.loads((ROOT / "docs/tutorials/quickstart.ipynb").read_text())
     assert page["nbformat"] == 4 and all(not cell.get("outputs") for cell in page["cells"])
     return ["".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "code"]
 
@@ -238,7 +238,7 @@ def test_the_notebook_of_the_docs_runs(tmp_path):
         (tmp_path / "cells.py").write_text(text)
         said = script(tmp_path / "cells.py", tmp_path)
     else:
-        page = nbformat.read(ROOT / "docs/quickstart.ipynb", as_version=4)
+        page = nbformat.read(ROOT / "docs/tutorials/quickstart.ipynb", as_version=4)
         nbclient.NotebookClient(page, timeout=int(RUN_S), resources={"metadata": {"path": tmp_path}}).execute()
         outputs = [output for cell in page.cells for output in cell.get("outputs", ())]
         said = "".join(output.get("text", "") for output in outputs)
@@ -251,12 +251,12 @@ def test_the_notebook_of_the_docs_runs(tmp_path):
 
 
 def test_python_blocks_of_the_page_run(tmp_path, monkeypatch):
-    page = (ROOT / "docs/python_api.md").read_text()
+    page = (ROOT / "docs/how_to/python_api.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
     for block in blocks[1:]:  # the first is the example
-        exec(compile(block, "docs/python_api.md", "exec"), {})  # the page's own code
+        exec(compile(block, "docs/how_to/python_api.md", "exec"), {})  # the page's own code
     assert (tmp_path / "my.yaml").exists()
 
 

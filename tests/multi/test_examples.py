@@ -456,8 +456,8 @@ def test_published_sft_has_the_papers_numbers(name):
 
 
 def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path):
-    """Each YAML block of docs/your_data.md loads, and the example's reward passes the preflight."""
-    page = (EXAMPLES.parent / "docs/your_data.md").read_text()
+    """Each YAML block of docs/how_to/your_data.md loads, and the example's reward passes the preflight."""
+    page = (EXAMPLES.parent / "docs/how_to/your_data.md").read_text()
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     paths = [tmp_path / f"{number}.yaml" for number in range(len(blocks))]
     for path, block in zip(paths, blocks, strict=True):

@@ -129,7 +129,7 @@ def answers(folder, tmp_path_factory):
 
 @pytest.mark.multi
 def test_lora_is_pefts(parity):
-    """Bounds are those of whole models (docs/layouts.md), of which adapters are a part of the arithmetic."""
+    """Bounds are those of whole models (docs/reference/layouts.md), of which adapters are a part of the arithmetic."""
     for found in (found | {"name": name} for name, each in parity.items() for found in each):
         assert found["logits"] < 4e-6 and found["logprobs"] < 4e-6 and found["reference"] < 4e-6
         assert found["loss_forward"] < 2e-6 and found["loss"] < 2e-6 and found["grad_norm"] < 4e-6

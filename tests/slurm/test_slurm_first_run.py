@@ -1,4 +1,4 @@
-"""Walks through docs/first_run_on_a_cluster.md, command for command, on a real Slurm cluster with tiny models.
+"""Walks through docs/how_to/first_run_on_a_cluster.md, command for command, on a real Slurm cluster with tiny models.
 
 The commands are read from the page. What they print is compared with what the page says they print: a number stands for
 any number there, and `...` for any text. What is replaced, and why, stands in LEFT_OUT, REPLACED and SIZES.
@@ -25,7 +25,7 @@ from megatron_rl.cluster import job_slices
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-PAGE = ROOT / "docs/first_run_on_a_cluster.md"
+PAGE = ROOT / "docs/how_to/first_run_on_a_cluster.md"
 TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
 LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export"}

@@ -24,7 +24,7 @@ from megatron_rl.models.family import Family
 from megatron_rl.models.sizes import Features
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/writing_a_recipe.md").read_text()
+PAGE = (ROOT / "docs/how_to/writing_a_recipe.md").read_text()
 BASE = (
     "roles: {generator: {model: {path: org/model}}}\ndata: {path: problems.jsonl}\n"
     "recipe: {target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 3}}\n"
@@ -58,7 +58,7 @@ def test_every_correction_of_the_table_can_be_used(tmp_path):
         PolicyLoss(config.roles["generator"].loss)
 
 
-@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/writing_a_recipe.md"])
+@pytest.mark.parametrize("page", ["docs/explanation/concepts.md", "docs/how_to/writing_a_recipe.md"])
 def test_every_objective_and_estimator_is_named(page):
     text = (ROOT / page).read_text()
     assert not [word for word in (*WORDS, *ESTIMATORS) if f"`{word}`" not in text], f"name them in {page}"
@@ -66,8 +66,8 @@ def test_every_objective_and_estimator_is_named(page):
 
 @pytest.fixture
 def own_parts(tmp_path, monkeypatch):
-    """The games and the tool of docs/environments.md as modules, and the configs of their runs, by the run's name."""
-    page = (ROOT / "docs/environments.md").read_text()
+    """The games and the tool of docs/how_to/environments.md as modules, and the runs' configs, by the run's name."""
+    page = (ROOT / "docs/how_to/environments.md").read_text()
     configs, codes = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("yaml", "python"))
     for name, code in zip(("guess", "sticks", "letters"), codes, strict=True):
         (tmp_path / f"{name}.py").write_text(code)
@@ -129,7 +129,7 @@ def test_the_tool_that_a_page_shows_can_be_called(own_parts):
 
 
 def test_the_page_about_families_shows_one_as_it_is_and_names_all_that_one_can_say():
-    page = (ROOT / "docs/adding_a_model.md").read_text()
+    page = (ROOT / "docs/how_to/adding_a_model.md").read_text()
     assert (ROOT / "megatron_rl/models/olmo2.py").read_text() in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     members = {name for name in (*vars(Family), "model_type") if not name.startswith("_")}
     own = {
@@ -141,12 +141,12 @@ def test_the_page_about_families_shows_one_as_it_is_and_names_all_that_one_can_s
     wanted = {*members, *ways, *(field.name for field in fields(Features))}
     assert len(ways) == 7 and not {name for name in wanted if f"`{name}`" not in page}
     linked = re.findall(r"\]\(([^)#]+)\)", page) + re.findall(r"`((?:tests|megatron)/[\w/]*\.?\w*)`", page)
-    rooms = [ROOT / room for room in ("docs", ".", "megatron_rl")]
+    rooms = [ROOT / room for room in ("docs/how_to", ".", "megatron_rl")]
     assert not [name for name in linked if not any((room / name).exists() for room in rooms)]
 
 
 def test_the_family_that_a_page_shows_is_the_one_that_is_trained():
-    page = (ROOT / "docs/adding_a_model.md").read_text()
+    page = (ROOT / "docs/how_to/adding_a_model.md").read_text()
     [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if FAMILY.model_type in block]
     space = {}
     exec(code, space)  # the page's own code
@@ -156,7 +156,7 @@ def test_the_family_that_a_page_shows_is_the_one_that_is_trained():
 
 def test_every_packaged_reward_is_named_and_can_be_found():
     """The page named `reasoning_gym:grade`, which there is not, and left half of them out."""
-    page = (ROOT / "docs/writing_a_reward.md").read_text()
+    page = (ROOT / "docs/how_to/writing_a_reward.md").read_text()
     named = re.findall(r"^\| `(megatron_rl\.rewards\.\w+:\w+)`", page, re.MULTILINE)
     found = [
         f"megatron_rl.rewards.{file.stem}:{node.name}"
@@ -172,6 +172,6 @@ def test_every_packaged_reward_is_named_and_can_be_found():
 def test_the_readmes_metrics_of_the_demo_are_those_of_its_page():
     rows = [
         re.findall(r"^\| (?:generator|verifier), .*\|$", (ROOT / name).read_text(), re.MULTILINE)
-        for name in ("README.md", "docs/last_letter.md")
+        for name in ("README.md", "docs/explanation/last_letter.md")
     ]
     assert len(rows[0]) == 4 and rows[0] == rows[1]

@@ -40,10 +40,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "REPOSITORY_URL": "https://example.org/repository"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=RUN_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "site/writing_a_recipe.html").read_text()
+    page = (tmp_path / "site/how_to/writing_a_recipe.html").read_text()
     assert "https://example.org/repository/blob/main/megatron_rl/recipes/grpo.py" in page
-    assert "roles.NAME.loss.clip_low" in (tmp_path / "site/settings.html").read_text()
-    assert "class" in (tmp_path / "site/api/recipes.html").read_text()
+    assert "roles.NAME.loss.clip_low" in (tmp_path / "site/reference/settings.html").read_text()
+    assert "class" in (tmp_path / "site/reference/api/recipes.html").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -75,7 +75,7 @@ def test_links_that_leave_docs_are_addresses_in_the_site():
     assert "[d](../x)" in made
     assert (ROOT / "examples").as_uri() in hooks().with_repository_links(text, DOCS, "")[0]
     inner, missing = hooks().with_repository_links(
-        "[a](../settings.md) [b](../../Makefile)", DOCS / "api", "https://h/r"
+        "[a](../settings.md) [b](../../../Makefile)", DOCS / "reference/api", "https://h/r"
     )
     assert inner == "[a](../settings.md) [b](https://h/r/blob/main/Makefile)" and not missing
 
@@ -84,7 +84,7 @@ def test_links_that_leave_docs_are_addresses_in_the_site():
 def test_the_tables_of_settings_hold_every_setting(command):
     table = hooks().settings_table(SCHEMAS[command])
     assert table.count("\n") == len(settings_of(SCHEMAS[command])) + 1
-    assert f"<!-- settings: {command} -->" in (DOCS / "settings.md").read_text()
+    assert f"<!-- settings: {command} -->" in (DOCS / "reference/settings.md").read_text()
 
 
 def test_readme_is_short():
@@ -107,8 +107,8 @@ def messages():
 
 
 def quoted():
-    """Returns the messages that docs/troubleshooting.md quotes."""
-    return re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    """Returns the messages that docs/how_to/troubleshooting.md quotes."""
+    return re.findall(r"^\| `([^`]+)` \|", (DOCS / "how_to/troubleshooting.md").read_text(), re.MULTILINE)
 
 
 def test_many_errors_are_explained():
@@ -119,10 +119,10 @@ def test_many_errors_are_explained():
 def test_a_quoted_message_is_one_of_the_source(message, messages):
     """Its fixed words stand in one text of the source, in this order."""
     pattern = "[^\n]*".join(re.escape(part) for part in message.split("..."))
-    assert re.search(pattern, messages), "the message has changed: mend docs/troubleshooting.md"
+    assert re.search(pattern, messages), "the message has changed: mend docs/how_to/troubleshooting.md"
 
 
-@pytest.mark.parametrize("page, name", [("quickstart.md", "share"), ("writing_a_reward.md", "my_rewards")])
+@pytest.mark.parametrize("page, name", [("first_run.md", "share"), ("writing_a_reward.md", "my_rewards")])
 def test_the_rewards_that_pages_show_pass_the_preflight(page, name, tmp_path, monkeypatch):
     [code] = [block.text for block in blocks("python") if block.page.name == page and f"# {name}.py" in block.text]
     (tmp_path / f"{name}.py").write_text(code)

@@ -340,7 +340,7 @@ def test_without_the_library_the_cure_is_named(tmp_path, monkeypatch):
         checks.check(config(tmp_path, "data: {path: 'reasoning_gym:gcd'}"), 1)
 
 
-PAGE = (ROOT / "docs/task_sets.md").read_text()
+PAGE = (ROOT / "docs/how_to/task_sets.md").read_text()
 SNIPPETS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -21,7 +21,7 @@ def test_oracles_ppo_is_verls(row):
 
 
 def test_oracles_table_of_verl_stands_in_the_docs():
-    page = Path(__file__).parents[2] / "docs/methods.md"
+    page = Path(__file__).parents[2] / "docs/reference/methods.md"
     assert oracles_verl.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py there"
 
 

@@ -65,7 +65,7 @@ RECIPES = {
         "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8, "class_weights": "sqrt_inverse",
         "train_generator": True, "train_verifier": True, "balanced_per_class": 128, "balanced_rounds": 8,
     },
-    # docs/methods.md, "Tango's two settings"
+    # docs/reference/methods.md, "Tango's two settings"
     "LeanTango": {
         "generator_iterations": 9, "alpha_start": 1.0, "alpha_min": 1.0, "reviewed": "failed", "review_below": 0.25,
         "verifier_rests": True, "greedy_verdicts": True,
@@ -106,7 +106,7 @@ NUMBERS = {
     (corrections, "LOG_LIMIT"): 20.0,  # verl's bound of a log-ratio
     (objectives, "LEAST_WEIGHT"): 1e-8,  # VESPO's release
     (role_credit, "DECAY"): 0.95,  # SPIRAL, 2506.24119
-    (tango, "SIGNAL_DECAY"): 0.8,  # docs/methods.md: each iteration counts for a fifth
+    (tango, "SIGNAL_DECAY"): 0.8,  # docs/reference/methods.md: each iteration counts for a fifth
 }
 
 

@@ -2,7 +2,7 @@ r"""Inputs and results of RL Tango's released code (github.com/kaiwenzha/RL-Tang
 
 Every result in this file was obtained by executing the release's own functions on the input that stands beside it;
 each table names the file and the function. Where this project differs on purpose, the table holds both results
-(docs/fidelity.md says why).
+(docs/reference/fidelity.md says why).
 """
 
 from __future__ import annotations

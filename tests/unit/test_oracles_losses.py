@@ -53,5 +53,5 @@ def test_oracles_rows_tell_settings_apart():
 
 
 def test_oracles_table_stands_in_the_docs():
-    page = Path(__file__).parents[2] / "docs/methods.md"
+    page = Path(__file__).parents[2] / "docs/reference/methods.md"
     assert oracles.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py into the page"

@@ -48,7 +48,7 @@ def test_reward_models_loss_gradient_and_metrics_are_trls(name):
 
 
 def test_reward_models_table_stands_in_the_docs():
-    page = Path(__file__).parents[2] / "docs/methods.md"
+    page = Path(__file__).parents[2] / "docs/reference/methods.md"
     assert oracles_rewards.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py there"
 
 

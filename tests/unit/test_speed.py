@@ -88,8 +88,8 @@ def test_rates_are_of_all_passes_over_what_is_computed():
     assert {name.partition("/")[2] for name in speed if "/" in name} == {
         *("scatter", "reference_logprobs", "old_logprobs", "forward_backward", "waiting")
     }
-    page = (Path(__file__).parents[2] / "docs/concepts.md").read_text().partition("## How fast an update was")[2]
-    defined = set(re.findall(r"^\| `([a-z_/]+)` \|", page, re.MULTILINE))
+    page = (Path(__file__).parents[2] / "docs/explanation/concepts.md").read_text()
+    defined = set(re.findall(r"^\| `([a-z_/]+)` \|", page.partition("## How fast an update was")[2], re.MULTILINE))
     assert defined == {*speed, "seconds/gradient_reduction", "seconds/optimizer"}  # those of a policy on ranks
     lengths = np.array([len(r.tokens) for r in made])
     labels = sum(int((r.weights[1:] > 0).sum()) for r in made)

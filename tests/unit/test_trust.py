@@ -55,7 +55,7 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_column_of_the_console_is_defined_in_the_docs_and_no_other():
-    page = (ROOT / "docs/concepts.md").read_text()
+    page = (ROOT / "docs/explanation/concepts.md").read_text()
     context = page.partition("## The console's columns")[2].partition("\n## ")[0]
     defined = re.findall(r"^\| `([a-z]+)` \|", context, re.MULTILINE)
     assert sorted(defined) == sorted([*COLUMNS, SMOOTH, SECONDS, ROLE])

@@ -35,7 +35,7 @@ def main() -> int:
     for problem in found:
         print(problem)
     if found:
-        print("see docs/gpu.md, `On your first GPU`")
+        print("see docs/how_to/gpu.md, `On your first GPU`")
         return 1
     import torch
 

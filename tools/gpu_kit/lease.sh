@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # For a GPU machine that is rented for a quarter of an hour, without a network. Three commands, each within its limit in
-# seconds (docs/gpu.md):
+# seconds (docs/how_to/gpu.md):
 #   bash tools/gpu_kit/lease.sh measure 400   smoke checks, then measurements: updates, kernels, rollouts, refits, sleep
 #   bash tools/gpu_kit/lease.sh tests 160     tests/gpu, or what further arguments for pytest choose
 #   bash tools/gpu_kit/lease.sh learn 160     learning of a real model, whose two parts earlier commands carried

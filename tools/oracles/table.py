@@ -3,8 +3,8 @@
     python tools/oracles/table.py [FOLDER]
 
 FOLDER holds what trl_losses.py, trl_run.py and verl_functions.py in tools/oracles have just written. Fails when these
-numbers differ from those in tests/oracles. Without FOLDER, prints the tables of docs/methods.md. tests/helpers must be
-on PYTHONPATH.
+numbers differ from those in tests/oracles. Without FOLDER, prints the tables of docs/reference/methods.md.
+tests/helpers must be on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs Slurm's daemons, munge and shellcheck for the tests that run on a real cluster (tests/helpers/slurm_cluster.py),
-# and bubblewrap for those that run code of models in a sandbox (docs/tools.md).
+# and bubblewrap for those that run code of models in a sandbox (docs/how_to/tools.md).
 # Says why where it cannot, and succeeds all the same: those tests are then skipped.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin" # where Debian puts the daemons

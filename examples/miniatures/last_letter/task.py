@@ -37,7 +37,7 @@ MISREAD = 0.25  # probability that the verifier's teacher looks at the first let
 
 @dataclass(frozen=True)
 class Regime:
-    """One setting of the experiment (docs/last_letter.md)."""
+    """One setting of the experiment (docs/explanation/last_letter.md)."""
 
     misconception: float  # probability that the generator's SFT teacher gets a reasoning step wrong
     sft: ProblemSizes

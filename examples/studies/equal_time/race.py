@@ -43,7 +43,7 @@ from examples.studies.equal_time.verifiers import FULL, VERIFIERS, drifted, plai
 
 EXAMPLE = ROOT / "examples/miniatures/last_letter"
 CPU_SECONDS = {"a": 10.0, "b": 20.0}  # enough for the quickest arm to come near its end
-# Of the generator, in all arms. b's is GRPO's best of 1.5e-4, 3e-4 and 4e-4 with 8 problems (docs/last_letter.md).
+# Of the generator, in all arms. b is GRPO at its best of 1.5e-4, 3e-4 and 4e-4, 8 problems (see last_letter.md).
 RATES = {"a": 1.5e-4, "b": 3e-4}
 LOOK_S = 0.02
 ROLES = ("generator", "verifier")

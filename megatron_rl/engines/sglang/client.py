@@ -42,7 +42,7 @@ class _Facts:
 
 class SglangServer(Server):
     """A client of an SGLang server. Verified with SGLang 0.5.23 with stubs in place of its GPU kernels
-    (docs/engines_sglang.md).
+    (docs/reference/engines_sglang.md).
 
     Only a server with `--enable-deterministic-inference` (in engine.args) uses the seeds of requests; other servers
     sample all requests from one random stream. With top_p, top_k or min_p, log-probs require a top_k of at most

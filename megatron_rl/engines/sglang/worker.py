@@ -173,7 +173,7 @@ def _hook(target: str, stand_in: Any) -> None:
     try:
         own = pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"this SGLang has no {target}: use the version that docs/engines_sglang.md names") from error
+        raise RuntimeError(f"this SGLang has no {target}: use a version of docs/reference/engines_sglang.md") from error
     HookRegistry.register(target, stand_in, HookType.REPLACE)
     HookRegistry.apply_hooks()
     if pkgutil.resolve_name(target) is own:

@@ -2,10 +2,10 @@
 log-probs in binary form.
 
 vLLM has a similar route (`/inference/v1/generate`). For short completions of a small model, its web layer (validation,
-an object for every token, metrics of routes) costs more than the engine itself (docs/benchmarks.md). These routes
-therefore call vLLM's public engine client, which does its own checks. They are installed as middleware, one of vLLM's
-extension points (`--middleware`). The module runs inside the server and imports neither torch nor the rest of this
-project.
+an object for every token, metrics of routes) costs more than the engine itself (docs/reference/benchmarks.md). These
+routes therefore call vLLM's public engine client, which does its own checks. They are installed as middleware, one of
+vLLM's extension points (`--middleware`). The module runs inside the server and imports neither torch nor the rest of
+this project.
 """
 
 from __future__ import annotations
