@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -174,11 +175,13 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
             wait_for(out.parent, case.get("waits", {}).get(str(version)))
             (out.parent / f"starts_{version}").touch()
         dist.barrier()
+        run = cannot_send if case.get("cannot_send") == [rank, version] else exchange.Exchange.run
         littered = litter() if version == case.get("litters") else []
         before = anonymous_mib()
         start = time.monotonic()
         try:
-            metrics: dict[str, Any] = side(version)
+            with mock.patch.object(exchange.Exchange, "run", run):
+                metrics: dict[str, Any] = side(version)
         except RefitError as error:
             metrics = {"error": f"{type(error).__name__}: {error}"}
         metrics |= {"took": time.monotonic() - start, "mib_given_back": before - anonymous_mib(), "kept": len(littered)}
@@ -193,6 +196,10 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
         wait_for(out.parent, case.get("waits", {}).get("end"))  # the store is gone with this process
     side.close()
     return {"answers": answers}
+
+
+def cannot_send(*_: Any) -> None:
+    raise TransportError("the network is away")
 
 
 def litter() -> list[bytearray]:

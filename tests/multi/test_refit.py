@@ -339,6 +339,18 @@ def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
 
 
 @pytest.mark.multi
+def test_a_trainer_rank_that_cannot_send_is_named_and_the_next_refit_brings_the_weights(tmp_path):
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=1), inside=False, versions=[0, 1, 2])
+    one["settings"] |= {"message_timeout_s": 2.0}
+    one |= {"cannot_send": [1, 1], "waits": {"0": ["joined_a"], "2": ["joined_a"], "end": ["holds_a_2"]}}
+    ranks = start_trainer(tmp_path, one)
+    with processes(start_engine(tmp_path, one, 0, "a"), *ranks):
+        found = finish(ranks, tmp_path)[0]
+    assert found[1]["error"].endswith("did not reach the engines: engine 0: trainer rank 1: the network is away")
+    assert "error" not in found[2] and held(tmp_path, "a")[-1] == {"version": 2, "holds": True}, found
+
+
+@pytest.mark.multi
 def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
     """One engine sleeps through two roll calls. Awake, it joins again and is brought to the next version."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])

@@ -197,20 +197,18 @@ class Task(Environment):
         return end
 
 
-def episodes_of(way, bad, *, once=False, each=10, count=2, questions="ab", **settings):
-    """Plays episodes whose agents say random numbers -> (result, number of times that each text was seen, context)."""
-    recipe = plugins.build(
-        Use(
-            target=f"{__name__}:Recipe",
-            args={"environment": {"target": f"{__name__}:Task"}, "rewards": {"right": 1.0, "outcome": 1.0}}
-            | settings.pop("args", {}),
-        )
-    )
+def recipe_of(way, bad, *, once=False, args=()):
+    args = {"environment": {"target": f"{__name__}:Task"}, "rewards": {"right": 1.0, "outcome": 1.0}} | dict(args)
+    recipe = plugins.build(Use(target=f"{__name__}:Recipe", args=args))
     recipe.build_maker({"generator": 1}, ["generator"], key="agents")
     recipe._maker = Task(way=way, bad=bad, once=once)
-    context = context_of(
-        lambda q, rng, s: str(rng.randint(100_000, 999_999)), graded(lambda response, payload: 1.0), **settings
-    )  # fmt: skip
+    return recipe
+
+
+def episodes_of(way, bad, *, once=False, each=10, questions="ab", args=(), grade=lambda r, p: 1.0, **settings):
+    """Plays episodes whose agents say random numbers -> (result, number of times that each text was seen, context)."""
+    recipe = recipe_of(way, bad, once=once, args=args)
+    context = context_of(lambda q, rng, s: str(rng.randint(100_000, 999_999)), graded(grade), **settings)
     own = {"generator": Sampling(max_tokens=50, seed=5)}
     found = recipe.play_episodes(context, problems(*questions), [11, 12], own, each=each)
     return found, recipe._maker.seen, context
@@ -290,6 +288,30 @@ def test_what_the_policy_failed_is_an_outcome_with_the_least_reward_or_the_one_t
     found, _, _ = episodes_of("policy, rewarded", unlucky, lowest_reward=-1.0)
     given = {(r.rewards["right"], r.rewards["outcome"], r.payload.get("failure")) for r in found.rollouts}
     assert given == {(1.0, 1.0, None), (0.25, 1.0, "turns")}, "its text is graded as any other"
+
+
+def test_a_single_episode_that_failed_is_played_again_with_the_same_seeds():
+    intact, _, _ = episodes_of("tool", lambda text: False, each=1, questions="a")
+    found, seen, _ = episodes_of("tool", lambda text: True, once=True, each=1, questions="a")
+    assert texts(found) == texts(intact) and set(seen.values()) == {2}
+    assert found.metrics == intact.metrics | {"episodes/repeated": 1}
+
+
+def test_an_episode_whose_text_cannot_be_graded_is_replaced():
+    intact, failing = whole()
+    found, _, _ = episodes_of("none", lambda text: False, grade=lambda r, _: Outcome.ERROR if unlucky(r) else 1.0)
+    assert len(found.rollouts) == 20 and not any(map(unlucky, texts(found)))
+    assert found.metrics["replaced/error"] >= failing
+
+
+def test_an_answer_whose_reward_is_the_threshold_is_not_correct():
+    args = {"rewards": {"outcome": 1.0}}
+    for reward, accuracy in ((0.5, 0.0), (0.75, 1.0)):
+        grade = functools.partial(lambda given, r, _: given, reward)
+        _, _, context = episodes_of("none", lambda text: False, grade=grade, args=args, threshold=0.5)
+        recipe = recipe_of("none", lambda text: False, args=args)
+        metrics, _ = recipe.measure_episodes(context, problems("a"))
+        assert (metrics["generator/reward"], metrics["generator/accuracy"]) == (reward, accuracy)
 
 
 def test_an_environment_that_always_fails_ends_the_run_after_one_episode_each():

@@ -57,7 +57,7 @@ def test_other_errors_are_left_as_they_are(tmp_path):
 
 
 def test_an_iteration_runs_in_its_context_from_the_rollouts_to_the_refit(tmp_path):
-    log, seen = Log(), []
+    log, seen, done = Log(), [], []
     template = tmp_path / "template.txt"
     template.write_text("{question}")
     setup, progress = make(str(template), log, tmp_path / "store")
@@ -68,7 +68,9 @@ def test_an_iteration_runs_in_its_context_from_the_rollouts_to_the_refit(tmp_pat
         yield
         seen.append((number, len(log.series("skipped")), setup.context.engines["generator"].version))
 
-    loop.train(replace(setup, hooks=replace(setup.hooks, around=around)), loop.Plan(iterations=2), progress)
+    hooks = replace(setup.hooks, around=around, iteration_done=done.append)
+    loop.train(replace(setup, hooks=hooks), loop.Plan(iterations=2), progress)
+    assert done == [1, 2], "rank 0 tells what started the run, after every iteration"
     assert seen == [(0, 0, 0), (0, 1, 1), (1, 1, 1), (1, 2, 2)]
 
 
