@@ -35,6 +35,7 @@ class Reviewer:
     role: str
     template: str
     gamma: float = verdicts.GAMMA  # weight of the format score in the verifier's reward
+    correctness: float = 1.0  # weight of the agreement with the graded outcome in the verifier's reward
 
     def prompt(self, context: RolloutContext, solution: Solution) -> Prompt | None:
         """Returns the verification prompt of a solution, or None if it is too long. The prompt is never truncated,
@@ -62,6 +63,7 @@ class Reviewer:
             correct=solution.correct,
             generator_format=solution.form,
             gamma=self.gamma,
+            correctness=self.correctness,
         )
 
     def rollout(self, context: RolloutContext, verification: Verification) -> Rollout:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import EstimatorName, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts, ClassWeights
+from megatron_rl.algorithms.estimators import GAE, word_of
 from megatron_rl.algorithms.gae import mix_steps
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
-from megatron_rl.config.base import Count, CountOrZero, Decay, PositiveShare, Share, refuse
+from megatron_rl.config.base import Count, CountOrZero, Decay, NotNegative, PositiveShare, Share, refuse
 from megatron_rl.config.plugins import find_function
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes import solutions as base
@@ -36,7 +37,7 @@ from megatron_rl.training.iteration import (
     Score,
 )
 from megatron_rl.training.rollouts import mean_reward, without_signal
-from megatron_rl.types import Outcome, Prompt, Rollout
+from megatron_rl.types import STEP, Outcome, Prompt, Rollout
 
 SIGNAL_DECAY = 0.8  # decay factor of the moving average of the share of groups whose outcomes differ
 
@@ -49,8 +50,11 @@ class BaseTango(WithCritics):
     role stay the same. A frozen verifier has no warm-up. Subclasses define what the generator generates.
     """
 
-    generator_updates: Count = 300  # number of generator updates in the run
+    generator_updates: Count = 300  # number of generator updates in the cycles
+    # Generator updates before the verifier's warm-up. They learn from outcomes alone; no solution is verified.
+    generator_warmup_updates: CountOrZero = 0
     warmup_updates: CountOrZero = 40  # verifier updates before the first cycle
+    initial_mode: Literal["generator", "verifier"] = "generator"  # whose iterations come first in each cycle
     generator_iterations: Count = 3  # generator iterations per cycle
     verifier_iterations: CountOrZero = 1  # verifier iterations per full cycle
     group_size: Count = 5  # solutions per problem in a generator iteration
@@ -58,9 +62,12 @@ class BaseTango(WithCritics):
     verifications: Count = 5
     alpha_start: Share = 0.1  # alpha, the weight of the step advantages, at the first generator update
     alpha_min: Share = 1e-3
-    alpha_schedule: WeightSchedule = "exponential"
+    # none: no mixture by alpha; the advantage is outcome_weight * outcome advantage + process_weight * step advantage
+    alpha_schedule: WeightSchedule | Literal["none"] = "exponential"
     # share of generator_updates after which alpha reaches alpha_min, with the exponential schedule
     exp_target_frac: PositiveShare = 1.0
+    outcome_weight: NotNegative = 1.0  # weight of the outcome advantages, with alpha_schedule = none
+    process_weight: NotNegative = 1.0  # weight of the step advantages, with alpha_schedule = none
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
     reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see Reviews
     # Upper bound of the moving share of groups whose outcomes differ; null: no bound.
@@ -72,6 +79,7 @@ class BaseTango(WithCritics):
     # a name in algorithms.estimators or module:name, or {target, args}; gae: each trained role has a critic
     estimator: EstimatorName = "grpo"
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
+    correctness_weight: float = 1.0  # weight of the agreement with the outcome in the verifier's reward
     class_weight_decay: Decay = 0.8  # decay factor of the moving counts of correct and wrong solutions
     # How verifications are weighted in the verifier's update, with `count` the moving count of solutions of the same
     # class (correct or wrong). sqrt_inverse: 1 / sqrt(count). inverse: 1 / count. off: equal weights.
@@ -97,7 +105,8 @@ class BaseTango(WithCritics):
         self._counts = ClassCounts()
         self._signal = 0.0  # moving average of the share of groups whose outcomes differ, in generator iterations
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
-        self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
+        template = read_template(self.verifier_template)
+        self._reviewer = Reviewer(VERIFIER, template, self.format_weight, self.correctness_weight)
         self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
 
     def problems(self) -> Iterator[str]:
@@ -107,6 +116,14 @@ class BaseTango(WithCritics):
         if self.verifier_rests and not self.review_below:
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             yield f"recipe.args.verifier_rests: {text}"
+        mixed = self.alpha_schedule != "none"
+        given = f"recipe.args.outcome_weight = {self.outcome_weight}, process_weight = {self.process_weight}"
+        if mixed and (self.outcome_weight, self.process_weight) != (1.0, 1.0):
+            yield f"{given} with alpha_schedule = {self.alpha_schedule!r}: set it to none, or leave the weights out"
+        if not mixed and not self.outcome_weight + self.process_weight:
+            yield f"{given}: set one of them above 0"
+        if not mixed and word_of(self.estimator) == GAE:
+            yield "recipe.args.alpha_schedule = 'none' with the estimator gae, which mixes by alpha: name a schedule"
 
     @property
     def solver(self) -> str:
@@ -142,13 +159,16 @@ class BaseTango(WithCritics):
 
     def schedule(self) -> Schedule:
         """Returns the warm-up cycles and the training cycles. 300 generator updates with 3 per cycle are 100 cycles. A
-        last cycle with fewer generator iterations has no verifier iteration.
+        last cycle with fewer generator iterations has no verifier iteration, unless cycles begin with the verifier's.
         """
-        cycles = [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
+        cycles = [[(self.solver,)]] * (self.generator_warmup_updates if self.train_generator else 0)
+        cycles += [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
+        verifier_first = self.initial_mode == "verifier"
         for done in range(0, self.generator_updates, self.generator_iterations):
             own = min(self.generator_iterations, self.generator_updates - done)
-            others = self.verifier_iterations if own == self.generator_iterations else 0
-            cycles.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
+            others = self.verifier_iterations if own == self.generator_iterations or verifier_first else 0
+            halves = [(self.solver,)] * own * self.train_generator, [(VERIFIER,)] * others * self.train_verifier
+            cycles.append([*halves[verifier_first], *halves[not verifier_first]])
         return self._critics.schedule([cycle for cycle in cycles if cycle])
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
@@ -220,7 +240,8 @@ class BaseTango(WithCritics):
         """Returns which groups of solutions are verified in an iteration; None if no group is."""
         if iteration.role != self.solver:
             return "all"
-        return None if self._outcomes_suffice() else self.reviewed
+        warm = iteration.update(self.solver) < self.generator_warmup_updates
+        return None if warm or self._outcomes_suffice() else self.reviewed
 
     def _outcomes_suffice(self) -> bool:
         return self.review_below is not None and self._signal >= self.review_below
@@ -232,10 +253,11 @@ class BaseTango(WithCritics):
         weight alpha if a solution has one verdict per step. Groups that are not verified get outcome advantages only.
         With a critic, the outcome advantages are the critic's.
         """
-        alpha, solutions = self._alpha(iteration.update(self.solver)), self.whole_solutions(rollouts[self.solver])
+        alpha = self._alpha(iteration.update(self.solver) - self.generator_warmup_updates)
+        solutions = self.whole_solutions(rollouts[self.solver])
         context.add_metrics(self.solver, {"alpha": alpha, "signal": self._signal})
-        reviewed = context.handed_over["reviewed"]
-        alphas = alpha if reviewed is None else [alpha * counts for counts in reviewed]
+        reviewed = context.handed_over["reviewed"] or [True] * len(solutions)
+        alphas = [alpha * counts for counts in reviewed]
         self._follow(solutions)
         if self._critics.critic_of:
             mix = partial(mix_steps, alpha=alphas, steps=self.step_credit)
@@ -243,12 +265,17 @@ class BaseTango(WithCritics):
             found = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
             # a role whose critic warms up has no rollouts
             return {r: self.share_credit(own, rollouts[self.solver]) if own else [] for r, own in found.items()}
+        # Without a schedule, alpha is process_weight / total. As in the release, outcome advantages that are mixed with
+        # nothing are not scaled.
+        total = self.outcome_weight + self.process_weight if self.alpha_schedule == "none" else 1.0
+        scored = any(s.annotations_of(STEP).scores is not None for s in solutions)
         credited = assign_advantages(
             solutions,
             reward=self.reward(self.solver),
             estimator=self.estimator,
             alpha=alphas,
             steps=self.step_credit,
+            weights=[total if scored and counts else 1.0 for counts in reviewed],
         )
         return {self.solver: self.share_credit(credited, rollouts[self.solver])}
 
@@ -276,6 +303,13 @@ class BaseTango(WithCritics):
         return 1 - without_signal(solutions, "outcome")
 
     def _alpha(self, update: int) -> float:
+        """Returns the weight of the step advantages at the generator update with the index `update` after the warm-up,
+        and 0 in the warm-up.
+        """
+        if update < 0:
+            return 0.0
+        if self.alpha_schedule == "none":
+            return self.process_weight / (self.outcome_weight + self.process_weight)
         share = self.exp_target_frac if self.alpha_schedule == "exponential" else 1.0
         total = share * self.generator_updates
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
@@ -299,6 +333,9 @@ class Tango(BaseTango):
 
     generator_template: str = "tango_generator"  # text file with {question}, or name of a packaged prompt
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome of solutions
+    generator_format_weight: float = 0.0  # weight of the format score in the generator's reward, added to the outcome
+    # Weight of the graded outcome in the outcome; the rest is the verifier's final verdict, where it can be parsed.
+    ground_truth_weight: Share = 1.0
 
     def __post_init__(self) -> None:
         base.check_arguments(self, templates={"generator_template": ["question"]}, critics=True)
@@ -328,7 +365,23 @@ class Tango(BaseTango):
         return super().credit(iteration, self.reward_model.scored(rollouts, GENERATOR), context)
 
     def reward(self, role: str) -> str | Mapping[str, float]:
-        return self.reward_model.weights
+        weights = dict(self.reward_model.weights)
+        if self.ground_truth_weight < 1:
+            weights["verdict"] = weights["outcome"] * (1 - self.ground_truth_weight)
+            weights["outcome"] *= self.ground_truth_weight
+        return weights | ({"format": self.generator_format_weight} if self.generator_format_weight else {})
+
+    def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
+        found = super().verified(context, solutions, judged)
+        if not self.generator_format_weight and self.ground_truth_weight == 1:
+            return found
+        verdicts = [own[0].opinion.final if own else None for own in judged]
+        return [
+            replace(r, rewards={
+                **r.rewards, "format": s.form, "verdict": r.rewards["outcome"] if final is None else float(final),
+            })
+            for r, s, final in zip(found, solutions, verdicts, strict=True)
+        ]  # fmt: skip
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return base.question_text(self.generator_template, payload)

@@ -91,18 +91,20 @@ def verifier_format(text: str, num_steps: int, generator_format: float) -> float
     return max(0, tenths) / 10
 
 
-def review(text: str, *, num_steps: int, correct: bool, generator_format: float, gamma: float = GAMMA) -> Review:
+def review(
+    text: str, *, num_steps: int, correct: bool, generator_format: float, gamma: float = GAMMA, correctness: float = 1.0
+) -> Review:
     """Parses one verification of a solution and computes its reward. Any text is allowed.
 
-    `correct` is the graded outcome of the solution. The reward is 1[final verdict = outcome] + gamma * format score;
-    both terms are 0 if the final verdict cannot be parsed.
+    `correct` is the graded outcome of the solution. The reward is correctness * 1[final verdict = outcome] + gamma *
+    format score; both terms are 0 if the final verdict cannot be parsed.
     """
     final, verdicts = final_verdict(text), step_verdicts(text)
     if final is None:
         return Review(verdicts, None, agrees=False, format=0.0, reward=0.0)
     form = verifier_format(text, num_steps, generator_format)
     agrees = final == correct
-    return Review(verdicts, final, agrees=agrees, format=form, reward=float(agrees) + gamma * form)
+    return Review(verdicts, final, agrees=agrees, format=form, reward=correctness * agrees + gamma * form)
 
 
 def _ends_in_verdict(section: str) -> bool:

@@ -58,7 +58,8 @@ RECIPES = {
     # 2505.15034, appendix, and the release's scripts
     "Tango": {
         "generator_updates": 300, "warmup_updates": 40, "generator_iterations": 3, "verifier_iterations": 1,
-        "group_size": 5,
+        "generator_warmup_updates": 0, "initial_mode": "generator", "outcome_weight": 1.0, "process_weight": 1.0,
+        "correctness_weight": 1.0, "generator_format_weight": 0.0, "ground_truth_weight": 1.0, "group_size": 5,
         "verifications": 5, "alpha_start": 0.1, "alpha_min": 1e-3,
         "alpha_schedule": "exponential", "exp_target_frac": 1.0, "step_credit": advantages.StepCredit(),
         "reviewed": "all", "review_below": None, "verifier_rests": False, "greedy_verdicts": False,
@@ -71,7 +72,7 @@ RECIPES = {
         "verifier_rests": True, "greedy_verdicts": True,
         "step_credit": advantages.StepCredit(span="own", baseline="step"),
     },
-    "Reviewer": {"gamma": 0.8},  # 2505.15034
+    "Reviewer": {"gamma": 0.8, "correctness": 1.0},  # 2505.15034
     "DynamicSampling": {"rounds": 10, "oversampling": 1},  # 2503.14476: at most 10 rounds
     "Curriculum": {"retire_at": 0.9, "rest_at": None, "rest_epochs": 1},  # 2510.13786
     "Hints": {"shares": (0.25, 0.5, 0.75)},  # 2507.10628

@@ -8,10 +8,15 @@ each table names the file and the function. Where this project differs on purpos
 from __future__ import annotations
 
 import pytest
+from test_recipes import PAPER, context_of, paper_generator, per_token, roll_out, segments, texts, verification
 
 from megatron_rl.algorithms.advantages import step_rewards
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
+
+__all__ = ["texts"]  # a fixture
 
 SOLUTION = "<think>\n<step>a</step>\n<step>b</step>\n<step>c</step>\n</think>\n<answer>\\boxed{7}</answer>"
 BLOCKS = (
@@ -81,3 +86,107 @@ def test_a_verification_is_read_and_rewarded_as_the_release_does(name):
 @pytest.mark.parametrize("text", SOLUTIONS)
 def test_the_format_of_a_solution(text):
     assert generator_format(text) == SOLUTIONS[text][1]
+
+
+# verl/trainer/ppo/core_algos.py: compute_grpo_advantage and compute_rloo_advantage, on the group PAPER, whose first
+# solution is correct. The final verdicts are those of the table. The outcome is what rl_tango_trainer.py passes:
+# ground_truth_weight * graded + (1 - ground_truth_weight) * final verdict + generator_format_reward_weight * format.
+# -> advantages of each step and of the end.
+WEIGHTS = {
+    "generator_format_reward_weight=0.5, grpo": (
+        {"generator_format_weight": 0.5}, "+--",
+        ([1.2163, 1.1689, 1.1214, 1.074, 1.0266], [-0.7165, -0.843, -0.6533],
+         [-0.4998, -0.5472, -0.5947, -0.484, -0.3733]),
+    ),
+    "generator_format_reward_weight=0.5, rloo": (
+        {"generator_format_weight": 0.5, "estimator": "rloo"}, "+--",
+        ([1.6567, 1.49, 1.3233, 1.1567, 0.99], [-0.8522, -1.2967, -0.63], [-0.8044, -0.9711, -1.1378, -0.7489, -0.36]),
+    ),
+    "ground_truth_weight=0.75, grpo": (
+        {"ground_truth_weight": 0.75}, "+?+",
+        ([1.1985, 1.1511, 1.1037, 1.0562, 1.0088], [-0.7838, -0.9103, -0.7206],
+         [-0.4147, -0.4622, -0.5096, -0.3989, -0.2882]),
+    ),
+    "alpha_schedule=none, outcome 0.5, process 0.2, grpo": (
+        {"alpha_schedule": "none", "outcome_weight": 0.5, "process_weight": 0.2}, "+--",
+        ([0.9568, 0.862, 0.7671, 0.6722, 0.5773], [-0.4152, -0.6681, -0.2887],
+         [-0.5417, -0.6365, -0.7314, -0.51, -0.2887]),
+    ),
+    "alpha_schedule=none, outcome 0.5, process 0.2, rloo": (
+        {"alpha_schedule": "none", "outcome_weight": 0.5, "process_weight": 0.2, "estimator": "rloo"}, "+--",
+        ([1.8333, 1.5, 1.1667, 0.8333, 0.5], [-0.6944, -1.5833, -0.25], [-1.1389, -1.4722, -1.8056, -1.0278, -0.25]),
+    ),
+    "alpha_schedule=none, no solution has step rewards": (
+        {"alpha_schedule": "none", "outcome_weight": 0.5, "process_weight": 0.2}, "",
+        ([1.1547] * 5, [-0.5773] * 3, [-0.5773] * 5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_weights_of_a_generators_rewards(texts, name):
+    args, finals, expected = WEIGHTS[name]
+
+    def verify(prompt, i, j, sampling):
+        return verification(PAPER[i][0], finals[i]) if finals else "what?"
+
+    rollouts, _ = roll_out(Tango(group_size=3, **args, **texts), "generator", 1, context_of(paper_generator, verify))
+    for rollout, own in zip(rollouts, expected, strict=True):
+        assert segments(rollout) == pytest.approx(own, abs=1e-4)
+
+
+def test_the_weights_of_a_verifiers_rewards():
+    """rl_tango_trainer.py: V_correctness_reward * verifier_correctness_reward_weight + V_format_reward * its weight."""
+    got = [
+        review(text, num_steps=3, correct=False, generator_format=1.0, gamma=0.25, correctness=0.5).reward
+        for text in (STEPS + WRONG, STEPS + CORRECT, STEPS)
+    ]
+    assert got == [0.75, 0.25, 0.0]
+
+
+def test_a_generator_that_warms_up_learns_from_outcomes_alone(texts):
+    """rl_tango_trainer.py, training_phase == "generator_warmup": no verification; alpha counts the updates after it."""
+    recipe = Tango(group_size=3, generator_warmup_updates=2, **texts)
+    alphas, asked = [], []
+    for update in range(3):
+        context = context_of(paper_generator, lambda p, i, j, s: verification(PAPER[i][0], "-"))
+        rollouts, metrics = roll_out(recipe, "generator", 1, context, update=update)
+        alphas.append(metrics["alpha"])
+        asked.append(len(context.engines["verifier"].asked))
+        if update < 2:
+            ends = [per_token(rollout)[-1] for rollout in rollouts]
+            assert ends == pytest.approx([1.1547, -0.5773, -0.5773], abs=1e-4)
+            assert all(set(per_token(r)) <= {0.0, end} for r, end in zip(rollouts, ends, strict=True))
+    assert alphas == [0.0, 0.0, 0.1] and asked == [0, 0, 3]
+
+
+# rl_tango_trainer.py: RLTangoTrainer.fit, its modes with nothing trained: total_training_steps, generator_warmup_steps,
+# verifier_warmup_steps, n_generator_steps, n_verifier_steps, initial_mode. -> G and V, for 9 updates in the cycles.
+MODES = {
+    (17, 2, 3, 3, 1, "generator"): "GGVVVGGGVGGGVGGGV",
+    (17, 2, 3, 3, 1, "verifier"): "GGVVVVGGGVGGGVGGG",
+    (15, 0, 1, 2, 1, "verifier"): "VVGGVGGVGGVGGVG",
+}
+
+
+@pytest.mark.parametrize("settings", MODES)
+def test_the_order_of_updates(settings):
+    _, warm, verifier_warm, generator, verifier, first = settings
+    recipe = Tango(
+        generator_updates=9, generator_warmup_updates=warm, warmup_updates=verifier_warm, initial_mode=first,
+        generator_iterations=generator, verifier_iterations=verifier,
+    )  # fmt: skip
+    assert "".join(roles[0][0].upper() for cycle in recipe.schedule() for roles in cycle) == MODES[settings]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"outcome_weight": 0.5}, "outcome_weight = 0.5, process_weight = 1.0 with alpha_schedule = 'exponential'"),
+        ({"alpha_schedule": "none", "outcome_weight": 0, "process_weight": 0}, "set one of them above 0"),
+        ({"alpha_schedule": "none", "estimator": "gae"}, "the estimator gae, which mixes by alpha"),
+    ],
+)
+def test_weights_that_nothing_reads_are_refused(texts, args, message):
+    with pytest.raises(ConfigError, match=message):
+        Tango(**args, **texts)
