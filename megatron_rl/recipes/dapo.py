@@ -11,7 +11,7 @@ from megatron_rl.recipes.curriculum import Curriculum, Record, success_rates
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.hints import Hints
-from megatron_rl.recipes.length_rewards import Brevity, Overlong, priced
+from megatron_rl.recipes.length_rewards import AddedReward, Brevity, LengthReward, Overlong, RepetitionPenalty, priced
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, check_fields, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
@@ -43,6 +43,8 @@ class Dapo(Grpo):
     # penalty for solutions close to the maximum length, and an option not to train on truncated solutions
     overlong: Overlong | None = None
     brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
+    length_reward: LengthReward | None = None  # reward for solutions that are shorter than others of their group
+    repetition_penalty: RepetitionPenalty | None = None  # penalty for solutions that repeat n-grams
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
     # the correct answer with which responses are compared. known: the problem's answer. votes: the most frequent answer
     # of the group (TTRL, arXiv 2504.16084), for problems without known answers
@@ -88,7 +90,7 @@ class Dapo(Grpo):
         draw = partial(self._draw, iteration, context)
         groups, metrics = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         context.add_metrics(GENERATOR, metrics)
-        solutions = priced(groups, context.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
+        solutions = priced(groups, context.samplings[GENERATOR].max_tokens, self._added)
         return {GENERATOR: solutions, **self.reward_model.texts(context, solutions, self.prompt)}
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
@@ -104,8 +106,18 @@ class Dapo(Grpo):
         return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
 
     def reward(self, role: str) -> dict[str, float]:
-        added = {"overlong": self.overlong is not None and self.overlong.cache, "brevity": self.brevity is not None}
-        return {**self.reward_model.weights, **{name: 1.0 for name, given in added.items() if given}}
+        return {**self.reward_model.weights, **dict.fromkeys(self._added, 1.0)}
+
+    @property
+    def _added(self) -> dict[str, AddedReward]:
+        """The options that add rewards, by the name of the reward."""
+        options = {
+            "overlong": self.overlong if self.overlong is not None and self.overlong.cache else None,
+            "brevity": self.brevity,
+            "length_reward": self.length_reward,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        return {name: option for name, option in options.items() if option is not None}
 
     def state_dict(self) -> dict[str, Any]:
         return self._record.state_dict()

@@ -1,17 +1,27 @@
-"""Rewards that depend on the length of a solution, and the handling of truncated solutions."""
+"""Rewards for the length and the repetitions of a solution, and the handling of truncated solutions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import Protocol
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from megatron_rl.config.base import ConfigError, PositiveShare, config
+from megatron_rl.config.base import ConfigError, Count, PositiveShare, config
 from megatron_rl.recipes.dynamic_sampling import Group
+from megatron_rl.rewards.repetition import repeated_share
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.types import Rollout, Stop
+
+
+class AddedReward(Protocol):
+    """An option of a recipe that gives each solution a reward in addition to the outcome."""
+
+    def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
+        """Returns the rewards of the solutions of [P] groups. `limit`: maximum number of tokens of a solution."""
+        ...
 
 
 @config
@@ -48,6 +58,10 @@ class Overlong:
             return 0.0
         return self.penalty * min(0.0, -(length - (limit - self.cache)) / self.cache)
 
+    def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
+        """Returns the penalty of each solution of [P] groups; see `reward`."""
+        return [[self.reward(s.rollout.length, limit) for s in group.solutions] for group in groups]
+
     def trained(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Returns the rollouts to train on. With `leave_out_truncated`, truncated rollouts are removed."""
         return [r for r in rollouts if not (self.leave_out_truncated and r.stop is Stop.LENGTH)]
@@ -64,7 +78,7 @@ class Brevity:
     share: PositiveShare = 0.2
     penalty: PositiveShare = 0.2  # maximum penalty of a correct solution
 
-    def rewards(self, groups: Sequence[Group]) -> list[list[float]]:
+    def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
         """Returns the length reward of each solution of [P] groups, 0 or below. A correct solution in a selected group
         has -penalty * sigmoid((length - mean) / std), with mean and std (n) of the lengths of the group's correct
         solutions (arXiv 2502.04463).
@@ -88,16 +102,55 @@ class Brevity:
         ]
 
 
-def priced(groups: Sequence[Group], limit: int, overlong: Overlong | None, brevity: Brevity | None) -> list[Rollout]:
-    """Adds the rewards `overlong` and `brevity`, which depend on the length, to the rollouts of [P] groups, if they are
-    configured.
+@config
+class LengthReward:
+    """Settings of a reward for short solutions, which compares each solution with the others of its group (Kimi k1.5,
+    arXiv 2501.12599, section 2.3.3).
+    """
+
+    weight: PositiveFloat = 1.0  # factor of the reward, which is from -0.5 to 0.5 without it
+
+    def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
+        """Returns weight * lambda for correct solutions of [P] groups and weight * min(0, lambda) for others, where
+        lambda = 0.5 - (length - shortest) / (longest - shortest), with the lengths in the group. If all solutions of a
+        group have the same length, their rewards are 0.
+        """
+        return [self._of(group) for group in groups]
+
+    def _of(self, group: Group) -> list[float]:
+        lengths = [s.rollout.length for s in group.solutions]
+        shortest, longest = min(lengths, default=0), max(lengths, default=0)
+        if longest == shortest:
+            return [0.0] * len(lengths)
+        scores = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+        return [
+            self.weight * (score if s.correct else min(0.0, score))
+            for s, score in zip(group.solutions, scores, strict=True)
+        ]
+
+
+@config
+class RepetitionPenalty:
+    """Settings of a penalty for repeated n-grams of tokens (arXiv 2502.03373, appendix C.2)."""
+
+    ngram_size: Count = 3  # number of tokens of an n-gram
+    penalty: PositiveFloat = 1.0  # the penalty is this number times the share of n-grams that are repetitions
+
+    def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
+        """Returns the penalty of each solution of [P] groups, 0 or below."""
+        return [
+            [-self.penalty * repeated_share(s.rollout.response.tolist(), self.ngram_size) for s in group.solutions]
+            for group in groups
+        ]
+
+
+def priced(groups: Sequence[Group], limit: int, added: Mapping[str, AddedReward]) -> list[Rollout]:
+    """Adds rewards to the rollouts of [P] groups, by the name of the reward.
 
     `limit`: maximum number of tokens of a solution. Returns the rollouts in order.
     """
     rollouts = [s.rollout for group in groups for s in group.solutions]
-    if overlong is not None and overlong.cache:
-        rollouts = [r.with_rewards(overlong=overlong.reward(r.length, limit)) for r in rollouts]
-    if brevity is not None:
-        found = [value for own in brevity.rewards(groups) for value in own]
-        rollouts = [r.with_rewards(brevity=value) for r, value in zip(rollouts, found, strict=True)]
+    for name, option in added.items():
+        found = [value for own in option.rewards(groups, limit) for value in own]
+        rollouts = [r.with_rewards(**{name: value}) for r, value in zip(rollouts, found, strict=True)]
     return rollouts

@@ -162,8 +162,10 @@ ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
 }
 
 
-def table(*, measured: bool) -> str:
+def table(
+    *, measured: bool, rows: Mapping[str, tuple[str, str, Callable[[], float]]] = ROWS, whose: str = "verl"
+) -> str:
     """The comparison as Markdown, with the largest relative differences when they are `measured`."""
-    rows = [["row", "verl", "here", "difference"], ["---"] * 4]
-    rows += [[name, theirs, ours, f"{find() if measured else 0:.0e}"] for name, (theirs, ours, find) in ROWS.items()]
-    return "\n".join("| " + " | ".join(row if measured else row[:3]) + " |" for row in rows)
+    out = [["row", whose, "here", "difference"], ["---"] * 4]
+    out += [[name, theirs, ours, f"{find() if measured else 0:.0e}"] for name, (theirs, ours, find) in rows.items()]
+    return "\n".join("| " + " | ".join(row if measured else row[:3]) + " |" for row in out)

@@ -54,7 +54,7 @@ def test_results_of_eval_go_to_a_json_file():
 def test_brevity_gives_nothing_to_a_group_without_right_solutions():
     wrong = [Solution(rollout=rollout(), text="no", correct=False) for _ in range(3)]
     group = Group(prompt=Prompt(id="0", tokens=[1], payload={}), solutions=wrong, drawn=3)
-    assert Brevity(share=1.0).rewards([group]) == [[0.0, 0.0, 0.0]]
+    assert Brevity(share=1.0).rewards([group], 10) == [[0.0, 0.0, 0.0]]
 
 
 def test_experts_of_all_tokens_but_the_last_are_what_an_engine_tells():

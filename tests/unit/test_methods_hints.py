@@ -14,7 +14,7 @@ from megatron_rl.recipes.curriculum import Curriculum
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling
 from megatron_rl.recipes.hints import INTRODUCTION, Hints
-from megatron_rl.recipes.length_rewards import Brevity, Overlong
+from megatron_rl.recipes.length_rewards import Brevity, LengthReward, Overlong, RepetitionPenalty
 from megatron_rl.types import Outcome
 
 
@@ -120,6 +120,22 @@ def test_the_penalty_joins_the_outcome_and_signal_is_that_of_outcomes_alone(temp
     assert [r.length for r in rollouts] == [4, 30, 45, 50]
     assert [r.rewards["overlong"] for r in rollouts] == [0.0, 0.0, -0.75, -1.0]
     total = np.array([1.0, 0.0, -0.75, 0.0])
+    assert [r.advantages for r in rollouts] == pytest.approx((total - total.mean()).tolist())
+
+
+def test_length_and_repetition_rewards_join_the_outcome(template):
+    texts = ["yes and on and on", "yes", "no", "no no no no no no"]
+    recipe = Dapo(
+        updates=1, group_size=GROUP, template=template, estimator="dr_grpo", length_reward=LengthReward(weight=0.5),
+        repetition_penalty=RepetitionPenalty(ngram_size=1, penalty=0.25),
+    )  # fmt: skip
+    rollouts, m = roll_out(recipe, reader_of(1), context_of(lambda text, j, sampling: texts[j]), per_step=1)
+    lengths = [len(text) + 1 for text in texts]  # with the end-of-sequence token
+    scores = [0.5 * (0.5 - (length - min(lengths)) / (max(lengths) - min(lengths))) for length in lengths]
+    assert [r.rewards["length_reward"] for r in rollouts] == pytest.approx([*scores[:2], 0.0, scores[3]])
+    repeats = [-0.25 * (1 - (len(set(text)) + 1) / length) for text, length in zip(texts, lengths, strict=True)]
+    assert [r.rewards["repetition_penalty"] for r in rollouts] == pytest.approx(repeats)
+    total = np.array([sum(r.rewards[n] for n in ("outcome", "length_reward", "repetition_penalty")) for r in rollouts])
     assert [r.advantages for r in rollouts] == pytest.approx((total - total.mean()).tolist())
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import oracles
+import oracles_released
 import oracles_rewards
 import oracles_verl
 from ranks import ROOT, run_ranks
@@ -50,10 +51,13 @@ def changes(folder: Path) -> Iterator[str]:
         "trl_rewards.json",
         "verl_ppo.json",
         "ifeval.json",
+        "released.json",
     )
     files = dict.fromkeys(names, SAME)
     for name, bar in (files | {f"{run}/record.json": 1e-5 for run in ("trl_run", "trl_dpo_run")}).items():
         new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
+        if name == "released.json":  # rows whose checkouts were not given are left out
+            kept = {section: own for section, own in kept.items() if section in new}
         yield from unlike(new, kept, name, bar=bar)
     for name in ("trl_run/model/model", "trl_run/after_1", "trl_run/after_2", "trl_dpo_run/after"):
         path = f"{name}.safetensors"
@@ -83,7 +87,7 @@ def main() -> None:
         print(__doc__)
         sys.exit(2)
     if len(sys.argv) == 1:
-        tables = (module.table(measured=False) for module in (oracles, oracles_rewards, oracles_verl))
+        tables = (module.table(measured=False) for module in (oracles, oracles_rewards, oracles_verl, oracles_released))
         print(*tables, sep="\n\n")
         return
     found = list(changes(Path(sys.argv[1])))
@@ -94,11 +98,13 @@ def main() -> None:
     print(replayed())
     print(f"verl {oracles_verl.verl()['versions']['verl']}; largest difference relative to verl's largest number")
     print(oracles_verl.table(measured=True))
+    print("rewards, labels and pass@k; largest difference from the released code")
+    print(oracles_released.table(measured=True))
     rows = oracles.ifeval()["rows"]
     print(f"IFEval: {sum(len(row['strict']) + len(row['loose']) for row in rows)} verdicts of the public checkers")
     if found:
         sys.exit("\n".join(["these numbers are not those in tests/oracles:", *found[:20]]))
-    print("TRL's, verl's and IFEval's numbers are those in tests/oracles")
+    print("TRL's, verl's, IFEval's and released numbers are those in tests/oracles")
 
 
 if __name__ == "__main__":

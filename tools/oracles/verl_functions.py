@@ -39,12 +39,17 @@ def taken(file: str, names: tuple[str, ...], **known: Any) -> SimpleNamespace:
     """Runs the source of some functions and classes of one of verl's files. `known`: the globals that they use."""
     package = importlib.util.find_spec("verl")
     assert package is not None and package.submodule_search_locations
-    tree = ast.parse((Path(package.submodule_search_locations[0]) / file).read_text())
+    return taken_from(Path(package.submodule_search_locations[0]) / file, names, **known)
+
+
+def taken_from(file: Path, names: tuple[str, ...], **known: Any) -> SimpleNamespace:
+    """Runs the source of some functions and classes of a file. `known`: the globals that they use."""
+    tree = ast.parse(file.read_text())
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
     assert {node.name for node in found} == set(names), f"{file} has not all of {names}"
     for node in found:
         node.decorator_list = []  # registries of verl's
-    code = compile(ast.Module(found, []), file, "exec", flags=annotations.compiler_flag)
+    code = compile(ast.Module(found, []), str(file), "exec", flags=annotations.compiler_flag)
     known |= {"torch": torch, "np": np, "Optional": Optional}
     exec(code, known)
     return SimpleNamespace(**{name: known[name] for name in names})
