@@ -18,6 +18,9 @@ import numpy as np
 FREE = -1  # placeholder for the id of a chosen expert: the router chooses the expert itself
 NO_VERSION = -1  # weight version of a span that the role's policy did not generate
 STEP = "step"  # label of the annotations that mark reasoning steps
+# keys of a payload: the name of the problem's source (data.sources), and the prompt template that the problem's data
+# set names in place of the recipe's
+SOURCE, TEMPLATE = "source_name", "source_template"
 
 
 class Stop(enum.Enum):

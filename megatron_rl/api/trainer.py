@@ -33,7 +33,7 @@ INPUTS = "inputs"  # subdirectory of run.dir for the rows, reward functions and 
 _DEFAULT_DIR = Run().dir
 _TEMPLATES = ("template", "generator_template")  # arguments of recipes that name the prompt template
 # Settings of a problem set that are not copied from the training set to the held-out set.
-_OF_THE_SET = ("path", "generated", "limit", "split", "file", "subset", "shuffle")
+_OF_THE_SET = ("path", "generated", "limit", "split", "file", "subset", "shuffle", "sources")
 
 
 class Trainer:
@@ -232,14 +232,15 @@ class Trainer:
         return [{"name": "eval"} | shared | own]
 
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
-        """Returns all prompts as conversations if one of them, or the training problems, are conversations; otherwise
-        as texts."""
-        source, data = self.config.get("data"), self.config.resolve().data
+        """Returns all prompts as conversations if one of them, or the training problems (of the first source), are
+        conversations; otherwise as texts."""
+        source = self.config.get("data")
+        source = {**source, **next(iter(source["sources"].values()))} if "sources" in source else source
         columns = data_files.prompt_columns(source, data_files.first_row(source) or {})
-        trained = bool(data.chat) or source.get("chat") is not False and MESSAGES in columns
+        trained = bool(source.get("chat")) or source.get("chat") is not False and MESSAGES in columns
         if not trained and all(isinstance(prompt, str) for prompt in prompts):
             return list(prompts)
-        system = [] if data.system is None else [{"role": "system", "content": data.system}]
+        system = [] if source.get("system") is None else [{"role": "system", "content": source["system"]}]
         return [[*system, {"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
 
 

@@ -36,8 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
     if args.deep:
-        if spec.reward is not None:
-            plugins.build(Use(target=spec.reward.target, args=spec.reward.args))
+        rewards = spec.rewards.values() if isinstance(spec, RunSpec) else [spec.reward] if spec.reward else []
+        for reward in rewards:
+            plugins.build(Use(target=reward.target, args=reward.args))
         check_models(spec)
     lines += [f"note: {one}" for one in missing_files.absent_files(spec) if args.elsewhere or one.on_hub]
     if args.show:

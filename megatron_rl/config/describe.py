@@ -52,7 +52,7 @@ def _rows(schema: Any, prefix: str, made: Any = None) -> Iterator[tuple[str, str
             continue
         if comment:
             yield place, comment
-        if len(inside) > 1:
+        if all("kind" in vars(kind) for kind in inside) and len(inside) > 1:
             yield f"{place}.kind = " + " | ".join(json.dumps(kind.kind) for kind in inside), ""
         rows = [
             row for kind in inside for row in _rows(kind, f"{place}.", default if isinstance(default, kind) else None)

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share, Use, config, path_problems, refuse, sections
+from megatron_rl.config.data_sources import SOURCES, Data, Source, Sources
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
@@ -51,7 +52,7 @@ class TrainConfig:
     roles: dict[str, RoleConfig]  # the models that generate rollouts, by the role names that the recipe uses
     families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     recipe: RecipeUse  # the algorithm: which role generates and which role is trained in each iteration
-    data: PromptSet  # the problems to train on
+    data: Data  # the problems to train on: one set, or several `sources`
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
     # The engine that writes rollouts.
     engine: Engine = field(default_factory=Embedded)

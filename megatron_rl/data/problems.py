@@ -45,6 +45,7 @@ from megatron_rl.data.rows import (
 from megatron_rl.types import Prompt
 
 MEASURED = 10_000  # maximum number of problems of a set whose prompt lengths are checked before a run
+Fits = Callable[[Prompt], bool]  # whether a prompt may be used
 _log = logging.getLogger(__name__)
 
 
@@ -124,12 +125,23 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
     return [Problem(index, values) for index, values in found]
 
 
-def place_of(prompt: Prompt) -> tuple[int, int]:
-    """Returns (epoch, row) from the id of a PromptReader's prompt. Raises DataError for any other id."""
-    epoch, slash, row = prompt.id.partition("/")
-    if not (slash and epoch.isdecimal() and row.isdecimal()):
+class NothingLeft(DataError):
+    """A curriculum skips all problems of a data set, or of one source."""
+
+
+def source_of(prompt: Prompt) -> str:
+    """Returns the name of the source in the id of a PromptReader's prompt; "" if the run has one data set."""
+    return prompt.id.rpartition("/")[0].rpartition("/")[0]
+
+
+def place_of(prompt: Prompt) -> tuple[int, int | str]:
+    """Returns (epoch, row) from the id of a PromptReader's prompt. The row is the index of the problem, or the text
+    SOURCE/INDEX if the problem belongs to one of several sources. Raises DataError for any other id.
+    """
+    *source, epoch, row = prompt.id.rsplit("/", 2) if "/" in prompt.id else ("", "")
+    if not (epoch.isdecimal() and row.isdecimal()):
         raise DataError(f"prompt {prompt.id!r} is not from a data set: its id is no epoch/row")
-    return int(epoch), int(row)
+    return int(epoch), f"{source[0]}/{row}" if source else int(row)
 
 
 class PromptReader:
@@ -137,9 +149,9 @@ class PromptReader:
 
     Every epoch contains each problem once; with `shuffle`, every epoch has a different order. `encode` converts a
     problem's values to prompt tokens when the stream reaches the problem. Prompts with more than `max_prompt_tokens`
-    are dropped and counted in `dropped`; a prompt is counted again in every epoch. The id of a prompt is `epoch/row`.
-    `state_dict()` is the position in the stream. Methods that return prompts raise DataError if the chat template
-    cannot render a conversation.
+    are dropped and counted in `dropped`; a prompt is counted again in every epoch. The id of a prompt is `epoch/row`,
+    or `source/epoch/row` with the name of a `source`. `state_dict()` is the position in the stream. Methods that return
+    prompts raise DataError if the chat template cannot render a conversation.
     """
 
     def __init__(
@@ -150,11 +162,13 @@ class PromptReader:
         seed: int | str,
         shuffle: bool,
         max_prompt_tokens: int,
+        source: str = "",
     ) -> None:
         if not problems:
             raise DataError("the data set has no problems: look at data.path and data.filters")
         self._problems, self._encode = list(problems), encode
         self._seed, self._shuffle, self._max = seed, shuffle, max_prompt_tokens
+        self._prefix = f"{source}/" if source else ""
         self._epoch, self._position, self.dropped = 0, 0, 0
         self._order = self._order_of(0)
 
@@ -174,11 +188,11 @@ class PromptReader:
         ]
         refuse(long, len(chosen), max_bad_share, where)
 
-    def restarted(self) -> PromptReader:
-        """Returns a new reader over the same problems, at the beginning of the stream."""
-        return PromptReader(
-            self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max
-        )
+    def first(self, count: int) -> list[Prompt]:
+        """Returns the first `count` prompts of the stream. The position of this reader is not changed."""
+        other = copy.copy(self)
+        other._epoch, other._position, other._order = 0, 0, self._order_of(0)
+        return other.take(count)
 
     def beside(self, name: object, taken: Collection[Prompt]) -> PromptReader:
         """Returns a new reader over this reader's problems in another random order, which depends only on the seed and
@@ -187,9 +201,9 @@ class PromptReader:
         """
         other = copy.copy(self)
         other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
-        places = [place_of(prompt) for prompt in taken]
-        other._epoch, other._position = max(places, default=(0, 0))[0], 0
-        rows = {row for _, row in places}
+        places = [map(int, prompt.id.rsplit("/", 2)[-2:]) for prompt in taken]
+        epochs, rows = ({*own} for own in zip(*places, strict=True)) if places else ({0}, set[int]())
+        other._epoch, other._position = max(epochs), 0
         other._order = [i for i in other._order_of(other._epoch) if self._problems[i].row not in rows]
         return other
 
@@ -200,12 +214,16 @@ class PromptReader:
         problems = (self._problems[i] for i in self._order_of(0))
         kept = (p for p in ((problem, self._tokens(problem)) for problem in problems) if len(p[1]) <= self._max)
         return [
-            Prompt(id=f"0/{problem.row}", tokens=tokens, payload=problem.values)
+            Prompt(id=f"{self._prefix}0/{problem.row}", tokens=tokens, payload=problem.values)
             for problem, tokens in itertools.islice(kept, count)
         ]
 
-    def take(self, count: int) -> list[Prompt]:
-        """Returns the next `count` prompts of the stream. Raises DataError if all prompts of an epoch are too long."""
+    def take(
+        self, count: int, fits: Fits = lambda prompt: True, weights: Mapping[str, float] | None = None
+    ) -> list[Prompt]:  # fmt: skip
+        """Returns the next `count` prompts of the stream for which `fits` returns True, and skips the others. Raises
+        DataError if all prompts of an epoch are too long. `weights` has no effect, because there is one data set.
+        """
         out: list[Prompt] = []
         misses = 0
         while len(out) < count:
@@ -220,7 +238,8 @@ class PromptReader:
                     )
                 continue
             misses = 0
-            out.append(Prompt(id=f"{self._epoch}/{problem.row}", tokens=tokens, payload=problem.values))
+            prompt = Prompt(id=f"{self._prefix}{self._epoch}/{problem.row}", tokens=tokens, payload=problem.values)
+            out += [prompt] if fits(prompt) else []
         return out
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,9 +248,11 @@ class PromptReader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a saved position. If the data, seed or shuffle have changed, continues at the beginning of the next
-        epoch. Whether a run may continue with changed data is decided before, in run/input_digests.py."""
-        self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
-        if state["order"] != self._told_order:
+        epoch. For an empty position, begins with the first epoch. Whether a run may continue with changed data is
+        decided before, in run/input_digests.py."""
+        self._epoch, self._position = state.get("epoch", -1), state.get("position", 0)
+        self.dropped = state.get("dropped", 0)
+        if state.get("order") != self._told_order:
             self._epoch, self._position = self._epoch + 1, 0
             _log.warning("the data, run.seed or data.shuffle have changed: epoch %d begins with them", self._epoch)
         self._order = self._order_of(self._epoch)

@@ -4,22 +4,23 @@ them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.base import Count, Share
-from megatron_rl.config.schema import config
-from megatron_rl.data.problems import DataError, place_of
+from megatron_rl.config.base import Count, Share, config, refuse
+from megatron_rl.data.problems import NothingLeft, place_of
 from megatron_rl.recipes.dynamic_sampling import Group
+from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import PromptSource
 from megatron_rl.types import Prompt
 
 
 @config
-class Curriculum:
-    """Settings for skipping problems by success rate, the share of correct solutions in the last group that was sampled
-    for a problem.
+class Rates:
+    """Success rates at which problems are skipped. The success rate of a problem is the share of correct solutions in
+    the last group that was sampled for the problem.
     """
 
     # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: off
@@ -37,47 +38,76 @@ class Curriculum:
             )
 
 
+@config
+class Curriculum(Rates):
+    """Settings for skipping problems by success rate."""
+
+    # {name of a source in data.sources: its rates}; sources that are not named have the rates above
+    sources: dict[str, Rates] = field(default_factory=dict)
+
+    def of(self, row: int | str) -> Rates:
+        """Returns the rates that apply to a row of the data (see data.problems.place_of)."""
+        return self.sources.get(_source(row), self)
+
+    def check(self, spec: RunSpec) -> None:
+        """Raises ConfigError if `sources` names a source that the run does not have."""
+        known = spec.data.weights
+        refuse(
+            *(
+                f"recipe.args.curriculum.sources.{name}: there is no such source; data.sources has "
+                f"{', '.join(known) or 'none'}"
+                for name in self.sources
+                if name not in known
+            )
+        )
+
+
 @dataclass
 class Record:
     """The state of a curriculum: the data rows that are never used again (retired), and the rows that are skipped for
-    some epochs (resting).
+    some epochs (resting). A row is an index, or SOURCE/INDEX if the data has several sources.
 
     The state is saved with the recipe's state, together with the position in the data. So a resumed run skips the same
     problems.
     """
 
     curriculum: Curriculum | None  # None if no problem is ever skipped
-    retired: set[int] = field(default_factory=set)
-    resting: dict[int, int] = field(default_factory=dict)
+    retired: set[int | str] = field(default_factory=set)
+    resting: dict[int | str, int] = field(default_factory=dict)
 
     def over(self, source: PromptSource) -> PromptSource:
         """Returns a source that yields the problems of `source` without the problems that the curriculum skips. The
-        method `take` of the result raises DataError if all problems of an epoch are skipped.
+        method `take` of the result raises NothingLeft if all problems of an epoch are skipped.
         """
         return source if self.curriculum is None else _Chosen(source, self)
 
-    def learn(self, rates: Sequence[tuple[int, int, float]]) -> None:
+    def learn(self, rates: Sequence[tuple[int, int | str, float]]) -> None:
         """Updates the state with the result of `success_rates`."""
         if self.curriculum is None:
             return
         for epoch, row, rate in rates:
             self.resting.pop(row, None)
-            if self.curriculum.retire_at is not None and rate >= self.curriculum.retire_at:
+            own = self.curriculum.of(row)
+            if own.retire_at is not None and rate >= own.retire_at:
                 self.retired.add(row)
             elif row in self.retired:  # if an update is larger than the data set, a problem occurs more than once
                 continue
-            elif self.curriculum.rest_at is not None and rate <= self.curriculum.rest_at:
-                self.resting[row] = epoch + 1 + self.curriculum.rest_epochs
+            elif own.rest_at is not None and rate <= own.rest_at:
+                self.resting[row] = epoch + 1 + own.rest_epochs
 
     def admits(self, prompt: Prompt) -> bool:
         epoch, row = place_of(prompt)
         return row not in self.retired and epoch >= self.resting.get(row, epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of retired and resting problems as metrics; an empty dict if there is no curriculum."""
+        """Returns the numbers of retired and resting problems as metrics, of each source as well if there are several
+        (such as retired/math); an empty dict if there is no curriculum."""
         if self.curriculum is None:
             return {}
-        return {"retired": float(len(self.retired)), "resting": float(len(self.resting))}
+        counts = Counter[str]({"retired": 0, "resting": 0})
+        for name, rows in (("retired", self.retired), ("resting", self.resting)):
+            counts.update(place for row in rows for place in {name, f"{name}/{_source(row)}".rstrip("/")})
+        return {name: float(count) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
         if self.curriculum is None:
@@ -88,7 +118,7 @@ class Record:
         self.retired, self.resting = set(state.get("retired", ())), dict(state.get("resting", ()))
 
 
-def success_rates(groups: Sequence[Group]) -> list[tuple[int, int, float]]:
+def success_rates(groups: Sequence[Group]) -> list[tuple[int, int | str, float]]:
     """Returns (epoch, data row, success rate) of each group. Leaves out groups in which a grading failed. Otherwise a
     single graded sample of eight could retire the problem for the whole run.
     """
@@ -111,22 +141,27 @@ class _Chosen:
         return self.source.prompts_per_iteration
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
-        since, curriculum = None, self.record.curriculum
-        longest_rest = 0 if curriculum is None or curriculum.rest_at is None else curriculum.rest_epochs
+        since = dict[str, int]()  # {source: epoch of the first of the skipped problems in a row}
+        curriculum = self.record.curriculum
+        assert curriculum is not None, "Record.over returns a _Chosen only with a curriculum"
 
         def chosen(prompt: Prompt) -> bool:
-            nonlocal since
-            epoch = place_of(prompt)[0]
+            epoch, row = place_of(prompt)
             if self.record.admits(prompt):
-                since = None
+                since.pop(_source(row), None)
                 return fits(prompt)
-            since = epoch if since is None else since
+            own, first = curriculum.of(row), since.setdefault(_source(row), epoch)
             # true once at least one whole epoch has passed after the last resting problem returned
-            if epoch - since > 1 + longest_rest:
-                raise DataError(
+            if epoch - first > 1 + (0 if own.rest_at is None else own.rest_epochs):
+                raise NothingLeft(
                     f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
                     "add data, or raise recipe.args.curriculum.retire_at"
                 )
             return False
 
         return self.source.take(count, chosen)
+
+
+def _source(row: int | str) -> str:
+    """Returns the name of the source of a row; "" if there is one data set."""
+    return row.rpartition("/")[0] if isinstance(row, str) else ""

@@ -81,6 +81,8 @@ class Dapo(Grpo):
 
     def check(self, spec: RunSpec) -> None:
         self.reward_model.check(spec, GENERATOR)
+        if self.curriculum is not None:
+            self.curriculum.check(spec)
         if self.overlong is not None:
             self.overlong.check(spec, GENERATOR)
         if self.hints is not None:

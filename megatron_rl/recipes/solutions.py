@@ -19,6 +19,7 @@ from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize, tok
 from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import HELD_OUT, ConfigError
+from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.recipes.votes import VotedLabels
@@ -29,7 +30,7 @@ from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import Decoded, decode, read_template
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.rollouts import Draws, check_senior_share
-from megatron_rl.types import STEP, Annotations, Outcome, Prompt, Rollout
+from megatron_rl.types import STEP, TEMPLATE, Annotations, Outcome, Prompt, Rollout
 
 GENERATOR, VERIFIER = "generator", "verifier"  # role names of the recipes in this package
 Item = TypeVar("Item")
@@ -189,11 +190,13 @@ def annotate_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
 
 
 def question_text(template: str, payload: Mapping[str, object]) -> str:
-    """Fills a template (packaged name or path) with the question of a problem. A problem with messages is returned as a
-    conversation without the template; its question is the last user message.
+    """Fills a template (packaged name or path) with the fields of a problem, such as {question}, but not with its
+    answer. If the problem's data set has a template of its own, that template is used. A problem with messages is
+    returned as a conversation without the template; its question is the last user message.
     """
-    asked = {name: payload[name] for name in ("question", "messages") if name in payload}
-    return problem_text(read_template(template), asked)
+    text = read_template(str(payload.get(TEMPLATE, template)))
+    named = {name for name in payload if name != ANSWER and f"{{{name}}}" in text} | {QUESTION, MESSAGES}
+    return problem_text(text, {name: payload[name] for name in named if name in payload})
 
 
 def check_arguments(
@@ -231,8 +234,7 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     whose first role is `role`, and with `held_out` also the evaluation problems. `fields`: {name of the field:
     description of the setting that reads it}.
     """
-    own = f"roles.{role}.data" if f"roles.{role}.data" in spec.data.training else "data"
-    sets = {own: spec.data.training[own]}
+    sets = dict(spec.data.of(role))
     evaluated = spec.data.held_out if held_out else ()
     sets |= {f"{HELD_OUT}.{each.name}": each.source for each in evaluated}
     refuse(

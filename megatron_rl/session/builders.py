@@ -11,7 +11,8 @@ import torch
 from megatron_rl import hardware
 from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.algorithms.value_loss import loss_of
-from megatron_rl.config.schema import HELD_OUT, RoleConfig, Run
+from megatron_rl.config.schema import HELD_OUT, SOURCES, RoleConfig, Run
+from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.protocol import Engine, TandemSampling
 from megatron_rl.megatron import parallel
@@ -28,7 +29,7 @@ from megatron_rl.vocabulary import vocabulary_of
 
 def prompts(
     spec: RunSpec, tokenizers: Mapping[str, Any]
-) -> tuple[dict[str, PromptReader], dict[str, list[Prompt]], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, PromptReader | MixedReader], dict[str, list[Prompt]], dict[str, dict[str, Any]]]:
     """Returns (prompt reader of each role, prompts of each set of the evaluations by its name, information about each
     data set).
 
@@ -48,10 +49,14 @@ def prompts(
     vocabulary = vocabulary_of(spec.roles[role].model, tokenizers[role])
     problems = read_sets(sets, recipe, tokenizer, held_out=evaluated, vocabulary=vocabulary)
     readers = readers_of(
-        recipe, tokenizer, sets, problems, max_prompt_tokens=spec.roles[role].max_prompt_tokens, seed=spec.run.seed,
-        held_out=evaluated,
-    )  # fmt: skip
-    by_role = {name: readers.get(f"roles.{name}.data", readers["data"]) for name in spec.roles}
+        recipe, tokenizer, sets, problems, max_prompt_tokens=spec.roles[role].max_prompt_tokens, seed=spec.run.seed
+    )
+    shared: PromptReader | MixedReader
+    if sources := {name: readers[f"{SOURCES}.{name}"] for name in data.sources}:
+        shared = MixedReader(sources, data.weights, seed=spec.run.seed)
+    else:
+        shared = readers["data"]
+    by_role = {name: readers.get(f"roles.{name}.data", shared) for name in spec.roles}
     told = {name: {"path": source.path, **readers[name].told} for name, source in sets.items()}
     held_out = {name: readers[place].once() for name, place in places.items()}
     return by_role, held_out, {f"rows of {name}": own for name, own in told.items()}

@@ -12,14 +12,14 @@ from megatron_rl.evaluation.samples import Samples, chosen_answers
 from megatron_rl.evaluation.set_metrics import SetMetrics, macro, metrics_of
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.report import evaluation_page
-from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import Sample, Tracker
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.held_out_sets import Answers, HeldOutSet
-from megatron_rl.training.iteration import EvaluationDraws, Grade
+from megatron_rl.training.iteration import EvaluationDraws
 from megatron_rl.types import Prompt
 
 
@@ -32,16 +32,16 @@ def held_out_sets(
     Sets whose reward settings differ from the run's are graded in separate pools of worker processes, one pool for all
     sets with equal reward settings. The first evaluation starts the workers, and closing `stack` ends them.
     """
-    pools, out = dict[str, Grade](), []
+    pools, out = GradePools(stack), []
     for own in spec.data.held_out:
         if own.name not in prompts:
             continue
-        grading, reward, key = dict[str, Any](), own.reward, repr(own.reward)
+        grading, reward = dict[str, Any](), own.reward
         if reward != spec.reward:
-            if key not in pools:
-                pools[key] = stack.enter_context(GradePool(reward)).grade
-            grading = {"grade": pools[key], "threshold": reward.threshold, "lowest_reward": reward.range[0]}
-            grading["max_failure_share"] = reward.max_failure_share
+            grading = {
+                "grade": pools.of(reward).grade, "threshold": reward.threshold, "lowest_reward": reward.range[0],
+                "max_failure_share": reward.max_failure_share,
+            }  # fmt: skip
         draws = EvaluationDraws(
             n=own.n, k=own.k, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k,
             greedy=spec.loop.evaluation.greedy,

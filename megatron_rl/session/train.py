@@ -16,12 +16,13 @@ from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config import sources
 from megatron_rl.config.base import ConfigError
 from megatron_rl.conversion.trained import export_model
+from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.planning import schedule
 from megatron_rl.planning.hardware import GIB, device_name
-from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.rewards.source_grading import GradePools, by_source
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
@@ -78,7 +79,7 @@ class _Parts:
     driver: Driver
     interrupts: Interrupts
     tokenizers: Mapping[str, Any]
-    readers: Mapping[str, PromptReader]  # prompt readers by role; roles may share a reader
+    readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
     held_out: Mapping[str, list[Prompt]]  # prompts of the sets of the evaluations by name
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
@@ -94,9 +95,10 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
             return 0
         # resets `finished` in the summary of a finished run that is resumed with more iterations
         driver.summary({"planned": iterations, "finished": False})
-        pool = stack.enter_context(GradePool(spec.reward))
+        pools = GradePools(stack)
         if world.rank == 0:
-            pool.start()  # the grading workers import the reward function while this process loads models
+            for reward in spec.rewards.values():
+                pools.of(reward).start()  # the workers import the reward function while this process loads models
         for line in explain_recipe(spec):
             driver.say(line)
         if world.rank == 0:
@@ -107,7 +109,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
         if driver.tracker is not None:
             driver.tracker.watch(run_engines.loads)
-        turns = GradeTurns(pool.grade)
+        graders = {name: pools.of(own.reward).grade for name, own in spec.data.sources.items() if own.reward}
+        turns = GradeTurns(by_source(graders, pools.of(spec.reward).grade))
         context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver)
         collector = None
         if world.rank == 0:
@@ -179,7 +182,7 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
 
 def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrupts) -> _Parts:
     """Loads the tokenizers, data sets and policies, and restores the newest checkpoint if there is one. Collective."""
-    driver.say(f"reading tokenizers and data: {spec.data.training['data'].path}")
+    driver.say(f"reading tokenizers and data: {', '.join(one.path for one in spec.data.training.values())}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
     check_juniors(spec.roles, tokenizers)
     readers, held_out, rows = builders.prompts(spec, tokenizers)
@@ -338,12 +341,12 @@ def _plan(parts: _Parts) -> loop.Plan:
         # the preflight tests the run's grader, so it needs problems that this grader can grade
         fitting = [one.name for one in spec.data.held_out if one.reward == spec.reward]
         own = next((prompts for name, prompts in parts.held_out.items() if name in fitting), None)
+        own = None if spec.data.sources else own
         preflight = PreflightPlan(
             settings=settings.preflight,
-            prompts=own or reader.restarted().take(settings.preflight.num_prompts),
-            wrong_answer=spec.reward.wrong_answer,
-            answer_format=spec.reward.answer_format,
-            bounds=spec.reward.range,
+            prompts=own or reader.first(settings.preflight.num_prompts),
+            reward=spec.reward,
+            rewards={name: one.reward for name, one in spec.data.sources.items() if one.reward is not None},
         )
     evaluation = settings.evaluation
     return loop.Plan(

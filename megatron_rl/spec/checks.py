@@ -32,6 +32,7 @@ from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.evaluation_checks import evaluation_problems
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_gpus import number_problems
+from megatron_rl.spec.source_checks import source_problems
 from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, block_problems
 
 
@@ -53,6 +54,7 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
     if isinstance(spec, RunSpec):
         yield from _run_problems(spec)
         yield from evaluation_problems(spec)
+        yield from source_problems(spec)
     if isinstance(spec, SftSpec):
         yield from _sft_problems(spec)
     if spec.engine is not None:

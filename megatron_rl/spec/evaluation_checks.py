@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from megatron_rl.config import plugins
-from megatron_rl.config.base import Use, refusal_of
-from megatron_rl.config.schema import HELD_OUT
+from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.schema import HELD_OUT, Reward
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import read_template
 
@@ -18,11 +18,7 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
     for own in spec.data.held_out:
         if own.benchmark is not None and own.benchmark.judged:
             yield f"{HELD_OUT}: {own.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
-        yield from refusal_of(
-            plugins.look_at, Use(target=own.reward.target, args=own.reward.args), place=f"{own.name}: "
-        )
-        if own.template is not None:
-            yield from _template_problems(f"{HELD_OUT}: the template of {own.name}", own.template)
+        yield from grading_problems(f"{HELD_OUT}: {own.name}", own.reward, own.template)
     names = [own.name for own in spec.data.held_out]
     if clash := sorted({*names} & {*roles}):
         yield f"{HELD_OUT}: {clash[0]} is also the name of a role: give the set another name"
@@ -45,10 +41,12 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
             yield f"evaluation.{place}.metric = {metric!r}: name a metric of one of the roles {', '.join(roles)}"
 
 
-def _template_problems(place: str, template: str) -> Iterator[str]:
-    """Yields an error message about a prompt template that does not exist or has no {question}."""
+def grading_problems(place: str, reward: Reward, template: str | None) -> Iterator[str]:
+    """Yields error messages about the reward function and the prompt template of a set of problems, for a template that
+    does not exist or has no {question}. `place`: name of the set for the messages."""
     try:
-        if "{question}" not in read_template(template):
-            yield f"{place} = {template!r}: the text has no {{question}}"
-    except FileNotFoundError as error:
+        plugins.look_at(Use(target=reward.target, args=reward.args))
+        if template is not None and "{question}" not in read_template(template):
+            yield f"{place}: template = {template!r}: the text has no {{question}}"
+    except (ConfigError, FileNotFoundError) as error:
         yield f"{place}: {error}"

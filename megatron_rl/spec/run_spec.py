@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.base import config
+from megatron_rl.config.data_sources import SOURCES, Source
 from megatron_rl.config.datasets import PromptSet, SftData
 from megatron_rl.config.engines import Embedded, RefitConfig, Rollouts, Servers
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, Reward
@@ -74,9 +75,30 @@ class EngineSpec:
 class DataSpec:
     """The problem sets of a training run."""
 
-    training: Mapping[str, PromptSet]  # problem sets by the name of the setting: `data` and `roles.NAME.data`
+    # problem sets by the name of the setting: `data`, or `data.sources.NAME` of each source, and `roles.NAME.data`
+    training: Mapping[str, PromptSet]
     held_out: Sequence[EvaluatedSet]  # problem sets of the evaluations
     replay: Path | None  # directory of a run whose saved rollouts are trained on; None to generate rollouts
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Returns the sources by name; {} if the run has one data set."""
+        named = {name.removeprefix(f"{SOURCES}."): own for name, own in self.training.items()}
+        return {name: own for name, own in named.items() if isinstance(own, Source)}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Returns the weight of each source by name; {} if the run has one data set."""
+        return {name: own.weight for name, own in self.sources.items()}
+
+    def of(self, role: str) -> dict[str, PromptSet]:
+        """Returns the problem sets, by setting, of the iterations whose first role is `role`."""
+        own = f"roles.{role}.data"
+        return {
+            name: source
+            for name, source in self.training.items()
+            if (name == own if own in self.training else not name.startswith("roles."))
+        }
 
 
 def first_iterations(
@@ -195,6 +217,14 @@ class RunSpec(TrainingSpec):
     data: DataSpec
     reward: Reward
     loop: LoopSpec
+
+    @property
+    def rewards(self) -> dict[str, Reward]:
+        """Returns the reward functions of the training problems by the setting that names them: `reward`, unless every
+        source has a reward function of its own, and `data.sources.NAME.reward`."""
+        sources = self.data.sources
+        shared = {"reward": self.reward} if not sources or any(own.reward is None for own in sources.values()) else {}
+        return shared | {f"{SOURCES}.{name}.reward": own.reward for name, own in sources.items() if own.reward}
 
     @property
     def policy_of(self) -> dict[str, str]:

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.timing import named_range
@@ -48,10 +49,12 @@ class ReaderSource:
     """
 
     def __init__(
-        self, reader: PromptReader, prompts_per_iteration: int, *, turn: Turn | None = None, name: str = ""
-    ) -> None:
+        self, reader: PromptReader | MixedReader, prompts_per_iteration: int, *, turn: Turn | None = None,
+        name: str = "", weights: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """`weights`: the weights of the sources in this iteration; None: the reader's weights."""
         self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of prompts too long
-        self._reader, self._turn, self._name = reader, turn, name
+        self._reader, self._turn, self._name, self._weights = reader, turn, name, weights
         self._first: list[Prompt] | None = None  # result of the first `take`; None before
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
@@ -65,9 +68,8 @@ class ReaderSource:
         return list(self._first)
 
     def _read(self, count: int, fits: Callable[[Prompt], bool]) -> list[Prompt]:
-        found, before = list[Prompt](), self._reader.dropped
-        while len(found) < count:
-            found += filter(fits, self._reader.take(count - len(found)))
+        before = self._reader.dropped
+        found = self._reader.take(count, fits, self._weights)
         self.dropped += self._reader.dropped - before
         return found
 
@@ -78,7 +80,7 @@ class IterationMaker(ABC):
     reader. Roles may share a reader.
     """
 
-    readers: Mapping[str, PromptReader]
+    readers: Mapping[str, PromptReader | MixedReader]
 
     @abstractmethod
     def make(

@@ -5,15 +5,14 @@ must match those of its trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.chat_template import tokenize
-from megatron_rl.config.schema import Preflight
+from megatron_rl.config.schema import SOURCES, Preflight, Reward
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.text import fill
@@ -21,7 +20,7 @@ from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.iteration import Grade, Recipe, RolloutContext
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.update import Policy, policy_logprobs
-from megatron_rl.types import Outcome, Prompt, Rollout
+from megatron_rl.types import SOURCE, Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
@@ -41,21 +40,20 @@ class PreflightPlan:
     """The settings and prompts of the preflight checks. `prompts` is used on the driver only."""
 
     settings: Preflight
-    prompts: Sequence[Prompt]
-    wrong_answer: str = "-123456.789"
-    answer_format: str = "<answer>\\boxed{{answer}}</answer>"
-    bounds: tuple[float, float] = (0.0, 1.0)  # lowest and highest score of the reward function (setting reward.range)
+    prompts: Sequence[Prompt]  # the first settings.num_prompts prompts of each source are used
+    reward: Reward = field(default_factory=Reward)
+    rewards: Mapping[str, Reward] = field(default_factory=dict)  # rewards of the sources that have their own, by name
 
 
 def check_reward(
     grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
-    *, bounds: tuple[float, float] = (0.0, 1.0),
+    *, bounds: tuple[float, float] = (0.0, 1.0), source: str = "",
 ) -> dict[str, float]:  # fmt: skip
     """Checks that the reward function separates correct from wrong answers. Grades responses with each problem's gold
     answer, and responses with `wrong_answer`, both inserted into `answer_format`.
 
-    `bounds`: lowest and highest score (setting reward.range). Called on the driver. Returns the mean score of the
-        correct and of the wrong answers as metrics.
+    `bounds`: lowest and highest score (setting reward.range). `source`: name of the prompts' source for the message.
+        Called on the driver. Returns the mean score of the correct and of the wrong answers as metrics.
 
     Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
     of wrong answers is above WRONG_SHARE of it. Also raises PreflightFailure if the reward function raises an error or
@@ -65,11 +63,12 @@ def check_reward(
     payloads = [p.payload for p in prompts]
     low, high = bounds
     least, most = (low + share * (high - low) for share in (CORRECT_SHARE, WRONG_SHARE))
+    place = f"{SOURCES}.{source}: " if source else ""
     without = [p for p in payloads if "answer" not in p]
     if without:
         raise PreflightFailure(
-            f"a problem has no answer to try the reward with, only {', '.join(sorted(without[0]))}: name the column by "
-            "data.fields, or switch this check off by preflight.reward=false"
+            f"{place}a problem has no answer to try the reward with, only {', '.join(sorted(without[0]))}: name the "
+            "column by data.fields, or switch this check off by preflight.reward=false"
         )
     scores = {}
     for name, answers in (("correct", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
@@ -77,9 +76,9 @@ def check_reward(
         scores[name] = _mean_score(name, responses, payloads, grade(responses, payloads))
         if name == "correct" and scores[name] < least or name == "wrong" and scores[name] > most:
             raise PreflightFailure(
-                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the "
-                f"response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (correct ones need at least "
-                f"{least:g}, wrong ones at most {most:g}): look at data.fields, data.answer_pattern and "
+                f"{place}the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. "
+                f"to the response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (correct ones need at "
+                f"least {least:g}, wrong ones at most {most:g}): look at data.fields, data.answer_pattern and "
                 "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
                 "off by preflight.reward=false"
             )
@@ -157,15 +156,26 @@ def check(
     """
     if not plan.settings.enabled:
         return {}
-    # prompts used for the checks; empty on all ranks but the driver
-    chosen = list(plan.prompts[: plan.settings.num_prompts])
+    # prompts used for the checks by source; empty on all ranks but the driver
+    chosen: dict[str, list[Prompt]] = {}
+    for prompt in plan.prompts:
+        own = chosen.setdefault(prompt.payload.get(SOURCE, ""), [])
+        own += [prompt] if len(own) < plan.settings.num_prompts else []
     if not world.broadcast(len(chosen)):
         raise PreflightFailure("no prompts for the preflight: give some, or set preflight.enabled=false")
-    scores: dict[str, float] = {}
-    if plan.settings.reward:
-        tried = partial(check_reward, bounds=plan.bounds)
-        scores = world.from_driver(tried, context.grade, chosen, plan.wrong_answer, plan.answer_format)
-    texts = [recipe.prompt(p.payload) for p in chosen]
+
+    def try_rewards() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for source, own in chosen.items():
+            reward = plan.rewards.get(source, plan.reward)
+            scores = check_reward(
+                context.grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.range, source=source
+            )
+            found |= {f"{name}/{source}" if source else name: score for name, score in scores.items()}
+        return found
+
+    scores = world.from_driver(try_rewards) if plan.settings.reward else {}
+    texts = [recipe.prompt(p.payload) for own in chosen.values() for p in own]
     return scores | check_logprobs(world, context, memory, texts=texts, limit=plan.settings.gap_limit)
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat_template import ChatError, ChatTokenizer, UserText, problem_text, tokenize, tokenizer_of
-from megatron_rl.config.schema import HELD_OUT, ConfigError, Model, PromptSet, RoleConfig
+from megatron_rl.chat_template import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
+from megatron_rl.config.schema import HELD_OUT, SOURCES, ConfigError, Model, PromptSet, RoleConfig, Source
 from megatron_rl.data.benchmarks import Benchmark, read_benchmark
 from megatron_rl.data.conversations import MESSAGES, QUESTION, as_conversation, shape_of
 from megatron_rl.data.problems import Problem, PromptReader, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
-from megatron_rl.text import read_template
 from megatron_rl.training.iteration import Recipe
+from megatron_rl.types import SOURCE, TEMPLATE
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
 Encode = Callable[[Mapping[str, Any]], list[int]]  # values of a problem -> tokens of its prompt
@@ -83,10 +83,10 @@ def read_sets(
     render a conversation, or if a prompt has a token without an embedding row.
     """
     evaluated = {f"{HELD_OUT}.{own.name}": own for own in held_out}
-    training = {name: read_problems(source) for name, source in sets.items() if name not in evaluated}
+    training = {name: _of_source(name, own) for name, own in sets.items() if name not in evaluated}
     asked = any(MESSAGES in own[0].values for own in training.values() if own)
     problems = training | {
-        name: _as_trained(read_set(sets[name], own.benchmark), own, chat=asked)
+        name: _with_values(_as_trained(read_set(sets[name], own.benchmark), own, chat=asked), {TEMPLATE: own.template})
         for name, own in evaluated.items()
         if name in sets
     }
@@ -97,6 +97,10 @@ def read_sets(
                 f"{name} holds conversations, and this recipe fills a template of its own with the question: set "
                 f"{name}.chat to false, and roles.{first}.chat to true where that text shall be a user's message"
             )
+        if own and TEMPLATE in own[0].values and MESSAGES not in own[0].values:
+            texts = {recipe.prompt({**own[0].values, TEMPLATE: template}) for template in ("plain", "boxed_answer")}
+            if len(texts) == 1:
+                raise ConfigError(f"{name}.template: this recipe makes its prompts without it: set it to null")
         if tokenizer is not None:
             try_prompts(name, own, encoder(recipe, tokenizer), vocabulary)
     forms = ("texts", "conversations")
@@ -109,6 +113,19 @@ def read_sets(
                 f"{str(not own).lower()}, so that a model is measured as it is trained, or to {str(own).lower()}"
             )
     return problems
+
+
+def _of_source(name: str, source: PromptSet) -> list[Problem]:
+    """Reads the training problems of the set `name`. The problems of a source get the name and the template of the
+    source as values."""
+    added = {SOURCE: name.removeprefix(f"{SOURCES}."), TEMPLATE: source.template} if isinstance(source, Source) else {}
+    return _with_values(read_problems(source), added)
+
+
+def _with_values(problems: list[Problem], added: Mapping[str, str | None]) -> list[Problem]:
+    """Returns the problems with the values of `added` that are not None."""
+    given = {name: value for name, value in added.items() if value is not None}
+    return [replace(p, values={**p.values, **given}) for p in problems] if given else problems
 
 
 def _as_trained(problems: list[Problem], own: EvaluatedSet, *, chat: bool) -> list[Problem]:
@@ -125,43 +142,28 @@ def _as_trained(problems: list[Problem], own: EvaluatedSet, *, chat: bool) -> li
 
 def readers_of(
     recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet], problems: Mapping[str, Sequence[Problem]], *,
-    max_prompt_tokens: int, seed: int, held_out: Sequence[EvaluatedSet] = (),
+    max_prompt_tokens: int, seed: int,
 ) -> dict[str, PromptReader]:  # fmt: skip
     """Returns a prompt reader for each problem set, by the name of the set in the settings.
 
-    `held_out`: the sets for evaluation. A set with a `template` is encoded with this template, all other sets with the
-        recipe's prompt.
     `max_prompt_tokens`: maximum prompt length of the recipe's first role. Raises DataError if the share of longer
         prompts in a set is above the set's setting max_bad_share.
     """
     role, encode = next(iter(recipe.roles())), encoder(recipe, tokenizer)
-    own = {f"{HELD_OUT}.{each.name}": _filled(each.template, tokenizer) for each in held_out if each.template}
     readers = {
         name: PromptReader(
             problems[name],
-            own.get(name, encode),
-            seed=seed,
+            encode,
+            seed=seed if not isinstance(source, Source) else f"{seed}/{name}",
             shuffle=source.shuffle,
             max_prompt_tokens=max_prompt_tokens,
+            source=name.removeprefix(f"{SOURCES}.") if isinstance(source, Source) else "",
         )
         for name, source in sets.items()
     }
     for name, reader in readers.items():
         reader.refuse_long(f"roles.{role}.max_prompt_tokens", sets[name].max_bad_share, f"{name} ({sets[name].path})")
     return readers
-
-
-def _filled(template: str, tokenizer: Any) -> Encode:
-    """Returns the function that fills a problem into a prompt template and tokenizes the result. `template`: a text
-    file, or the name of a packaged template.
-    """
-    text = read_template(template)
-
-    def encode(values: Mapping[str, Any]) -> list[int]:
-        asked = {name: values[name] for name in (QUESTION, MESSAGES) if name in values}
-        return tokenize(tokenizer, problem_text(text, asked))
-
-    return encode
 
 
 def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabulary: Vocabulary | None) -> None:

@@ -343,10 +343,10 @@ def test_a_place_in_other_data_is_the_next_epoch_of_theirs():
         assert {prompt.id.partition("/")[0] for prompt in other.take(7)} == {"2"}
 
 
-def test_restarted_begins_anew():
+def test_first_begins_anew():
     reader = reader_of(5)
     first = reader.take(7)
-    assert reader.restarted().take(7) == first
+    assert reader.first(7) == first
 
 
 def test_no_problems_is_an_error():

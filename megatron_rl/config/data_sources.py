@@ -1,0 +1,72 @@
+"""Settings of several sources of training problems in one run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import pydantic
+
+from megatron_rl.config.base import NotNegative, config, refuse
+from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.evaluation import Reward
+
+SOURCES = "data.sources"  # the setting that names the sources
+
+
+@config
+class Source(PromptSet):
+    """One of several sources of training problems."""
+
+    # File, directory or hub name of the problems. Empty: the rows of `data.path` whose column `data_source` is the name
+    # of the source, as in verl.
+    path: str = ""
+    # How often a prompt is taken from this source, relative to the weights of the other sources; 0: never.
+    weight: NotNegative = 1.0
+    # Prompt template of this source: a text file with {question}, or the name of a packaged template. null: the prompt
+    # of the recipe.
+    template: str | None = None
+    reward: Reward | None = None  # the function that grades answers to these problems; null: the run's `reward`
+
+
+@config
+class Sources:
+    """Several sources of training problems. Each prompt of an iteration comes from one source."""
+
+    sources: dict[str, Source]  # the sources by name
+    path: str = ""  # data of the sources that have no `path`: rows with a column `data_source`
+
+    def problems(self) -> Iterator[str]:
+        """Yields error messages about names of sources, sources without data, and weights."""
+        for name, own in self.sources.items():
+            if not re.fullmatch(r"[\w./-]+", name):
+                yield f"data.sources: {name!r}: name a source by letters, digits and . _ - /"
+            if not (own.path or self.path):
+                yield f"data.sources.{name} has no path: give one, or set data.path to data with a column data_source"
+        if not any(own.weight for own in self.sources.values()):
+            yield "data.sources: no source has a weight above 0: give at least one"
+
+    def __post_init__(self) -> None:
+        """Gives the sources without `path` their rows of `data.path`."""
+        refuse(*self.problems())
+        own = {
+            name: source if source.path else replace(
+                source, path=self.path, filters={"data_source": name, **source.filters}
+            )
+            for name, source in self.sources.items()
+        }  # fmt: skip
+        object.__setattr__(self, "sources", own)
+
+
+def _kind(given: Any) -> str:
+    several = "sources" in given if isinstance(given, Mapping) else isinstance(given, Sources)
+    return "(sources)" if several else "(set)"
+
+
+# The problems of a run: one set, or several sources
+Data = Annotated[
+    Annotated[PromptSet, pydantic.Tag("(set)")] | Annotated[Sources, pydantic.Tag("(sources)")],
+    pydantic.Discriminator(_kind),
+]

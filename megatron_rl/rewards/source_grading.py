@@ -1,0 +1,53 @@
+"""Grades answers to problems of several sources, each with the reward function of its source."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_rl.config.evaluation import Reward
+from megatron_rl.rewards.grading_pool import Graded, GradePool
+from megatron_rl.types import SOURCE
+
+Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
+
+
+class GradePools:
+    """The pools of worker processes of several reward functions: one pool for all equal reward settings."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        """Closing `stack` ends the workers."""
+        self._stack, self._pools = stack, dict[str, GradePool]()
+
+    def of(self, reward: Reward) -> GradePool:
+        """Returns the pool of a reward function. Its workers start at the first grading, or by its method `start`."""
+        if (key := repr(reward)) not in self._pools:
+            self._pools[key] = self._stack.enter_context(GradePool(reward))
+        return self._pools[key]
+
+
+def by_source(graders: Mapping[str, Grade], default: Grade) -> Grade:
+    """Returns a grader that grades each answer with the grader of the problem's source, which the payload names.
+    `default` grades answers to other problems. Graders work at the same time, each on all of its answers.
+    """
+    if not graders:
+        return default
+
+    def grade(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        places: dict[Grade, list[int]] = defaultdict(list)
+        for i, payload in enumerate(payloads):
+            places[graders.get(payload.get(SOURCE, ""), default)].append(i)
+        out: dict[int, Graded] = {}
+        with ThreadPoolExecutor(max(1, len(places))) as threads:
+            calls = {
+                grader: threads.submit(grader, [responses[i] for i in own], [payloads[i] for i in own])
+                for grader, own in places.items()
+            }
+            for grader, call in calls.items():
+                out |= zip(places[grader], call.result(), strict=True)
+        return [out[i] for i in range(len(responses))]
+
+    return grade
