@@ -29,10 +29,9 @@ from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
-from megatron_rl.spec.evaluation_checks import evaluation_problems
+from megatron_rl.spec.data_checks import evaluation_problems, source_problems
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_gpus import number_problems
-from megatron_rl.spec.source_checks import source_problems
 from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, block_problems
 
 
@@ -55,6 +54,7 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
         yield from _run_problems(spec)
         yield from evaluation_problems(spec)
         yield from source_problems(spec)
+        yield from _overlaps(spec)
     if isinstance(spec, SftSpec):
         yield from _sft_problems(spec)
     if spec.engine is not None:
@@ -62,7 +62,6 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
         yield from _engine_problems(spec.engine, to_come)
     for name, source in spec.sets.items():
         yield from _set_problems(name, source)
-    yield from _overlaps(spec)
     if isinstance(spec, TrainingSpec):
         yield from _sink_problems(spec.sinks)
         most = spec.loop.num_iterations if isinstance(spec, RunSpec) else math.inf
@@ -374,11 +373,9 @@ def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
         yield f"{path}: reasoning-gym is not installed; run `pip install reasoning-gym`"
 
 
-def _overlaps(spec: Spec) -> list[str]:
+def _overlaps(spec: RunSpec) -> list[str]:
     """Returns an error message for each generated (reasoning-gym) training set that may contain questions of a set of
     the evaluations."""
-    if not isinstance(spec, RunSpec):
-        return []
     return [
         f"{HELD_OUT}.{held.name} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
         f"{name}.split to {TRAIN} and the split of {held.name} to {TEST}, which have none in common"

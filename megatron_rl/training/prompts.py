@@ -91,16 +91,8 @@ def read_sets(
         if name in sets
     }
     for name, own in problems.items():
-        if own and MESSAGES in own[0].values and not isinstance(recipe.prompt(own[0].values), UserText):
-            first = next(iter(recipe.roles()))
-            raise ConfigError(
-                f"{name} holds conversations, and this recipe fills a template of its own with the question: set "
-                f"{name}.chat to false, and roles.{first}.chat to true where that text shall be a user's message"
-            )
-        if own and TEMPLATE in own[0].values and MESSAGES not in own[0].values:
-            texts = {recipe.prompt({**own[0].values, TEMPLATE: template}) for template in ("plain", "boxed_answer")}
-            if len(texts) == 1:
-                raise ConfigError(f"{name}.template: this recipe makes its prompts without it: set it to null")
+        if own:
+            _refuse_form(name, own[0], recipe)
         if tokenizer is not None:
             try_prompts(name, own, encoder(recipe, tokenizer), vocabulary)
     forms = ("texts", "conversations")
@@ -113,6 +105,21 @@ def read_sets(
                 f"{str(not own).lower()}, so that a model is measured as it is trained, or to {str(own).lower()}"
             )
     return problems
+
+
+def _refuse_form(name: str, problem: Problem, recipe: Recipe) -> None:
+    """Raises ConfigError if the recipe cannot make a prompt of a set's conversations or with a set's own template."""
+    chat = MESSAGES in problem.values
+    if chat and not isinstance(recipe.prompt(problem.values), UserText):
+        first = next(iter(recipe.roles()))
+        raise ConfigError(
+            f"{name} holds conversations, and this recipe fills a template of its own with the question: set "
+            f"{name}.chat to false, and roles.{first}.chat to true where that text shall be a user's message"
+        )
+    if TEMPLATE in problem.values and not chat:
+        texts = {recipe.prompt({**problem.values, TEMPLATE: template}) for template in ("plain", "boxed_answer")}
+        if len(texts) == 1:
+            raise ConfigError(f"{name}.template: this recipe makes its prompts without it: set it to null")
 
 
 def _of_source(name: str, source: PromptSet) -> list[Problem]:

@@ -354,9 +354,8 @@ def test_the_loop_has_the_settings_of_its_config():
         preflight=Preflight(num_prompts=2, max_logprob_gap=0.25),
         reward=Reward(target="r", wrong_answer="w", answer_format="f{answer}", range=(-1.0, 2.0)),
     )
-    models = SimpleNamespace(
-        readers={"generator": SimpleNamespace(first=lambda count: Questions().take(count))}, held_out={}
-    )
+    reader = SimpleNamespace(first=lambda count: Questions().take(count))
+    models = SimpleNamespace(readers={"generator": reader}, held_out={})
     first = Questions().take(2)
     checks = preflight.PreflightPlan(settings=config.preflight, prompts=first, reward=config.reward)
     plan = loop.Plan(
@@ -423,9 +422,8 @@ def test_a_policy_is_trained_with_the_settings_of_its_role(staleness, high):
 def gated(template, log, directory, *, reward=True, prompts=None, **settings):
     setup, progress = make(template, log, directory, **settings)
     tried = Questions().take(4) if prompts is None else prompts
-    chosen = preflight.PreflightPlan(
-        settings=Preflight(num_prompts=4, reward=reward), prompts=tried, reward=Reward(wrong_answer="z")
-    )
+    own = Preflight(num_prompts=4, reward=reward)
+    chosen = preflight.PreflightPlan(settings=own, prompts=tried, reward=Reward(wrong_answer="z"))
     return setup, loop.Plan(iterations=1, preflight=chosen), progress
 
 

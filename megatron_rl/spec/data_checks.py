@@ -1,4 +1,4 @@
-"""Checks the sets of a run's evaluations, and the metrics that choose the best checkpoints and end a run early."""
+"""Checks the sources of a run's problems, the sets of its evaluations, and the metrics of its evaluations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.config.schema import HELD_OUT, Reward
+from megatron_rl.config.schema import HELD_OUT, SOURCES, Reward
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import read_template
 
@@ -18,7 +18,7 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
     for own in spec.data.held_out:
         if own.benchmark is not None and own.benchmark.judged:
             yield f"{HELD_OUT}: {own.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
-        yield from grading_problems(f"{HELD_OUT}: {own.name}", own.reward, own.template)
+        yield from _grading_problems(f"{HELD_OUT}: {own.name}", own.reward, own.template)
     names = [own.name for own in spec.data.held_out]
     if clash := sorted({*names} & {*roles}):
         yield f"{HELD_OUT}: {clash[0]} is also the name of a role: give the set another name"
@@ -41,7 +41,20 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
             yield f"evaluation.{place}.metric = {metric!r}: name a metric of one of the roles {', '.join(roles)}"
 
 
-def grading_problems(place: str, reward: Reward, template: str | None) -> Iterator[str]:
+def source_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields error messages about the reward functions and the prompt templates of the sources."""
+    for name, own in spec.data.sources.items():
+        place, reward = f"{SOURCES}.{name}", own.reward or spec.reward
+        yield from _grading_problems(place, reward, own.template)
+        for key in ("range", "max_failure_share"):
+            if (found := vars(reward)[key]) != (wanted := vars(spec.reward)[key]):
+                yield (
+                    f"{place}.reward.{key} = {found} with reward.{key} = {wanted}: all rewards of a run have the same "
+                    f"{key}; set both to one value"
+                )
+
+
+def _grading_problems(place: str, reward: Reward, template: str | None) -> Iterator[str]:
     """Yields error messages about the reward function and the prompt template of a set of problems, for a template that
     does not exist or has no {question}. `place`: name of the set for the messages."""
     try:
