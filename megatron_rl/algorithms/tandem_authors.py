@@ -8,13 +8,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from megatron_rl.config.base import Share
+from megatron_rl.config.base import UNREADABLE, ConfigError, Share, refusing
 from megatron_rl.config.schema import Strategy
 
 # marks of a leading space in vocabulary strings: byte-level BPE, SentencePiece, plain text
@@ -44,6 +45,7 @@ class Rule:
     p: Share = 0.5
     max_gap: PositiveInt = 32
     chunk_size: PositiveInt = 16
+    boundary_ids: str | None = None  # JSON file with the boundary tokens' ids; None: found in the vocabulary
 
     def senior_share(self, lengths: np.ndarray) -> tuple[float, float] | None:
         """Returns the expected share of tokens that the senior generates in texts with [S] lengths, and an upper bound
@@ -136,20 +138,35 @@ def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[in
     return _authors(rule, boundaries, key, own[real])[before]
 
 
-def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
+def read_boundaries(path: str, vocab: int | None = None) -> frozenset[int]:
+    """Returns the token ids in a JSON file, which contains one list of them. Raises ConfigError for other contents, and
+    for an id that is not in a vocabulary of `vocab` tokens (if given).
+    """
+    with refusing(lambda _: f"tandem.boundary_ids = {path} is no JSON list of token ids: give one", *UNREADABLE):
+        ids = TypeAdapter(frozenset[NonNegativeInt]).validate_json(Path(path).read_bytes())
+    if not ids or (vocab is not None and max(ids) >= vocab):
+        said = f"the model has {vocab} tokens, and the largest id is {max(ids)}" if ids else "the list is empty"
+        raise ConfigError(f"tandem.boundary_ids = {path}: {said}; give the ids of the model's own tokenizer")
+    return ids
+
+
+def boundaries(tokenizer: Any, rule: Rule) -> frozenset[int]:
     """Returns the token ids after which the author may change (strategy "word") or changes (strategy "sentence"); an
     empty set for other strategies. Takes seconds for a large vocabulary, so the caller should cache the result.
 
+    The ids are those in the file `rule.boundary_ids`. Without a file they are found in the vocabulary.
     For "word", these are the tokens that begin a word: the vocabulary string begins with a space mark (53,021 ids of
     Qwen3), or, if no vocabulary string has such a mark, the tokenizer separates the token by a space when it decodes.
     For "sentence", these are the tokens whose text ends with an empty line.
     """
+    if rule.boundary_ids is not None:
+        return read_boundaries(rule.boundary_ids)
     special = set(tokenizer.all_special_ids)
     ids = sorted(set(range(len(tokenizer))) - special)
-    if strategy == "sentence":
+    if rule.strategy == "sentence":
         texts = tokenizer.batch_decode([[i] for i in ids])
         return frozenset(i for i, text in zip(ids, texts, strict=True) if text.endswith(SENTENCE_END))
-    if strategy != "word":
+    if rule.strategy != "word":
         return frozenset()
     strings = tokenizer.convert_ids_to_tokens(ids)
     found = frozenset(

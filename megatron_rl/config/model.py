@@ -269,7 +269,18 @@ class TandemConfig:
     p: Share = 0.5  # probability that a random draw chooses the senior (strategies bernoulli and word)
     max_gap: PositiveInt = 32  # draw the author again after this many tokens without a new word (strategy word)
     chunk_size: PositiveInt = 16  # tokens that one model writes in a row (strategy chunk)
+    # JSON file with a list of the token ids after which the author is drawn again (strategy word) or changes (strategy
+    # sentence); null: the ids are found in the vocabulary.
+    boundary_ids: str | None = None
     junior_weight: Share = 0.0  # weight of the junior's tokens in the senior's loss; the Tandem RL paper uses 0
+
+    def problems(self) -> Iterator[str]:
+        """Yields an error message about boundary tokens that the strategy does not read."""
+        if self.boundary_ids is not None and self.strategy not in ("word", "sentence"):
+            yield (
+                f"boundary_ids = {self.boundary_ids!r} with strategy = {self.strategy!r}: word and sentence alone read "
+                "it; leave it out"
+            )
 
 
 @config

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.engines import Servers
-from megatron_rl.config.model import Strategy
 from megatron_rl.engines.server import Adapters, Server
 
 
@@ -55,7 +55,7 @@ class ModelFacts:
     ends: frozenset[int] = frozenset()  # end-of-sequence token ids
     vocab: int = 0  # size of the vocabulary; 0 if unknown
     # Returns the tokens after which the author (senior or junior) may change in Tandem RL.
-    boundaries: Callable[[Strategy], frozenset[int]] | None = None
+    boundaries: Callable[[Rule], frozenset[int]] | None = None
     adapters: Adapters | None = None  # None if servers hold merged weights
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_rl.algorithms.tandem_authors import read_boundaries
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import values_needed
 from megatron_rl.config import plugins
@@ -198,6 +199,9 @@ def role_problems(role: RoleConfig) -> Iterator[str]:
             f"tandem.chunk_size = {pair.chunk_size}: the senior begins, and sampling.max_tokens = {longest} ends every "
             "text before the junior's first token; give a smaller chunk_size"
         )
+    if pair is not None and pair.boundary_ids is not None and Path(pair.boundary_ids).is_file():
+        read = _read_model("", role.model.path, True)[1]
+        yield from refusal_of(read_boundaries, pair.boundary_ids, read and read[0].vocab)
     if role.lora is not None and role.policy == "none":
         yield "lora with policy = 'none': nothing is trained; leave lora out, or set policy to own"
     yield from _head_problems(role)

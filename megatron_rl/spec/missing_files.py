@@ -92,6 +92,11 @@ def _files(spec: Spec) -> Mapping[str, str]:
     """Returns {name of the setting: path} of the files that must be on this machine, such as chat templates and token
     files."""
     files = {f"{name}.chat_template": m.chat_template for name, m in spec.models.items() if m.chat_template is not None}
+    files |= {
+        f"roles.{name}.tandem.boundary_ids": role.tandem.boundary_ids
+        for name, role in spec.roles.items()
+        if role.tandem is not None and role.tandem.boundary_ids is not None
+    }
     if isinstance(spec, RunSpec):
         files |= spec.recipe.files()
         files |= {"debug.replay": str(spec.data.replay)} if spec.data.replay is not None else {}

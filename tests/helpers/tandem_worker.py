@@ -32,11 +32,14 @@ from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 
-STRATEGIES = ("bernoulli", "alternating", "chunk", "sentence", "word")
+STRATEGIES = ("bernoulli", "alternating", "chunk", "sentence", "word", "given")  # given: word, ids from a file
+IDS = Path(__file__).with_name("boundary_ids.json")
 SEED = 4
 
 
 def rule(strategy: str) -> Rule:
+    if strategy == "given":
+        return Rule(max_gap=5, boundary_ids=str(IDS))
     return Rule(strategy=strategy, max_gap=5, chunk_size=3)  # type: ignore[arg-type]
 
 

@@ -85,7 +85,7 @@ def completions(rows):
 
 def replayed(strategy, place, sample, tokens):
     key = sampling_seeds.request_seed(SEED, place) + sample
-    return replay(rule(strategy), boundaries(characters(), strategy), key, tokens).tolist()
+    return replay(rule(strategy), boundaries(characters(), rule(strategy)), key, tokens).tolist()
 
 
 def check(judges, version, prompt, completion, *, model_logprobs=False):

@@ -34,6 +34,11 @@ ENDPOINT = "endpoint={url: http://x, model: m}"
             "roles.verifier.lora with policy = 'none': nothing is trained; leave lora",
         ),
         (["verifier.tandem={strategy: chunk, chunk_size: 9}", "verifier.sampling.max_tokens=9"], "chunk_size = 9: the"),
+        (
+            ["verifier.tandem={strategy: chunk, boundary_ids: ids.json}"],
+            "roles.verifier.tandem: boundary_ids = 'ids.json' with strategy = 'chunk': word and sentence alone read it",
+        ),
+        (["verifier.tandem={boundary_ids: README.md}"], "roles.verifier.tandem.boundary_ids = README.md is no JSON"),
         (["verifier.model.path=''"], "roles.verifier.model.path is empty: give a model directory or a hub name"),
         (["verifier.router_replay=true", "verifier.tandem={}"], "vLLM has no model runner that does both"),
         (["roles={}"], "roles is empty: name at least one role"),
@@ -41,9 +46,9 @@ ENDPOINT = "endpoint={url: http://x, model: m}"
 )
 def test_roles_that_cannot_be_are_refused(changes, says):
     words = [f"roles.{change}" for change in changes if change != "roles={}"]
-    config = replace(load(TrainConfig, [EXAMPLE], words), recipe=Use(target="r"))
-    config = replace(config, roles={}) if "roles={}" in changes else config
     with pytest.raises(ConfigError, match=re.escape(says)):
+        config = replace(load(TrainConfig, [EXAMPLE], words), recipe=Use(target="r"))
+        config = replace(config, roles={}) if "roles={}" in changes else config
         config_checks.check(config, 32)
         config_checks.check_recipe(config, Tango())
 

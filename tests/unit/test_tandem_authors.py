@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import characters
 
-from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, fingerprint, replay, switches
+from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries, fingerprint, read_boundaries, replay, switches
+from megatron_rl.config.base import ConfigError
 from megatron_rl.text import load_tokenizer
 
 NONE = frozenset[int]()
@@ -160,18 +161,35 @@ def byte_level(vocabulary):
 
 def test_boundaries_of_a_byte_level_tokenizer_are_what_opens_a_word_and_what_ends_with_an_empty_line():
     tokenizer = byte_level(["<eos>", "Ġa", "a", "Ġ", "ĊĊ", "Ċ", ".ĊĊ", "ĊĊa", "ĠĊĊ"])
-    assert boundaries(tokenizer, "word") == {1, 3, 8}
-    assert boundaries(tokenizer, "sentence") == {4, 6, 8}
-    assert boundaries(tokenizer, "bernoulli") == NONE
+    assert boundaries(tokenizer, Rule(strategy="word")) == {1, 3, 8}
+    assert boundaries(tokenizer, Rule(strategy="sentence")) == {4, 6, 8}
+    assert boundaries(tokenizer, Rule(strategy="bernoulli")) == NONE
 
 
 def test_boundaries_of_single_characters_are_the_space_and_of_words_every_word(tmp_path):
     import task
 
-    assert boundaries(characters(), "word") == set(characters().encode(" "))
+    assert boundaries(characters(), Rule(strategy="word")) == set(characters().encode(" "))
     task.write_model(tmp_path, 0)
     words = load_tokenizer(tmp_path)
-    assert boundaries(words, "word") == set(range(len(words))) - set(words.all_special_ids)
+    assert boundaries(words, Rule(strategy="word")) == set(range(len(words))) - set(words.all_special_ids)
+
+
+def test_boundaries_are_those_of_a_file_that_is_given(tmp_path):
+    """As boundary_token_ids_path in the release: a JSON list, read in place of the vocabulary."""
+    (tmp_path / "ids.json").write_text("[8, 1, 8]")
+    for strategy in ("word", "sentence"):
+        assert boundaries(characters(), Rule(strategy=strategy, boundary_ids=str(tmp_path / "ids.json"))) == {1, 8}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("[1, -2]", "no JSON list"), ('{"a": 1}', "no JSON list"), ("[]", "empty"), ("[9]", "has 9 tokens")],
+)
+def test_a_file_without_boundaries_is_refused(tmp_path, content, said):
+    (tmp_path / "ids.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"tandem.boundary_ids = .*{said}"):
+        read_boundaries(str(tmp_path / "ids.json"), 9)
 
 
 def test_the_fingerprint_is_of_the_set():

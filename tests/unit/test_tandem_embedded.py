@@ -3,6 +3,8 @@ written what."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import conformance
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ RULES = {
     "sentence": Rule(strategy="sentence"),
     "word": Rule(max_gap=4),
     "nobody": Rule(strategy="bernoulli", p=0.0),
+    "given": Rule(boundary_ids=str(Path(__file__).parents[1] / "helpers/boundary_ids.json")),
 }
 PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)]]
 
@@ -85,7 +88,7 @@ def test_p_of_zero_is_the_junior_alone(models):
 @pytest.mark.parametrize("name", RULES)
 def test_every_token_has_its_authors_log_prob_and_the_authors_are_those_of_a_replay(models, name, junior):
     judges = [conformance.Judge(models / model) for model in ("senior", junior)]
-    ids = boundaries(characters(), RULES[name].strategy)
+    ids = boundaries(characters(), RULES[name])
     engine = engine_of(models, junior, max_batch=5)  # rows come and go, and move
     for i, group in enumerate(drawn(engine, RULES[name])):
         for j, c in enumerate(group):
@@ -102,7 +105,7 @@ def test_a_text_that_is_gone_on_with_keeps_its_authors(models):
     head = whole.tokens[:13].tolist()
     more = TandemSampling(rule=RULES["word"], seed=sampling_seeds.request_seed(0, 0), written=len(head))
     [[rest]] = complete(engine, [PROMPTS[0] + head], Sampling(max_tokens=27, temperature=0.0, tandem=more))
-    ids = boundaries(characters(), "word")
+    ids = boundaries(characters(), RULES["word"])
     wanted = replay(RULES["word"], ids, sampling_seeds.request_seed(0, 0), head + rest.tokens.tolist())
     assert [*whole.authors[:13], *rest.authors] == list(wanted)
 

@@ -82,7 +82,7 @@ class EmbeddedEngine:
         self._landing: tuple[Decoder, WeightSlots] | None = None
         self._format = None if quantization is None else FORMATS[quantization]
         self._quantised: QuantisedSlots | None = None
-        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # tokens by strategy
+        self._boundaries = functools.cache(functools.partial(boundaries, tokenizer))  # tokens by rule
         self._junior: Decoder | None = None
         if junior is not None:
             directory = hf_model.local_directory(junior)
@@ -237,7 +237,7 @@ class EmbeddedEngine:
         decoders, writers = [decoder], None
         if kind.tandem is not None:
             assert self._junior is not None, "checked when asked"
-            pens = pens_of(rows, kind.tandem, self._boundaries(kind.tandem.rule.strategy))
+            pens = pens_of(rows, kind.tandem, self._boundaries(kind.tandem.rule))
             decoders, writers = [decoder, self._junior], Writers((decoder, self._junior), pens)
         return ContinuousBatch(
             decoders, rows, ends=ends, max_batch=self._max_batch, writers=writers, tells_experts=self._tells_experts,

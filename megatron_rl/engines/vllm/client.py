@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl import frames
-from megatron_rl.algorithms.tandem_authors import fingerprint, replay
-from megatron_rl.config.model import Strategy
+from megatron_rl.algorithms.tandem_authors import Rule, fingerprint, replay
 from megatron_rl.engines import response_parsing, sampling_seeds
 from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.http import RequestRefused, ServerLost
@@ -37,8 +36,8 @@ class VllmServer(Server):
         self._sleeps = settings.colocate  # True if the server sleeps before a weight sync, so that it needs no pause
         self._context: int | None = None
         self._boundaries = facts.boundaries
-        # By Tandem RL strategy: the boundary tokens, if the server has confirmed that it uses the same tokens.
-        self._agreed: dict[Strategy, frozenset[int]] = {}
+        # By Tandem RL rule: the boundary tokens, if the server has confirmed that it uses the same tokens.
+        self._agreed: dict[Rule, frozenset[int]] = {}
 
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
@@ -49,7 +48,7 @@ class VllmServer(Server):
         if room <= 0:
             return [empty(sampling)] * sampling.n
         if sampling.tandem is not None:
-            await self._agree(sampling.tandem.rule.strategy)
+            await self._agree(sampling.tandem.rule)
         # vLLM samples only one completion if a greedy request has n > 1
         at_once = 1 if sampling.greedy else self._at_once
         if sampling.greedy and sampling.tandem is None:
@@ -177,22 +176,23 @@ class VllmServer(Server):
         """Returns a copy of the completion with the author (senior or junior) of each token. vLLM's answers do not
         contain the authors, so they are computed again from the seed and the tokens.
         """
-        before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule.strategy]
+        before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule]
         written = np.concatenate([before, completion.tokens]).tolist()
         authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, written)
         return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
 
-    async def _agree(self, strategy: Strategy) -> None:
-        """Checks once per Tandem RL strategy that the server has a junior model and the same boundary tokens as the
+    async def _agree(self, rule: Rule) -> None:
+        """Checks once per Tandem RL rule that the server has a junior model and the same boundary tokens as the
         client. Raises RequestRefused if this is not so, because another vLLM server would ignore the Tandem RL settings
         of a request.
         """
-        if strategy in self._agreed:
+        if rule in self._agreed:
             return
         if self._boundaries is None:
             raise RequestRefused("sampling.tandem without boundaries: roles.NAME.tandem gives them to the client")
-        ids = self._boundaries(strategy)
-        answer = await self._http.ask("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [strategy]})
+        ids = self._boundaries(rule)
+        call = {"method": "tandem_boundaries", "args": [asdict(rule)]}
+        answer = await self._http.ask("POST", "/collective_rpc", call)
         with self._understood():
             found = set(answer["results"])
         if found != {fingerprint(ids)}:
@@ -200,7 +200,7 @@ class VllmServer(Server):
                 f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; "
                 "start it by this config"
             )
-        self._agreed[strategy] = ids
+        self._agreed[rule] = ids
 
     async def _room(self) -> int:
         """Returns the server's context length in tokens."""

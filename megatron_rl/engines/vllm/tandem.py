@@ -138,7 +138,7 @@ class Authors(LogitsProcessor):
         self._places = vllm_config.compilation_config.static_forward_context
         self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
         tokenizer = functools.partial(load_tokenizer, self._settings["tokenizer"])
-        self.boundaries = functools.cache(lambda strategy: boundaries(tokenizer(), strategy))  # tokens by strategy
+        self.boundaries = functools.cache(lambda rule: boundaries(tokenizer(), rule))  # tokens by rule
         self.texts: dict[int, Text] = {}  # requests, by row of vLLM's batch
         self.keep = False  # whether to record the authors of tokens in `kept`
         # by key of a request: the authors of all its tokens except the last token
@@ -173,7 +173,7 @@ class Authors(LogitsProcessor):
             return None
         rule, key, written = rule_from(settings), settings.get("seed", params.seed), settings.get("written", 0)
         before = prompt or []
-        text = Text(Pen(rule, self.boundaries(rule.strategy), key, before[len(before) - written :]), output)
+        text = Text(Pen(rule, self.boundaries(rule), key, before[len(before) - written :]), output)
         if self.keep:
             self.kept[key] = text.authors
         return text

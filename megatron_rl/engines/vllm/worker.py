@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from megatron_rl.algorithms.tandem_authors import fingerprint
-from megatron_rl.config.schema import Strategy
+from megatron_rl.algorithms.tandem_authors import Rule, fingerprint
 from megatron_rl.engines import refit_worker
 from megatron_rl.engines.vllm.tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.engine_side import EngineSide
@@ -214,12 +213,12 @@ class Extension:
         # under the same version number.
         return bool(self.model_runner.add_lora(LoRARequest(name, number, directory, load_inplace=True)))
 
-    def tandem_boundaries(self, strategy: Strategy) -> str | None:
+    def tandem_boundaries(self, rule: Mapping[str, Any]) -> str | None:
         """Returns the fingerprint of the boundary tokens that this server uses for Tandem RL, or None if the server has
         no Tandem RL model.
         """
         found = self._authors()
-        return None if found is None else fingerprint(found.boundaries(strategy))
+        return None if found is None else fingerprint(found.boundaries(Rule(**rule)))
 
     def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
         """Returns, by the key of each request since the last call, which model generated each token (True: the senior).
