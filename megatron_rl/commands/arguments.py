@@ -104,7 +104,7 @@ class Check(WithSettings):
 
     schema: Command | None = argument(None, flags=["--command"])  # the command it is for (default: found from its keys)
     ranks: int | None = argument(None, type=positive)  # number of ranks it will run on (default: launch.nproc)
-    deep: bool = False  # read all rows, try chat templates with the tokenizer, import the reward
+    deep: bool = False  # read all rows, show the first prompt, try the tokenizers, the reward and the environment
     # the run starts on another machine, or after a stage that makes its files: missing ones are named only
     elsewhere: bool = False
     show: bool = argument(False, flags=["--print"])  # print the resolved config too, all defaults filled in

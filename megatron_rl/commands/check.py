@@ -43,9 +43,17 @@ def run(args: argparse.Namespace) -> int:
     lines += [f"note: {one}" for one in missing_files.absent_files(spec) if args.elsewhere or one.on_hub]
     if args.show:
         print(config_files.dump(config), end="")
-    from megatron_rl.commands.check_data import data_lines
+    from megatron_rl.commands.check_data import all_here, data_lines
 
-    for line in [*lines, *data_lines(spec, deep=args.deep)]:
+    lines += data_lines(spec, deep=args.deep)
+    if args.deep and isinstance(spec, RunSpec):
+        if all_here(spec):
+            from megatron_rl.commands.check_trials import trial_lines  # imports torch
+
+            lines += trial_lines(spec, here=not args.elsewhere)
+        else:
+            lines.append("not tried: the reward and the prompts, as models or data are not on this machine")
+    for line in lines:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0

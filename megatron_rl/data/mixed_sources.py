@@ -62,6 +62,16 @@ class MixedReader:
         """Returns the first `count` prompts of each source. The position of this reader is not changed."""
         return [prompt for reader in self._readers.values() for prompt in reader.first(count)]
 
+    @property
+    def questions(self) -> list[str]:
+        """Returns `PromptReader.questions` of all sources."""
+        return [question for reader in self._readers.values() for question in reader.questions]
+
+    @property
+    def longest(self) -> int:
+        """Returns the number of tokens of the longest prompt among those that are measured."""
+        return max(reader.longest for reader in self._readers.values())
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of draws and the position in each source as JSON values."""
         return {"draws": self._draws, "sources": {name: own.state_dict() for name, own in self._readers.items()}}

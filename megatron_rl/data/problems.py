@@ -125,6 +125,11 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
     return [Problem(index, values) for index, values in found]
 
 
+def asked(values: Mapping[str, Any]) -> str:
+    """Returns a text that is the same for problems with the same question and the same messages."""
+    return repr((values[QUESTION], values.get(MESSAGES)))
+
+
 class NothingLeft(DataError):
     """A curriculum skips all problems of a data set, or of one source."""
 
@@ -176,17 +181,14 @@ class PromptReader:
         """Logs a warning if problems have prompts longer than `max_prompt_tokens`, which the stream drops. Raises
         DataError if their fraction is above `max_bad_share`.
 
-        `setting`: the setting of max_prompt_tokens for the message. `where`: name of the data set for the message. At
-        most MEASURED problems are measured, evenly spaced.
+        `setting`: the setting of max_prompt_tokens for the message. `where`: name of the data set for the message.
         """
-        chosen = self._problems[:: -(-len(self._problems) // MEASURED)]
-        lengths = [(problem.row, len(self._tokens(problem))) for problem in chosen]
         long = [
             BadRow(f"problem {row}", f"its prompt has {tokens} tokens: raise {setting} = {self._max}")
-            for row, tokens in lengths
+            for row, tokens in self.lengths
             if tokens > self._max
         ]
-        refuse(long, len(chosen), max_bad_share, where)
+        refuse(long, len(self.lengths), max_bad_share, where)
 
     def first(self, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of the stream. The position of this reader is not changed."""
@@ -275,6 +277,22 @@ class PromptReader:
         if self._shuffle:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
+
+    @functools.cached_property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Returns (row, number of prompt tokens) of at most MEASURED problems, evenly spaced."""
+        chosen = self._problems[:: -(-len(self._problems) // MEASURED)]
+        return [(problem.row, len(self._tokens(problem))) for problem in chosen]
+
+    @property
+    def longest(self) -> int:
+        """Returns the number of tokens of the longest prompt among `lengths`."""
+        return max(tokens for _, tokens in self.lengths)
+
+    @property
+    def questions(self) -> list[str]:
+        """Returns the result of `asked` for each problem."""
+        return [asked(problem.values) for problem in self._problems]
 
     @functools.cached_property
     def told(self) -> dict[str, Any]:

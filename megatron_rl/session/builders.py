@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from megatron_rl.engines.protocol import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.models.lora_targets import owners
-from megatron_rl.session.run_setup import Driver, sampling_of
+from megatron_rl.rewards.source_grading import GradePools, by_source
+from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.session.run_setup import sampling_of
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
 from megatron_rl.training.iteration import Grade, RolloutContext
+from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import asked_tokenizers, read_sets, readers_of
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
@@ -62,6 +65,30 @@ def prompts(
     return by_role, held_out, {f"rows of {name}": own for name, own in told.items()}
 
 
+def grade_with(spec: RunSpec, pools: GradePools) -> Grade:
+    """Returns the grader of a run, which grades the problems of a source with the source's own reward, if any."""
+    graders = {name: pools.of(own.reward).grade for name, own in spec.data.sources.items() if own.reward}
+    return by_source(graders, pools.of(spec.reward).grade)
+
+
+def preflight_plan(
+    spec: RunSpec, reader: PromptReader | MixedReader, held_out: Mapping[str, Sequence[Prompt]]
+) -> PreflightPlan | None:  # fmt: skip
+    """Returns the checks before the first update, or None if they are disabled. `reader`: the first role's prompts."""
+    settings = spec.loop.preflight
+    if not settings.enabled:
+        return None
+    # the preflight tests the run's grader, so it needs problems that this grader can grade
+    fitting = [one.name for one in spec.data.held_out if one.reward == spec.reward]
+    own = next((prompts for name, prompts in held_out.items() if name in fitting and not spec.data.sources), None)
+    return PreflightPlan(
+        settings=settings,
+        prompts=own or reader.first(settings.num_prompts),
+        reward=spec.reward,
+        rewards={name: one.reward for name, one in spec.data.sources.items() if one.reward is not None},
+    )
+
+
 def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
     """Returns the model of each role that has a separate policy. Collective.
 
@@ -91,7 +118,7 @@ def uncredited(spec: RunSpec) -> frozenset[str]:
 
 
 def context(
-    spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
+    spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, watch: Stopwatch
 ) -> RolloutContext:  # fmt: skip
     """Returns the engines, tokenizers and grader with which the recipe collects rollouts. Roles that share a policy
     share an engine.
@@ -112,7 +139,7 @@ def context(
         max_prompt_tokens={name: role.max_prompt_tokens for name, role in spec.roles.items()},
         partner_weights={n: r.tandem.junior_weight for n, r in spec.roles.items() if r.tandem is not None},
         grade=grade,
-        watch=driver.watch,
+        watch=watch,
         seed=spec.run.seed,
         threshold=spec.reward.threshold,
         lowest_reward=spec.reward.range[0],

@@ -214,7 +214,7 @@ def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
         quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
         run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
         no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
-        context = builders.context(spec, run_engines.engines, tokenizers, no_grades, driver)
+        context = builders.context(spec, run_engines.engines, tokenizers, no_grades, driver.watch)
         trainees = {
             name: builders.trainee(spec.roles[name], spec.run, policies[name], refit)
             for name, refit in run_engines.refits.items()  # a critic has no engine to drift from

@@ -22,7 +22,7 @@ from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.planning import schedule
 from megatron_rl.planning.hardware import GIB, device_name
-from megatron_rl.rewards.source_grading import GradePools, by_source
+from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
 from megatron_rl.run.json_lines import DiskError
@@ -44,7 +44,6 @@ from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.held_out_sets import Answers, stopped_early
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.iteration_engines import GradeTurns
-from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.progress import never_learned
 from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
@@ -109,9 +108,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
         if driver.tracker is not None:
             driver.tracker.watch(run_engines.loads)
-        graders = {name: pools.of(own.reward).grade for name, own in spec.data.sources.items() if own.reward}
-        turns = GradeTurns(by_source(graders, pools.of(spec.reward).grade))
-        context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver)
+        turns = GradeTurns(builders.grade_with(spec, pools))
+        context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver.watch)
         collector = None
         if world.rank == 0:
             store = _store(parts, fresh=fresh)
@@ -335,27 +333,15 @@ def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> st
 
 
 def _plan(parts: _Parts) -> loop.Plan:
-    spec, settings, preflight = parts.spec, parts.spec.loop, None
-    if settings.preflight.enabled:
-        reader = parts.readers[next(iter(spec.recipe.roles()))]
-        # the preflight tests the run's grader, so it needs problems that this grader can grade
-        fitting = [one.name for one in spec.data.held_out if one.reward == spec.reward]
-        own = next((prompts for name, prompts in parts.held_out.items() if name in fitting), None)
-        own = None if spec.data.sources else own
-        preflight = PreflightPlan(
-            settings=settings.preflight,
-            prompts=own or reader.first(settings.preflight.num_prompts),
-            reward=spec.reward,
-            rewards={name: one.reward for name, one in spec.data.sources.items() if one.reward is not None},
-        )
-    evaluation = settings.evaluation
+    spec, settings = parts.spec, parts.spec.loop
+    reader, evaluation = parts.readers[next(iter(spec.recipe.roles()))], settings.evaluation
     return loop.Plan(
         iterations=settings.num_iterations,
         evaluate_beside=spec.evaluates_beside,
         evaluate_every=evaluation.every,
         evaluate_at_start=evaluation.at_start,
         save_every=spec.run.save_every,
-        preflight=preflight,
+        preflight=builders.preflight_plan(spec, reader, parts.held_out),
         mixed=settings.rollouts.mixed,
         train_without_signal=spec.run.train_without_signal,
         best=evaluation.best,

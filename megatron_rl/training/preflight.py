@@ -44,6 +44,15 @@ class PreflightPlan:
     reward: Reward = field(default_factory=Reward)
     rewards: Mapping[str, Reward] = field(default_factory=dict)  # rewards of the sources that have their own, by name
 
+    @property
+    def chosen(self) -> dict[str, list[Prompt]]:
+        """Returns the prompts that the checks use, by source."""
+        found: dict[str, list[Prompt]] = {}
+        for prompt in self.prompts:
+            own = found.setdefault(prompt.payload.get(SOURCE, ""), [])
+            own += [prompt] if len(own) < self.settings.num_prompts else []
+        return found
+
 
 def check_reward(
     grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
@@ -83,6 +92,16 @@ def check_reward(
                 "off by preflight.reward=false"
             )
     return {"preflight/reward_correct": scores["correct"], "preflight/reward_wrong": scores["wrong"]}
+
+
+def check_rewards(grade: Grade, plan: PreflightPlan) -> dict[str, float]:
+    """Checks the reward function of each source; see `check_reward`. Called on the driver. Returns its metrics."""
+    found: dict[str, float] = {}
+    for source, own in plan.chosen.items():
+        reward = plan.rewards.get(source, plan.reward)
+        scores = check_reward(grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.range, source=source)
+        found |= {f"{name}/{source}" if source else name: score for name, score in scores.items()}
+    return found
 
 
 def _mean_score(
@@ -156,25 +175,10 @@ def check(
     """
     if not plan.settings.enabled:
         return {}
-    # prompts used for the checks by source; empty on all ranks but the driver
-    chosen: dict[str, list[Prompt]] = {}
-    for prompt in plan.prompts:
-        own = chosen.setdefault(prompt.payload.get(SOURCE, ""), [])
-        own += [prompt] if len(own) < plan.settings.num_prompts else []
+    chosen = plan.chosen  # empty on all ranks but the driver
     if not world.broadcast(len(chosen)):
         raise PreflightFailure("no prompts for the preflight: give some, or set preflight.enabled=false")
-
-    def try_rewards() -> dict[str, float]:
-        found: dict[str, float] = {}
-        for source, own in chosen.items():
-            reward = plan.rewards.get(source, plan.reward)
-            scores = check_reward(
-                context.grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.range, source=source
-            )
-            found |= {f"{name}/{source}" if source else name: score for name, score in scores.items()}
-        return found
-
-    scores = world.from_driver(try_rewards) if plan.settings.reward else {}
+    scores = world.from_driver(check_rewards, context.grade, plan) if plan.settings.reward else {}
     texts = [recipe.prompt(p.payload) for own in chosen.values() for p in own]
     return scores | check_logprobs(world, context, memory, texts=texts, limit=plan.settings.gap_limit)
 

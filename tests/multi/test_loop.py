@@ -387,9 +387,7 @@ def test_recipes_play_with_the_settings_of_the_config():
         reward=Reward(target="r", range=(-1.0, 4.0), max_failure_share=0.75),
     )
     engine, watch = object(), Stopwatch()
-    context = builders.context(
-        spec_of(config), {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, SimpleNamespace(watch=watch)
-    )
+    context = builders.context(spec_of(config), {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, watch)
     assert context.engines == {"a": engine, "b": engine} and context.max_prompt_tokens == {"a": 7, "b": 9}
     assert context.partner_weights == {"a": 0.125} and context.grade is len and context.watch is watch
     assert (context.seed, context.threshold, context.max_failure_share) == (11, 1.5, 0.75)

@@ -1,0 +1,183 @@
+"""Tries the tokenizers, the prompts, the reward and the environment of a run, for `megatron-rl check --deep`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.chat_template import ChatTokenizer, UserText, answered_ids, tokenizer_of
+from megatron_rl.config.base import refusing
+from megatron_rl.config.schema import HELD_OUT, SOURCES, RoleConfig
+from megatron_rl.data.mixed_sources import MixedReader
+from megatron_rl.data.problems import PromptReader, asked
+from megatron_rl.data.rows import DataError
+from megatron_rl.engines.batched_session import BatchedSession, Row
+from megatron_rl.engines.full_prompts import FullPrompts
+from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Session, Tokens, TopScores
+from megatron_rl.recipes.episode_rollouts import OUTCOME, OverEpisodes
+from megatron_rl.rewards.grading_pool import Graded, RewardFailure
+from megatron_rl.rewards.source_grading import GradePools
+from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.session import builders
+from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.text import fill
+from megatron_rl.training.iteration import EvaluationDraws, Grade
+from megatron_rl.training.preflight import PreflightFailure, check_rewards
+from megatron_rl.types import SOURCE, Outcome, Prompt, Stop
+from megatron_rl.vocabulary import vocabulary_of
+
+SHOWN = 600  # maximum number of characters of a text in a line
+MOST_ANSWERS = 1000  # maximum number of answers of the tried episode
+
+
+def trial_lines(spec: RunSpec, *, here: bool) -> list[str]:
+    """Returns lines about the tokenizers against the models, the prompts, the reward and the environment of a run whose
+    models and data are on this machine.
+
+    `here`: whether the run starts on this machine, so that its reward and its environment can be tried. Raises
+    ConfigError for everything that `train` would reject before its first update.
+    """
+    tokenizers = {name: tokenizer_of(role.model) for name, role in spec.roles.items()}
+    role = next(iter(spec.recipe.roles()))
+    with refusing(str, DataError):
+        readers, held_out, _ = builders.prompts(spec, tokenizers)
+        firsts = readers[role].first(1)  # the first prompt of each source
+    lines = [_tokenizer_line(spec.roles[name], name, tokenizers[name], spec.recipe, firsts[0]) for name in spec.roles]
+    lines += _prompt_lines(spec, role, readers[role], held_out)
+    plays = isinstance(spec.recipe, OverEpisodes)
+    if not plays:
+        lines += [f"the first prompt{_of(one)}: {_shown(tokenizers[role], one.tokens)}" for one in firsts]
+    if here:
+        with contextlib.ExitStack() as stack, refusing(str, PreflightFailure, RewardFailure):
+            grade = builders.grade_with(spec, GradePools(stack))
+            plan = builders.preflight_plan(spec, readers[role], held_out)
+            if plan is not None and plan.settings.reward:
+                check_rewards(grade, plan)
+            if not plays or OUTCOME in spec.recipe.rewards:
+                lines += [_reward_line(spec, one, grade) for one in firsts]
+            lines += _episode_lines(spec, tokenizers, firsts[0], grade) if plays else []
+    return lines
+
+
+def _tokenizer_line(role: RoleConfig, name: str, tokenizer: Any, recipe: Any, first: Prompt) -> str:
+    """Returns a line that compares a role's tokenizer with its model, and says whether engines stop at the token with
+    which the chat template ends an assistant's turn."""
+    vocabulary = vocabulary_of(role.model, tokenizer)
+    told = lambda ids: ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(ids)) or "none"  # noqa: E731
+    line = (
+        f"{name}: {len(tokenizer)} tokens in the tokenizer, {vocabulary.rows} rows in the model's embedding; answers "
+        f"end at {told(vocabulary.ends)}; pad {told({tokenizer.pad_token_id} - {None})}; "
+        f"{'a' if tokenizer.chat_template else 'no'} chat template"
+    )
+    text = recipe.prompt(first.payload)
+    if tokenizer.chat_template and role.head is None and (role.chat or isinstance(text, UserText)):
+        end = answered_ids(ChatTokenizer(tokenizer), text, "a")[-4:]
+        stops = {*vocabulary.ends, *(tokenizer.convert_tokens_to_ids(s) for s in role.sampling.stop_strings)}
+        written = [i for i in end if i in vocabulary.special or i in vocabulary.ends]
+        if written and not stops & {*written}:
+            line += (
+                f". WARNING: the template ends a turn with {told(written)}, at which no answer ends: name it in roles."
+                f"{name}.sampling.stop_strings"
+            )
+    return line
+
+
+def _prompt_lines(
+    spec: RunSpec, role: str, reader: PromptReader | MixedReader, held_out: Mapping[str, Sequence[Prompt]]
+) -> list[str]:
+    """Returns lines about repeated problems, held-out problems that are trained on, and the longest prompt."""
+    questions, lines = reader.questions, list[str]()
+    if twice := len(questions) - len({*questions}):
+        lines.append(f"data: {twice} of {len(questions)} problems ask what another one asks")
+    for name, prompts in held_out.items():
+        if known := sum(asked(prompt.payload) in {*questions} for prompt in prompts):
+            lines.append(f"WARNING: {known} of {len(prompts)} problems of {HELD_OUT}.{name} are in data, too")
+    limit = spec.roles[role].max_prompt_tokens
+    return [*lines, f"data: the longest prompt has {reader.longest} tokens; roles.{role}.max_prompt_tokens = {limit}"]
+
+
+def _reward_line(spec: RunSpec, prompt: Prompt, grade: Grade) -> str:
+    """Returns a line with the rewards of a prompt's known answer and of an empty answer."""
+    texts = {"an empty answer": ""}
+    if "answer" in prompt.payload:
+        own = spec.data.sources.get(prompt.payload.get(SOURCE, ""))
+        reward = spec.reward if own is None or own.reward is None else own.reward
+        right = fill(reward.answer_format, answer=str(prompt.payload["answer"]))
+        texts = {f"the first prompt's known answer, as {right[:SHOWN]!r}": right} | texts
+    graded = grade([*texts.values()], [prompt.payload] * len(texts))
+    line = f"reward{_of(prompt)}: " + "; ".join(
+        f"{_score(one)} for {name}" for name, one in zip(texts, graded, strict=True)
+    )
+    if graded[-1].correct or len(graded) == 2 and graded[0].score <= graded[1].score:
+        line += ". WARNING: an empty answer should earn less than a right one"
+    return line
+
+
+def _of(prompt: Prompt) -> str:
+    return f" of {SOURCES}.{prompt.payload[SOURCE]}" if SOURCE in prompt.payload else ""
+
+
+def _score(graded: Graded) -> str:
+    return f"{graded.score:g}" if graded.outcome is Outcome.SCORE else f"no score ({graded.detail})"
+
+
+def _episode_lines(spec: RunSpec, tokenizers: Mapping[str, Any], task: Prompt, grade: Grade) -> list[str]:
+    """Plays one episode in which all answers are empty. Returns lines with the first prompt and the rewards."""
+    engines = {name: EmptyAnswers(min(vocabulary_of(r.model, tokenizers[name]).ends, default=0))
+               for name, r in spec.roles.items()}  # fmt: skip
+    context = builders.context(spec, engines, tokenizers, grade, Stopwatch())
+    try:
+        found = spec.recipe.evaluate([task], replace(context, evaluation=EvaluationDraws(greedy=False)))
+        told = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    except (RewardFailure, EngineError) as error:
+        told = f"WARNING: it fails: {error}"
+    first = next((tokens for engine in engines.values() for tokens in engine.prompts[:1]), ())
+    name = next((name for name, engine in engines.items() if engine.prompts), next(iter(tokenizers)))
+    return [
+        f"the first prompt of an episode, to {name}: {_shown(tokenizers[name], first)}",
+        f"an episode in which every answer is empty: {told}",
+    ]
+
+
+def _shown(tokenizer: Any, tokens: Tokens) -> str:
+    """Returns the number of tokens of a prompt, and its text with special tokens, shortened in the middle."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=False)
+    shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return f"{len(tokens)} tokens, {shown!r}"
+
+
+class EmptyAnswers:
+    """An engine that answers every request with the end-of-text token `end` alone."""
+
+    version = 0
+
+    def __init__(self, end: int) -> None:
+        self.prompts: list[np.ndarray] = []  # prompts of all requests so far
+        self._end = end
+
+    def session(self, priority: int = 0, log: SampleLog | None = None) -> Session:
+        return BatchedSession(self._run, lambda prompt, sampling, key: None, FullPrompts("check"), log)
+
+    def _run(self, rows: Sequence[Row]) -> list[Completion]:
+        self.prompts += [row.tokens for row in rows]
+        if len(self.prompts) > MOST_ANSWERS:
+            raise EngineError(f"the episode does not end after {MOST_ANSWERS} empty answers")
+        return [
+            Completion(
+                tokens=np.array([self._end]), logprobs=np.zeros(1), stop=Stop.EOS,
+                authors=None if row.sampling.tandem is None else np.ones(1),
+            )
+            for row in rows
+        ]  # fmt: skip
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        return [np.zeros(len(tokens), np.float32) for tokens in sequences]
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        raise EngineError("check plays episodes without a model")
+
+    def tend(self) -> None: ...

@@ -1,0 +1,111 @@
+"""`megatron-rl check --deep` shows what a run would begin with, and refuses what its preflight would refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from chats import CHATML, chat_tokenizer, said
+from tiny_models import make_model
+
+from megatron_rl.commands import check_trials
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest
+from megatron_rl.main import main
+
+ROWS = [{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 1?", "answer": "2"}, {"question": "2?", "answer": "2"}]
+
+
+@dataclass
+class Talk(Environment):
+    """Asks its agent until it has answered `answers` times, and rewards the number of its empty answers."""
+
+    answers: int = 2
+
+    def begin(self, task, seed):
+        self.said = []
+        return [NextRequest(agent="one", role="agent", messages=[said("user", f"Q: {task['question']}")])]
+
+    def step(self, answer):
+        self.said.append(answer.text)
+        if len(self.said) == self.answers:
+            return EpisodeEnd(rewards={"one": {"empty": float(self.said.count(""))}})
+        return [NextRequest(agent="one", role="agent", messages=[said("user", "go on")])]
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    """Runs `check --deep` on a config of GRPO, or another recipe, with chats. Returns (status, output, errors)."""
+    model = make_model(tmp_path / "model", num_hidden_layers=1, vocab_size=104, eos_token_id=2)
+    chat_tokenizer(CHATML).save_pretrained(model)
+    for name, rows in (("rows", ROWS), ("held", ROWS[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(*words, role="generator", recipe="recipe.target=grpo", deep=("--deep",)):
+        own = [
+            recipe, "recipe.args.updates=1", f"roles.{role}.model.path={model}", f"data.path={tmp_path}/rows.jsonl",
+            "data.chat=true", f"evaluation.sets=[{{path: {tmp_path}/held.jsonl, chat: true}}]", "evaluation.every=1",
+            f"run.dir={tmp_path}/runs", *words,
+        ]  # fmt: skip
+        status = main(["check", *own, *deep])
+        return status, *capsys.readouterr()
+
+    run.model = model
+    return run
+
+
+def test_it_shows_the_first_prompt_the_data_the_tokenizer_and_the_reward(check):
+    status, told, errors = check()
+    assert status == 0, errors
+    for line in (
+        "data: 1 of 3 problems ask what another one asks",
+        "WARNING: 1 of 1 problems of evaluation.sets.held are in data, too",
+        "data: the longest prompt has 25 tokens; roles.generator.max_prompt_tokens = ",
+        "<|im_start|>user\\n1 + 1?<|im_end|>\\n<|im_start|>assistant\\n'",
+        "104 rows in the model's embedding; answers end at '<|im_end|>' (2); pad none; a chat template",
+        "reward: 1 for the first prompt's known answer, as '<answer>\\\\boxed{2}</answer>'; 0 for an empty answer",
+    ):
+        assert line in told, told
+    assert "at which no answer ends" not in told
+
+
+def test_it_names_the_end_of_turn_at_which_no_engine_stops(check):
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.eos_token = "<s>"
+    tokenizer.save_pretrained(check.model)
+    config = json.loads((check.model / "config.json").read_text()) | {"eos_token_id": 0}
+    (check.model / "config.json").write_text(json.dumps(config))
+    (check.model / "generation_config.json").unlink(missing_ok=True)
+    _, told, _ = check()
+    assert "WARNING: the template ends a turn with '<|im_end|>' (2), at which no answer ends: name it in" in told
+    _, told, _ = check("roles.generator.sampling.stop_strings=['<|im_end|>']")
+    assert "at which no answer ends" not in told
+
+
+def test_it_refuses_a_reward_that_agrees_with_everything_as_the_run_would(check):
+    status, _, errors = check("reward.target=bad_rewards:agrees")
+    assert status == 2 and "the reward gives 1.00 on average to 1 known wrong answers" in errors
+    status, told, errors = check("reward.target=bad_rewards:agrees", "preflight.reward=false")
+    assert status == 0, errors
+    assert "1 for an empty answer. WARNING: an empty answer should earn less than a right one" in told
+    status, told, errors = check("reward.target=bad_rewards:agrees", deep=("--deep", "--elsewhere"))
+    assert status == 0, errors
+    assert "reward:" not in told and "the first prompt" in told  # the reward is another machine's
+
+
+def test_it_plays_an_episode_with_empty_answers(check, monkeypatch):
+    episodes = {
+        "role": "agent",
+        "recipe": "recipe={target: agents, args: {agents: {agent: 1}, environment: {target: 'test_check_deep:Talk'}, "
+        "dialogue: chat, rewards: {empty: 1.0}}}",
+    }
+    status, told, errors = check("preflight.reward=false", **episodes)
+    assert status == 0, errors
+    assert "reward:" not in told  # the environment gives the rewards
+    assert "the first prompt of an episode, to agent: " in told
+    assert "'<|im_start|>user\\nQ: 1 + 1?<|im_end|>\\n<|im_start|>assistant\\n'" in told
+    assert "an episode in which every answer is empty: agent/empty 2, episodes/answers 2" in told
+    monkeypatch.setattr(check_trials, "MOST_ANSWERS", 10)
+    _, told, _ = check("preflight.reward=false", "recipe.args.environment.args.answers=20", **episodes)
+    assert "WARNING: it fails: the episode does not end after 10 empty answers" in told
