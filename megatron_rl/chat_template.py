@@ -16,13 +16,15 @@ import numpy as np
 
 from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.config.model import Model
-from megatron_rl.text import fill, load_tokenizer
+from megatron_rl.rewards.tags import THINK
+from megatron_rl.text import decode, fill, load_tokenizer
 from megatron_rl.vocabulary import Vocabulary, check_vocabularies, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+THINK_TOKENS = 16  # number of tokens at the end of a prompt in which <think> is searched
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # An additional key of a message: the character ranges [[start, end], ...] of its content that are quoted from another
 # author than the message's author, see `environments.episode_types.quoting`.
@@ -231,6 +233,15 @@ def conversation_tokens(
     if not written.any():
         raise ChatError("an assistant wrote none of its tokens, so that there is nothing to train on")
     return tokens, written
+
+
+def thought_opening(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> str:
+    """Returns <think> and a line break if a prompt of [T] tokens ends with <think>, as with the chat templates of some
+    reasoning models, and "" otherwise. The result is put before the text of the response, so that a thought can be told
+    from an answer by the text alone; see rewards.tags.after_thinking.
+    """
+    end = decode(tokenizer, prompt[-THINK_TOKENS:]).text.rstrip()
+    return f"{THINK}\n" if end.endswith(THINK) else ""
 
 
 def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:

@@ -169,6 +169,11 @@ class Rollout:
         return int(spans[0, 0]) if len(spans) else len(self.tokens)
 
     @property
+    def prompt(self) -> np.ndarray:
+        """[start] int32: the tokens before the first token that a model generated."""
+        return self.tokens[: self.start]
+
+    @property
     def response(self) -> np.ndarray:
         """[length] int32: the tokens that models generated. Environment tokens between them, such as tool outputs, are
         left out.

@@ -82,7 +82,9 @@ class Comparisons:
         pair is shown to the judge. The judge is asked `sampling.n` times per order.
         """
         question = Question[Pair, Comparison](
-            prompt=lambda pair: _prompt(context, template, pair), read=lambda _, text: read_comparison(text)
+            prompt=lambda pair: _prompt(context, template, pair),
+            read=lambda _, text: read_comparison(text),
+            answer_only=True,
         )
         self._judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], sampling, question)
         self._watch, self._orders = context.watch, orders

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat_template import tokenize
+from megatron_rl.chat_template import thought_opening, tokenize
 from megatron_rl.control_tokens import fill_quoting, spelled
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question, judge_all
 from megatron_rl.rewards.role_tags import judged_score
+from megatron_rl.rewards.tags import after_thinking
 from megatron_rl.text import decode, read_template
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import Draws
@@ -44,6 +45,15 @@ class Speaker:
     role: str
     sampling: Sampling
     ask: Ask
+
+
+def answer_text(context: RolloutContext, rollout: Rollout) -> str | None:
+    """Returns the part of a response that a judge reads: the text without thoughts (see rewards.tags.after_thinking).
+    Returns None if the text has no answer, such as a response that was truncated in a thought.
+    """
+    tokenizer = context.tokenizers[rollout.role]
+    text = thought_opening(tokenizer, rollout.prompt) + decode(tokenizer, rollout.response).text
+    return after_thinking(text) or (None if text else text)
 
 
 def put(
@@ -90,7 +100,7 @@ def judged_answers(
     written: dict[int, tuple[Rollout, str]] = {}
     for key, rollouts in draws.answers():
         for j, rollout in enumerate(rollouts):
-            text = decode(context.tokenizers[solver.role], rollout.response).text
+            text = answer_text(context, rollout) or ""
             written[key * n + j] = rollout, text
             judging.ask(key * n + j, judge.ask(questions[key], text))
     judged = dict(judging.answers())

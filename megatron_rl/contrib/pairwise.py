@@ -13,9 +13,8 @@ from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count, CountOrZero
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.contrib.comparing import BOTH, Answer, Comparisons, comparison_metrics
-from megatron_rl.contrib.judged import JUDGE, judge_rollout
+from megatron_rl.contrib.judged import JUDGE, answer_text, judge_rollout
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, question_text, sampling_for
-from megatron_rl.text import decode_all
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -178,7 +177,7 @@ class Pairwise(Recipe):
 
 
 def _texts(context: RolloutContext, rollouts: Sequence[Rollout]) -> list[str]:
-    return decode_all(context.tokenizers[GENERATOR], [rollout.response for rollout in rollouts])
+    return [answer_text(context, rollout) or "" for rollout in rollouts]
 
 
 def _others(n: int, reference: int) -> list[int]:

@@ -13,13 +13,12 @@ from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.config.base import Count
 from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.contrib.judged import JUDGE, judge_prompt, judge_rollout
+from megatron_rl.contrib.judged import JUDGE, answer_text, judge_prompt, judge_rollout
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields, question_text, sampling_for
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import decode
 from megatron_rl.training.iteration import (
     Iteration,
     PromptSource,
@@ -118,7 +117,7 @@ class Claim:
 
     place: int  # index of the response in its iteration
     rollout: Rollout
-    text: str  # text of the response
+    text: str | None  # text of the response without thoughts; None if the response has no answer
     criterion: Criterion
     gold: float | None  # known correct score of the response on the criterion; None if unknown
 
@@ -222,14 +221,17 @@ class Rubric(Recipe):
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
         # index of the first claim of each problem; it does not depend on the order in which responses arrive
         first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]
-        question = Question[Claim, float | None](prompt=lambda claim: self._ask(context, claim), read=Claim.read)
+        question = Question[Claim, float | None](
+            prompt=lambda claim: self._ask(context, claim), read=Claim.read, answer_only=True
+        )
         judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], asked, question)
         claims = dict[int, Claim]()
         with context.watch("rollout"):
             for i, group in drawn(context, GENERATOR, prompts, own):
                 for key, claim in enumerate(self._claims(context, i * own.n, group, rubrics[i]), start=first[i]):
                     claims[key] = claim
-                    judging.ask(key, claim)
+                    if claim.text is not None:
+                        judging.ask(key, claim)
                 context.watch.beat()
         with context.watch("review"):
             found = dict(judging.answers())
@@ -239,7 +241,8 @@ class Rubric(Recipe):
         answers = [answer for _, own_answers in rows for answer in own_answers]
         metrics = {
             "ungraded": len(responses) - len(graded),  # number of responses without a grade
-            "unasked": len(rows) - len(found),  # number of criteria whose prompt is too long for the judge
+            # number of criteria whose prompt is too long for the judge
+            "unasked": sum(claim.text is not None for claim, _ in rows) - len(found),
             "unreadable": sum(answer.opinion is None for answer in answers),  # number of unreadable answers
         }
         return graded, answers, {name: float(count) for name, count in metrics.items()}
@@ -250,22 +253,28 @@ class Rubric(Recipe):
         """Returns the responses of one problem with each criterion, [n * K]. `place`: index of the first response."""
         claims: list[Claim] = []
         for j, rollout in enumerate(group):
-            text = decode(context.tokenizers[GENERATOR], rollout.response).text
-            gold = [None] * len(rubric) if self.labels is None else find_function(self.labels)(text, rollout.payload)
+            text = answer_text(context, rollout)
+            gold = (
+                [None] * len(rubric) if self.labels is None else find_function(self.labels)(text or "", rollout.payload)
+            )
             claims += [Claim(place + j, rollout, text, one, known) for one, known in zip(rubric, gold, strict=True)]
         return claims
 
     def _ask(self, context: RolloutContext, claim: Claim) -> Prompt | None:
         tiers = "\n".join(f"{score}: {tier}" for score, tier in enumerate(claim.criterion.tiers))
-        values = {"response": claim.text, "criterion": claim.criterion.criterion, "tiers": tiers}
+        values = {"response": str(claim.text), "criterion": claim.criterion.criterion, "tiers": tiers}
         return judge_prompt(context, self.judge_template, claim.rollout.group, claim.rollout.payload, **values)
 
 
 def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:
     """Returns a response with its rewards, computed from the answers about its criteria: outcome, fulfilled (share of
-    fulfilled criteria) and vetoed. Returns None if a criterion has no readable answer.
+    fulfilled criteria) and vetoed. Returns None if a criterion has no readable answer. A response without an answer has
+    the score 0 on each criterion.
     """
-    read = [[answer.opinion for answer in answers if answer.opinion is not None] for _, answers in rows]
+    read = [
+        [0.0] if claim.text is None else [answer.opinion for answer in answers if answer.opinion is not None]
+        for claim, answers in rows
+    ]
     if not all(read):
         return None
     rollout, criteria, scores = rows[0][0].rollout, [claim.criterion for claim, _ in rows], [fmean(own) for own in read]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from megatron_rl.chat_template import thought_opening
 from megatron_rl.engines.protocol import Completion, Engine, Sampling
+from megatron_rl.rewards.tags import after_thinking
 from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
@@ -22,6 +24,8 @@ class Question(Generic[Item, Opinion]):
 
     prompt: Callable[[Item], Prompt | None]  # makes the prompt; returns None if no prompt can be made for the item
     read: Callable[[Item, str], Opinion]  # parses the text of an answer about an item
+    # whether `read` gets the answer without the model's thoughts, see rewards.tags.after_thinking
+    answer_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,10 +83,13 @@ class Judging(Generic[Item, Opinion]):
     def _judgement(self, key: int, completion: Completion) -> Judgement[Item, Opinion]:
         item, prompt = self._asked[key]
         decoded = decode(self._tokenizer, completion.tokens)
+        text = decoded.text
+        if self._question.answer_only:
+            text = after_thinking(thought_opening(self._tokenizer, prompt.tokens) + text)
         return Judgement(
             key=key,
             item=item,
-            opinion=self._question.read(item, decoded.text),
+            opinion=self._question.read(item, text),
             prompt=prompt,
             completion=completion,
             decoded=decoded,

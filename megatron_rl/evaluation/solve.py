@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.chat_template import thought_opening
 from megatron_rl.engines.protocol import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
@@ -38,7 +39,10 @@ class Solver:
         prompts = {place: problems.prompts[place] for place in places}
         found = draw_within(self.engine, prompts, self.sampling, self.context)
         drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
-        texts = decoded(self.tokenizer, [c for *_, c in drawn])
+        texts = [
+            thought_opening(self.tokenizer, prompts[place]) + text
+            for (place, *_), text in zip(drawn, decoded(self.tokenizer, [c for *_, c in drawn]), strict=True)
+        ]
         graded = self.grade(texts, [problems.problems[place].values for place, *_ in drawn])
         weights: Mapping[int, float] = {}
         if self.weigher is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.algorithms.advantages import step_rewards
 from megatron_rl.algorithms.gae import mix_steps
-from megatron_rl.chat_template import answered_ids, tokenize
+from megatron_rl.chat_template import answered_ids, thought_opening, tokenize
 from megatron_rl.config.base import Share, config, refuse
 from megatron_rl.data.scored_texts import scored_rollout
 from megatron_rl.rewards.tags import after_thinking, step_texts
@@ -33,7 +33,7 @@ class RewardModel:
     weight: Share = 0.0
     role: str = "reward"  # the role of the reward model, with `head: score`; it is never trained
     # Part of the solution that the model reads after the prompt. whole: all of it. answer: the text after the last
-    # </think>.
+    # </think>; nothing if a thought is not closed.
     reads: Literal["whole", "answer"] = "whole"
     # none: the score is the output of the head. sigmoid: the sigmoid of the output, from 0 to 1 like most outcomes.
     scale: Literal["none", "sigmoid"] = "none"
@@ -111,8 +111,9 @@ class RewardModel:
         limit = context.max_prompt_tokens[self.role] + context.samplings[self.role].max_tokens - 1
         cut, out = 0, list[Rollout]()
         for rollout in rollouts:
-            text = decode(context.tokenizers[rollout.role], rollout.response).text
-            tokens, ends = self._read(context.tokenizers[self.role], prompt(rollout.payload), text)
+            tokenizer = context.tokenizers[rollout.role]
+            text, opened = decode(tokenizer, rollout.response).text, thought_opening(tokenizer, rollout.prompt)
+            tokens, ends = self._read(context.tokenizers[self.role], prompt(rollout.payload), text, opened)
             dropped = max(0, len(tokens) - limit)
             cut += dropped > 0
             ends = [end - dropped for end in ends if end >= dropped]
@@ -121,15 +122,15 @@ class RewardModel:
             context.add_metrics(rollouts[0].role, {"reward_model_cut": float(cut)})
         return {self.role: out}
 
-    def _read(self, tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[int]]:
+    def _read(self, tokenizer: Any, prompt: str, text: str, opened: str) -> tuple[list[int], list[int]]:
         """Returns (the tokens that the reward model reads, the indices of the tokens whose scores are used). The
         indices are the last token, or with a process reward model the last token of the separator after each step.
-        `text`: the solution. Steps and separators are tokenized separately, as in the training of process reward
-        models.
+        `text`: the solution. `opened`: see `thought_opening`. Steps and separators are tokenized separately, as in the
+        training of process reward models.
         """
         steps = step_texts(text) if self.step_weight else []
         if not steps:
-            answer = after_thinking(text) if self.reads == "answer" else text
+            answer = after_thinking(opened + text) if self.reads == "answer" else text
             tokens = answered_ids(tokenizer, prompt, answer)
             return tokens, [len(tokens) - 1]
         tokens, ends = tokenize(tokenizer, prompt), list[int]()

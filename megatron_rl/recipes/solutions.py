@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import GAE, UNGROUPED, find_estimator, word_of
-from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
+from megatron_rl.chat_template import ChatTokenizer, problem_text, thought_opening, tokenize, tokenizer_of
 from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import HELD_OUT, ConfigError
@@ -154,13 +154,16 @@ class _Samples:
         """Grades samples. `batch`: (index of the first sample, consecutive samples) of each request."""
         places = [first + j for first, group in batch for j in range(len(group))]
         drawn = [rollout for _, group in batch for rollout in group]
-        decoded = [decode(self.context.tokenizers[self.role], rollout.response) for rollout in drawn]
-        texts, payloads = [own.text for own in decoded], [rollout.payload for rollout in drawn]
+        tokenizer, payloads = self.context.tokenizers[self.role], [rollout.payload for rollout in drawn]
+        decoded = [decode(tokenizer, rollout.response) for rollout in drawn]
+        opened = [thought_opening(tokenizer, rollout.prompt) for rollout in drawn]
+        texts = [start + own.text for start, own in zip(opened, decoded, strict=True)]
         if self.labels is None:
             graded = self.context.grade(texts, payloads)
         else:
             payloads, graded = self.labels.grade(self.context, places, texts, payloads)
-        for place, rollout, payload, own, result in zip(places, drawn, payloads, decoded, graded, strict=True):
+        rows = zip(places, drawn, payloads, decoded, texts, graded, strict=True)
+        for place, rollout, payload, own, text, result in rows:
             annotated = annotate_steps(rollout, own)
             self.found[place] = annotated, result
             self.repeated += result.repeated
@@ -168,7 +171,7 @@ class _Samples:
                 payload = {**payload, "correct": result.correct, "grading": Outcome.SCORE.value}
                 rewards = {**rollout.rewards, **result.metrics, "outcome": result.score}
                 scored = replace(annotated, payload=payload, rewards=rewards)
-                self.solutions[place] = Solution(rollout=scored, text=own.text, correct=result.correct)
+                self.solutions[place] = Solution(rollout=scored, text=text, correct=result.correct)
                 self.then(place, self.solutions[place])
         self.context.watch.beat()
 

@@ -43,7 +43,7 @@ def grade(
     credit: Literal["all", "share"] = "all",
 ) -> dict[str, float]:
     """Grades a response by the instructions of its problem: payload["instruction_id_list"], names of kinds, and
-    payload["kwargs"], the values of each. A text up to </think> is not part of the response.
+    payload["kwargs"], the values of each. Thoughts are not part of the response; see `after_thinking`.
 
     Returns the reward and the four metrics `strict`, `loose` (1.0 if all instructions are followed, else 0.0),
     `share_strict` and `share_loose` (share of the instructions that are followed). `mode` and `credit` select the one
@@ -51,7 +51,7 @@ def grade(
     the asterisks of the response. A problem without instructions has the reward 1. Raises ValueError for an unknown
     kind and for missing values.
     """
-    answer = after_thinking(response) if "</think>" in response else response
+    answer = after_thinking(response)
     kinds, values = payload["instruction_id_list"], payload.get("kwargs")
     found: dict[str, float] = {}
     for name, texts in (("strict", [answer]), ("loose", loosened(answer))):

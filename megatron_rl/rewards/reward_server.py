@@ -38,7 +38,8 @@ class ServedRewardModel:
     template: str | None = None
     chat: bool = False  # whether a prompt that is a text is a user message, and the response an assistant message
     end: str = ""  # text after a response without chat template, such as the EOS token of the reward model
-    # Part of the response that the model reads. whole: all of it. answer: the text after the last </think>.
+    # Part of the response that the model reads. whole: all of it. answer: the text after the last </think>; nothing if
+    # a thought is not closed.
     reads: Literal["whole", "answer"] = "whole"
     # sigmoid: the sigmoid of the model's output, from 0 to 1. none: the output, which needs a reward.range.
     scale: Literal["sigmoid", "none"] = "sigmoid"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+THINK = "<think>"  # text that opens a thought
 MIN_STEPS = 3  # a solution with fewer step blocks loses 0.4 of the format score
 
 _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace does not group
@@ -34,8 +35,13 @@ def block_spans(text: str | bytes, tag: str, flags: int = 0) -> list[tuple[int, 
 
 
 def after_thinking(text: str) -> str:
-    """Returns the part of a text after the last </think>, or the whole text if it has none, without leading spaces."""
-    return text.rpartition("</think>")[2].lstrip()
+    """Returns the answer in a response: the text after the last </think> without leading spaces, or the whole text if
+    there is no thought. Returns "" if the last <think> is not closed, because the response then has no answer.
+    """
+    _, closed, answer = text.rpartition("</think>")
+    if THINK in answer:
+        return ""
+    return answer.lstrip() if closed else text
 
 
 def block_texts(text: str, tag: str, flags: int = 0) -> list[str]:

@@ -399,7 +399,7 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
 def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
     text = lambda tokens: decode(tokenizer, tokens).text  # noqa: E731
     return Sample(
-        group=rollout.group, prompt=text(rollout.tokens[: rollout.start]), response=text(rollout.response),
+        group=rollout.group, prompt=text(rollout.prompt), response=text(rollout.response),
         rewards=rollout.rewards, length=rollout.length,
     )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """Rubrics: the reward by hand, what a judge's answer gives, responses that leave, a judge that learns, entailment."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from judges import TOKENIZER, asked, context_of, problems, roll_out, said
+from judges import TOKENIZER, asked, context_of, ids, problems, roll_out, said
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
@@ -117,6 +118,25 @@ def test_a_rubric_that_cannot_be_used_is_refused_by_number(rubric, message):
 def test_fields_that_are_null_have_their_defaults():
     """Parquet gives every row of a column the same fields."""
     assert read_rubric({"rubric": [{"criterion": "a", "veto": None, "tiers": None}]}) == [Criterion("a")]
+
+
+def test_thoughts_are_not_judged_and_an_open_thought_is_no_answer(texts):
+    """One prompt opens a thought, as some chat templates do; the judge thinks, too."""
+    words = {
+        "Q0": ["<think>ae</think>xx", "<think>xx</think>\nae", "<think>ae", "ae"],
+        "Q1<think>\n": ["ae</think>xx", "ae"] * 2,
+    }
+    thinks = lambda prompt, key, j: f"<think>\\boxed{{0}} or \\boxed{{1}}?</think>{judges(prompt, key, j)}"  # noqa: E731
+    context = context_of(generator=lambda prompt, key, j: words[prompt][j], judge=thinks)
+    given = problems(2, rubric=[RUBRIC[0], {**RUBRIC[2], "weight": 1.0}])
+    given[1] = replace(given[1], tokens=[*given[1].tokens, *ids("<think>\n")])
+    played, metrics = roll_out(Rubric(updates=1, group_size=4, **texts), ("generator",), given, context)
+    assert [r.rewards["outcome"] for r in played["generator"]] == [1.0, 3.0, 0.0, 3.0] + [1.0, 0.0] * 2
+    assert [q.rpartition("|")[2] for q in asked(context, "judge")[::2]] == ["xx", "ae", "ae", "xx", "xx"]
+    assert metrics["generator"] == {"ungraded": 0, "unasked": 0, "unreadable": 0}
+    silent = context_of(generator=writes, judge=lambda prompt, key, j: f"<think>{judges(prompt, key, j)}")
+    _, metrics = roll_out(Rubric(updates=1, group_size=5, **texts), ("generator",), problems(1, rubric=RUBRIC), silent)
+    assert metrics["generator"]["unreadable"] == 15, "a box in an open thought is no judgement"
 
 
 def test_responses_are_rewarded_by_their_rubrics(texts):

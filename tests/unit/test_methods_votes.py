@@ -8,7 +8,7 @@ from collections import Counter
 from statistics import fmean
 
 import pytest
-from scripted_rollouts import context_of, reader_of, roll_out
+from scripted_rollouts import context_of, ids, reader_of, roll_out
 from toys import graded
 
 from megatron_rl.config.schema import ConfigError
@@ -99,6 +99,14 @@ def test_dapo_learns_from_votes_where_known_answers_are_wrong_or_hidden(tmp_path
     assert any(r.advantages > 0 for r in rollouts)
     known, m = roll_out(Dapo(**args), reader_of(4, answer="9"), context_of(writes, grade=agrees))
     assert not any(r.rewards["outcome"] for r in known) and "votes/share" not in m
+
+
+def test_a_thought_that_the_prompt_opened_is_told_from_the_answer_by_graders():
+    told = []
+    grade = graded(lambda response, payload: bool(told.append(response)))
+    prompts = [Prompt(id=f"0/{i}", tokens=ids(text), payload={}) for i, text in enumerate(["Q<think>\n", "Q <think>."])]
+    solutions, _ = solve(context_of(lambda *_: "hm", grade=grade), "generator", prompts, Sampling(max_tokens=50, n=1))
+    assert told == [s.text for s in solutions] == ["<think>\nhm", "hm"]
 
 
 def test_votes_that_make_no_sense_are_refused(tmp_path):

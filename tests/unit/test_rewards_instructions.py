@@ -58,6 +58,7 @@ def test_reward_is_all_or_share_strict_or_loose():
 
 def test_thoughts_are_not_part_of_the_response():
     assert grade('<think>I, for one</think>\n"one two"', PAYLOAD)["reward"] == 1.0
+    assert grade('<think>\n"one two"', PAYLOAD)["reward"] == 0.0, "a thought that is not closed is no answer"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron_rl.rewards.tags import boxed, generator_format, step_spans, step_texts
+from megatron_rl.rewards.tags import after_thinking, boxed, generator_format, step_spans, step_texts
 
 PIECES = [
     "<step>",
@@ -142,3 +142,19 @@ def test_degenerate_repetition_is_read_in_linear_time(piece):
     start = time.process_time()
     step_spans(text), boxed(text), generator_format(text)
     assert time.process_time() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (" 42", " 42"),
+        ("<think>\nhm</think>\n\n42", "42"),
+        ("hm</think>42 </think> 43", "43"),
+        ("<think>hm \\boxed{1}", ""),
+        ("<think>a</think>42<think>b", ""),
+        ("<think></think>", ""),
+        ("", ""),
+    ],
+)
+def test_the_answer_is_what_follows_the_last_thought_and_an_open_thought_has_none(text, answer):
+    assert after_thinking(text) == answer
