@@ -32,6 +32,7 @@ from megatron_rl.models.lora_targets import num_elements
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run import directory_lock
 from megatron_rl.run.checkpoint import read_json
+from megatron_rl.run.environment_record import packages
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, Spec, TrainingSpec
@@ -140,7 +141,7 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
 def _packages() -> Iterator[Check]:
     """Checks the versions of Python, of the packages in PACKAGES and, if Transformer Engine is installed, its version
     against the requirement in megatron-core's metadata."""
-    own, here = ".".join(map(str, sys.version_info[:3])), versions.here()
+    own, here = ".".join(map(str, sys.version_info[:3])), packages()
     yield judged("Python", own, sys.version_info >= PYTHON, "3.11 or newer is needed")
     for name, supported in PACKAGES.items():
         if (found := here.get(name)) is None:
@@ -314,7 +315,7 @@ def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[st
     said = f"{python} has no {package}" if found is None else f"{python}: {package} {found}"
     yield judged("engine.python", said, found is not None, cure)
     if found is not None:
-        yield _shared(engine.refit.transport, versions.here(), there)
+        yield _shared(engine.refit.transport, packages(), there)
 
 
 def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:

@@ -23,16 +23,6 @@ class NoEnvironmentError(Exception):
     """A Python interpreter does not run, or does not report its packages."""
 
 
-def here() -> dict[str, str]:
-    """Returns {package: version} of this environment. Package names are in lower case with hyphens.
-
-    If a package is installed in several folders of sys.path, the version in the first folder counts, which Python
-    imports.
-    """
-    found = reversed([*metadata.distributions()])
-    return _named({each.metadata["Name"]: each.version for each in found if each.metadata["Name"]})
-
-
 def of_interpreter(python: str) -> dict[str, str]:
     """Returns {package: version} of another interpreter's environment. Raises NoEnvironmentError if it does not run."""
     try:
@@ -42,7 +32,7 @@ def of_interpreter(python: str) -> dict[str, str]:
         raise NoEnvironmentError(f"{python}: {error}") from error
     if not isinstance(found, dict):
         raise NoEnvironmentError(f"{python} does not start: {done.stderr.strip()[-200:] or 'it says nothing'}")
-    return _named(found)
+    return {canonicalize_name(name): version for name, version in found.items()}
 
 
 def nccl(versions: Mapping[str, str]) -> str:
@@ -66,7 +56,3 @@ def bounds(package: str, needs: str) -> Requirement | None:
         return None
     found = (Requirement(line) for line in lines)
     return next((one for one in found if canonicalize_name(one.name) == needs and one.specifier), None)
-
-
-def _named(versions: Mapping[str, str]) -> dict[str, str]:
-    return {canonicalize_name(name): version for name, version in versions.items()}

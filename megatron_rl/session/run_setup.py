@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +44,7 @@ from megatron_rl.run.checkpoint import (
     write_json,
 )
 from megatron_rl.run.console import RunConsole
+from megatron_rl.run.environment_record import record_start
 from megatron_rl.run.input_digests import InputRecord
 from megatron_rl.run.metric_sinks import configured_sinks
 from megatron_rl.run.metrics import Stopwatch, Tracker
@@ -89,7 +91,8 @@ class Driver:
             self.tracker.log(cycle, scope, {**metrics, **times}, iteration=iteration)
 
     def compare(self, models: Mapping[str, configs.Model], rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Compares the models and data sets with those at the start of the run, and prints the changes.
+        """Compares the models and data sets with those at the start of the run, prints the changes, and records the
+        environment of this start.
 
         Called on the driver (rank 0) after the data sets are read. `rows`: path, row count and sha256 of each data set,
         keyed by name. Raises RunError if the data sets, or models from the hub, differ from those at the start of the
@@ -97,6 +100,10 @@ class Driver:
         """
         for change in self.record.compare(input_digests.LATER, {**input_digests.read_revisions(models), **rows}):
             self.say(f"{CHANGED} {change}")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = [torch.cuda.get_device_name(i) for i in range(count)]
+        # in a thread, because reading the versions of all packages takes half a second
+        threading.Thread(target=record_start, args=(self.directory, dict(self.record.inputs), devices)).start()
 
     def refitted(self, metrics: Mapping[str, Any]) -> None:
         """Appends the metrics of a weight sync (refit) to refits.jsonl, such as the transferred bytes and the duration.

@@ -184,7 +184,7 @@ def environment_with(directory: Path, **versions: str) -> str:
 def test_one_torch_and_one_nccl_for_trainer_and_engines(tmp_path, monkeypatch):
     """vLLM pins a torch, and torch pins an NCCL: where the trainer has others, NCCL refuses to connect them."""
     here = {"torch": "2.13.0", "nvidia-nccl-cu13": "2.29.7"}
-    monkeypatch.setattr(versions, "here", lambda: here)
+    monkeypatch.setattr(doctor, "packages", lambda: here)
 
     def found(transport: str, torch: str, nccl: str) -> Check:
         python = environment_with(
@@ -205,7 +205,7 @@ def test_transformer_engine_is_held_to_what_megatron_core_asks_for(tmp_path, mon
     asked = versions.bounds("megatron-core", "transformer-engine")
     assert asked is not None and asked.specifier.contains("2.11.0") and not asked.specifier.contains("2.13.0")
     for version, verdict in (("2.11.0", "ok"), ("2.20.2", "note")):
-        monkeypatch.setattr(versions, "here", lambda version=version: {"transformer-engine": version})
+        monkeypatch.setattr(doctor, "packages", lambda version=version: {"transformer-engine": version})
         assert examine(None)["transformer-engine"].verdict == verdict
 
 

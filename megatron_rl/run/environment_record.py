@@ -1,0 +1,76 @@
+"""Records versions, commits and digests of a run's starts in RUN/environment.json."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from megatron_rl.config.base import without_passwords
+from megatron_rl.run.checkpoint import read_json, write_json
+from megatron_rl.run.json_lines import UNREADABLE
+from megatron_rl.run.run_directory import RunDirectory
+
+FILE = "environment.json"
+GIT_S = 10.0  # time limit of a git command in seconds
+OF_ONE_START = ("started", "host", "command")  # entries that are not compared with those of the start before
+
+
+def packages() -> dict[str, str]:
+    """Returns {package: version} of this environment. Package names are in lower case with hyphens.
+
+    If a package is installed in several folders of sys.path, the version in the first folder counts, which Python
+    imports.
+    """
+    found = reversed([*metadata.distributions()])
+    return {canonicalize_name(each.metadata["Name"]): each.version for each in found if each.metadata["Name"]}
+
+
+def commit_of(directory: Path) -> str | None:
+    """Returns the commit of the git checkout of a directory, such as `1a2b3c` or `1a2b3c, with changes`. Returns
+    None outside of a checkout and without git."""
+    found = []
+    for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(["git", "-C", directory, *words], capture_output=True, text=True, timeout=GIT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode != 0:
+            return None
+        found.append(done.stdout.strip())
+    return found[0] + (", with changes" if found[1] else "")
+
+
+def record_start(directory: RunDirectory, inputs: Mapping[str, Mapping[str, Any]], devices: Sequence[str]) -> None:
+    """Adds this start to environment.json, unless its environment is that of the newest start in it.
+
+    `inputs`: the inputs of the run with their digests (see InputRecord.inputs). `devices`: names of the GPUs.
+    """
+    places = {"megatron_rl": Path(__file__).parent, "working directory": Path.cwd()}
+    now = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "command": without_passwords(" ".join(sys.argv)),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [*devices],
+        "commits": {name: commit_of(place) for name, place in places.items()},
+        "config": hashlib.sha256(directory.config.read_bytes()).hexdigest(),
+        "inputs": {name: own.get("sha256", own.get("revision")) for name, own in inputs.items()},
+        "packages": dict(sorted(packages().items())),
+    }
+    file, starts = directory.path / FILE, list[dict[str, Any]]()
+    with contextlib.suppress(OSError, *UNREADABLE):  # the file is not there, or damaged
+        starts = [one for one in read_json(file) if isinstance(one, dict)]
+    if not starts or any(starts[-1].get(name) != now[name] for name in now.keys() - OF_ONE_START):
+        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
+            write_json(file, [*starts, now])
