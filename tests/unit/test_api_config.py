@@ -112,8 +112,8 @@ def test_short_names_are_settings_that_exist():
         assert key.startswith("recipe.args.") or key.replace("*", "NAME") in known, name
     for name, text in {**names_of("TRL"), **names_of("VERL")}.items():
         keys = re.findall(r"\b(?:roles|run|engine|reward|data|evaluation|launch|job|sinks)\.[\w.*]+", text)
-        assert keys or text.startswith(("recipe.args.", "evaluation", "no setting:")), name
-        assert {key.replace("*", "NAME").replace("roles.critic", "roles.NAME") for key in keys} <= known, name
+        assert keys or text.startswith(("recipe.", "evaluation", "no setting:")), name
+        assert {re.sub(r"^roles\.(\*|critic|verifier)", "roles.NAME", key) for key in keys} <= known, name
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,10 @@ def test_an_unknown_name_is_refused_with_the_one_that_is_meant(name, words):
         ("trainer={save_freq: 2, nnodes: 3}", "trainer.save_freq: unknown key; this is verl's name"),
         ("data.train_batch_size=4", "data.train_batch_size: unknown key; this is verl's name"),
         ("actor_rollout_ref.actor.optim.lr=1", "this is verl's name; here it is roles.NAME.optimizer.lr"),
+        (
+            "algorithm.alpha_start=0.5",
+            "this is verl's name; here it is recipe.args.alpha_start, with recipe.target=tango",
+        ),
         ("actor_rollout_ref.odd=1", "actor_rollout_ref: unknown key; known here: roles"),
         ("recipe.target=grppo", "target = 'grppo' is no recipe; did you mean 'grpo'?"),
     ],

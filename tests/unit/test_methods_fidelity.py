@@ -7,11 +7,19 @@ each table names the file and the function. Where this project differs on purpos
 
 from __future__ import annotations
 
+import re
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 from test_recipes import PAPER, context_of, paper_generator, per_token, roll_out, segments, texts, verification
 
 from megatron_rl.algorithms.advantages import step_rewards
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config import files
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import ConfigError, GenerateConfig, SftConfig, TrainConfig
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
@@ -190,3 +198,75 @@ def test_the_order_of_updates(settings):
 def test_weights_that_nothing_reads_are_refused(texts, args, message):
     with pytest.raises(ConfigError, match=message):
         Tango(**args, **texts)
+
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {"train": TrainConfig, "sft": SftConfig, "generate": GenerateConfig}
+FLAGS = (ROOT / "docs/reference/fidelity.md").read_text().partition("## Flags and files")[2].split("\n### ")[1:]
+OURS = re.compile(r"Ours: `megatron-rl (\w+)`.*?examples/(published/\S+?\.yaml)\)", re.DOTALL)
+# The last words of the flags that the releases' scripts set; of train/tandem_grpo.sh also its variables.
+SCRIPTS = {
+    "scripts/run_rl_tango.sh": (
+        "adv_estimator train_files val_files train_batch_size max_prompt_length max_response_length "
+        "filter_overlong_prompts truncation return_raw_chat apply_chat_template path enable_gradient_checkpointing "
+        "use_remove_padding lr lr_warmup_steps_ratio ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_kl_loss "
+        "kl_loss_coef kl_loss_type entropy_coeff param_offload optimizer_offload log_prob_micro_batch_size_per_gpu "
+        "tensor_model_parallel_size name gpu_memory_utilization max_num_batched_tokens n critic verifier_critic "
+        "kl_ctrl ground_truth_weight generator_format_reward_weight generator_outcome_reward_weight "
+        "generator_process_reward_weight alpha_schedule alpha_start alpha_min exp_target_frac enable trainable "
+        "prompt_length response_length n_verifier_inference_rollouts temperature verifier_correctness_reward_weight "
+        "verifier_format_reward_weight verifier_label_ema_decay reweight_verifier_rewards reweight_method "
+        "generator_warmup_steps verifier_warmup_steps critic_warmup verifier_critic_warmup n_generator_steps "
+        "n_verifier_steps initial_mode logger project_name experiment_name n_gpus_per_node nnodes save_freq test_freq "
+        "val_generations_to_log_to_wandb val_verifications_to_log_to_wandb total_training_steps total_epochs "
+        "resume_mode val_before_train VLLM_ATTENTION_BACKEND"
+    ),
+    "scripts/run_sft_generator.sh": (
+        "nnodes node_rank master_addr master_port nproc_per_node train_batch_size train_files val_files prompt_key "
+        "response_key max_length micro_batch_size_per_gpu apply_chat_template lr partial_pretrain default_local_dir "
+        "project_name experiment_name total_epochs save_freq test_freq logger default_hdfs_dir"
+    ),
+    "scripts/run_sft_data_generation.sh": (
+        "nnodes n_gpus_per_node batch_size path prompt_key n_samples output_path trust_remote_code temperature top_k "
+        "top_p prompt_length response_length tensor_model_parallel_size gpu_memory_utilization"
+    ),
+    "train/tandem_grpo.sh": (
+        "POLICY_MODEL JUNIOR_MODEL GPUS TRAIN_GPUS PROB_PRIMARY SELECTION MAX_GAP_TOKENS BOUNDARY_IDS_PATH FROZEN_GPU "
+        "JR_TKN_WEIGHT LR CLIP_RATIO TRAIN_BATCH MINI_BATCH MAX_PROMPT MAX_RESPONSE ROLLOUT_N ROLLOUT_TEMP "
+        "PPO_MAX_TOKEN TOTAL_EPOCHS TOTAL_STEPS TEST_FREQ SAVE_FREQ VAL_DO_SAMPLE VAL_TEMP VAL_TOP_P VAL_N "
+        "ROLLOUT_GPU_UTIL ENFORCE_EAGER OFFLOAD EXP_NAME CKPT_DIR MAX_CKPT_KEEP VLLM_TANDEM_ALL_GPUS adv_estimator "
+        "norm_adv_by_std_in_grpo use_kl_in_reward val_files filter_overlong_prompts truncation use_remove_padding "
+        "enable_gradient_checkpointing use_fused_kernels attn_implementation use_torch_compile use_dynamic_bsz "
+        "use_kl_loss entropy_coeff max_model_len tensor_model_parallel_size custom_reward_function logger "
+        "val_before_train log_val_generations persist_hf_model"
+    ),
+}
+
+
+def step(value: Any, name: str) -> Any:
+    return value[name] if isinstance(value, dict) else getattr(value, name)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_of_a_released_script_has_a_row(script):
+    [section] = [part for part in FLAGS if script in part.partition("\n")[0]]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    named = {word for row in rows for flag in re.findall(r"`([^`]+)`", row[0]) for word in re.findall(r"\w+", flag)}
+    assert set(SCRIPTS[script].split()) <= named
+    assert all(len(row) == 4 and len(row[2]) > 2 for row in rows), "each has ours, or the reason"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_values_of_the_table_of_flags_are_those_of_the_examples(script):
+    [section] = [part for part in FLAGS if script in part.partition("\n")[0]]
+    command, example = OURS.search(section).groups()
+    config = files.load(COMMANDS[command], [ROOT / "examples" / example])
+    recipe = build(config.recipe) if command == "train" else None
+    here = [line.split(" | ")[2] for line in section.splitlines() if line.startswith("| `")]
+    found = [pair for cell in here for pair in re.findall(r"`([a-z_.]+): ([^`]+)`", cell)]
+    assert len(found) > 8
+    for name, value in found:
+        place, names = (recipe, name[12:]) if name.startswith("recipe.args.") else (config, name)
+        own = reduce(step, names.split("."), place)
+        wanted = yaml.safe_load(re.sub(r"^(\d)e", r"\1.0e", value))
+        assert own == (tuple(wanted) if isinstance(wanted, list) else wanted), name
