@@ -211,15 +211,19 @@ def ahead(settings: dict[str, Any], base: Path, staleness: int, servers: Sequenc
 
 
 def cases(
-    base: Path, chosen: Mapping[str, tuple[int, int]], servers: Sequence[RefittedVllm]
+    base: Path,
+    chosen: Mapping[str, tuple[int, int]],
+    servers: Sequence[RefittedVllm],
+    method: Callable[[Path, str], dict[str, Any]] | None = None,
 ) -> list[tuple[dict[str, Any], int | None]]:
     """Returns for each chosen {method_staleness: (staleness, iterations until it is cut)} three runs, each with the
-    number of iterations after which it leaves: a whole one, one that is cut, and its resumption."""
+    number of iterations after which it leaves: a whole one, one that is cut, and its resumption. `method`: makes the
+    configs, if none of METHODS does."""
     found: list[tuple[dict[str, Any], int | None]] = []
     for case, (staleness, iterations) in chosen.items():
-        method = METHODS[case.rpartition("_")[0]]
+        make = method or METHODS[case.rpartition("_")[0]]
         for name, leave_after in ((case, None), (f"{case}_cut", iterations), (f"{case}_cut", None)):
-            settings = method(base, name)
+            settings = make(base, name)
             found.append((ahead(settings, base, staleness, servers) if staleness else settings, leave_after))
     return found
 

@@ -1,0 +1,88 @@
+"""Runs that draw their problems from three sources with weights, trained by `megatron-rl train`'s own code on 2 ranks:
+shares of the draws, graders and metrics by source, and exact resumption, also with rollouts ahead of training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import cut_runs
+import pytest
+from cut_runs import PLAYERS, config, role
+from test_open_centre import iterations
+
+from megatron_rl.run.metrics import read_metrics
+from megatron_rl.types import SOURCE
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+WEIGHTS, DRAWS = {"openai/gsm8k": 5.0, "code": 3.0, "puzzles": 2.0}, 1000
+CUTS = {0: 2, 2: 1}  # {rollouts.max_staleness: iterations after which the run is cut}
+
+
+def write(base):
+    """Writes rows in the form of verl, with all sources but one in a single file."""
+    rows = [
+        {"data_source": name, "question": f"{letter}?", "answer": letter}
+        for name in ("openai/gsm8k", "puzzles", "unused")
+        for letter in "abcdefghijk"
+    ]
+    (base / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (base / "code.jsonl").write_text("".join(json.dumps({"question": f"{c}!", "answer": c}) + "\n" for c in "abcdefg"))
+    (base / "other.txt").write_text("{question} b b")
+
+
+def mixed(base, name):
+    args = {"updates": 4, "group_size": 2, "template": f"{base}/plain.txt"}
+    roles = {"generator": role(base, model=PLAYERS[0], lr=0.002)}
+    found = config(
+        base, name, "megatron_rl.recipes.dapo:Dapo", roles, args=args, reward="begins_well",
+        prompts_per_iteration=DRAWS // 4 if name.startswith("mixed_0") else 20,
+    )  # fmt: skip
+    own = {"openai/gsm8k": {}, "code": {"path": f"{base}/code.jsonl"}, "puzzles": {"template": f"{base}/other.txt"}}
+    own["code"]["reward"] = found["reward"] | {"target": "open_centre_rewards:share_of_vowels"}
+    sources = {name: settings | {"weight": WEIGHTS[name]} for name, settings in own.items()}
+    return found | {"data": {"path": f"{base}/verl.jsonl", "sources": sources}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("sources")
+    cut_runs.write_players(base)
+    write(base)
+    servers = cut_runs.start_servers()
+    try:
+        cut_runs.run_all(base, cut_runs.cases(base, {f"mixed_{k}": (k, c) for k, c in CUTS.items()}, servers, mixed))
+    finally:
+        for server in servers:
+            server.close()
+    return base / "runs"
+
+
+def test_a_run_draws_by_weights_and_has_metrics_of_each_source(runs):
+    found = iterations(runs / "mixed_0", "generator")
+    drawn = [Counter(rollout.payload[SOURCE] for rollout in own) for own in found]
+    whole = sum(drawn, Counter())
+    for name, share in {"openai/gsm8k": 500, "code": 300, "puzzles": 200}.items():
+        assert abs(whole[name] / 2 - share) <= 3, "each problem has two samples"
+    for row, own, rollouts in zip(
+        (row for row in read_metrics(runs / "mixed_0") if row.scope == "generator"),
+        drawn,
+        found,
+        strict=True,
+    ):
+        for name in WEIGHTS:
+            rewards = [rollout.rewards["outcome"] for rollout in rollouts if rollout.payload[SOURCE] == name]
+            assert row.metrics[f"samples/{name}"] == own[name] == len(rewards)
+            assert row.metrics[f"reward/outcome/{name}"] == pytest.approx(sum(rewards) / len(rewards))
+            correct = sum(reward > 0.5 for reward in rewards)
+            assert row.metrics[f"accuracy/{name}"] == pytest.approx(correct / len(rewards))
+    prompts = {rollout.payload[SOURCE]: tuple(rollout.tokens[: rollout.start]) for rollout in found[0]}
+    assert len({prompt[-2:] for prompt in prompts.values()}) == 2, "the puzzles have a template of their own"
+    by_vowels = {rollout.rewards["outcome"] for rollout in found[0] if rollout.payload[SOURCE] == "code"}
+    assert by_vowels - {0.0, 1.0}, "graded by its own function, with shares"
+
+
+@pytest.mark.parametrize("staleness", CUTS)
+def test_a_run_of_several_sources_that_was_cut_goes_on_exactly(runs, staleness):
+    cut_runs.assert_same(runs / f"mixed_{staleness}", runs / f"mixed_{staleness}_cut")
