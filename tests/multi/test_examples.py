@@ -37,6 +37,7 @@ TRAIN = [
             "grpo_qwen2.5_7b",
             "grpo_chat_qwen2.5_7b",
             "grpo_fp8_qwen3_30b_a3b",
+            "grpo_nemo_rl_qwen3_30b_a3b",
             "tandem_qwen3_4b",
             "tandem_evaluated_qwen3_4b",
             "tango_rloo_qwen2.5_7b",
