@@ -23,6 +23,7 @@ from megatron_rl.planning.workload import Draw, longest_context
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 from megatron_rl.weights.quantisation import FORMATS
+from megatron_rl.weights.rank_layouts import EngineLayout
 
 ENGINE_WORKSPACE = 3 * memory.GIB  # bytes per GPU for prefill activations and CUDA graphs of a server
 # assumed bytes of GPU memory that a server keeps while it sleeps: CUDA context, NCCL's buffers, CUDA graphs
@@ -70,6 +71,7 @@ class ServerPlan:
     sequences: float  # number of sequences of maximum length that fit into the KV cache of one server
     share: float  # bytes of GPU memory that the server uses while it generates
     asleep: float  # bytes that the server keeps while the trainer uses its GPU; 0 on separate GPUs
+    staging: float  # bytes of pinned host memory in which the server receives new weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,14 @@ class RunPlan:
         kept = 0.0
         if self.beside:  # weights of sleeping servers are on the host, except those of the role that trains
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
-            kept *= SERVER_COPY
+            kept = SERVER_COPY * kept + sum(server.staging for server in self.servers)
         return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
+
+    @property
+    def staging_per_node(self) -> float:
+        """Returns the bytes of pinned host memory on a node whose GPUs are all used by servers that do not share GPUs
+        with the trainer."""
+        return 0.0 if self.beside else max((one.staging for one in self.servers), default=0.0) * self.cluster.per_node
 
     @property
     def problems(self) -> list[str]:
@@ -178,7 +186,7 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the whole estimate as JSON-serializable values, in bytes and seconds."""
-        whole = ("problems", "cycle_s", "reserve", "rollout_peak", "host_per_node")
+        whole = ("problems", "cycle_s", "reserve", "rollout_peak", "host_per_node", "staging_per_node")
         own = ("name", "embedded", "cache", "asleep")
         return {
             "cluster": str(self.cluster),
@@ -303,7 +311,16 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     token = compute.kv_bytes(shape, settings.cache_width or width)
     sequences = max(0.0, cache) * settings.tp / copies / token / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
-    return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep)
+    # Without staging, vLLM receives fused experts alone in host memory (engines/vllm/worker.py).
+    whole = case.spec.engine.refit.staging == "host"
+    staged = role.has_policy and (whole or (settings.kind == "vllm" and case.spec.engine.refit.staging == "off"))
+    layout = EngineLayout(
+        tp=settings.tp, expert_parallel=settings.expert_parallel, quantization=settings.quantization if form else None
+    )
+    staging = counting.staging_bytes(shape.sizes, layout, width, experts_only=not whole) if staged else 0
+    return ServerPlan(
+        role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep, staging=staging
+    )
 
 
 def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:

@@ -95,8 +95,13 @@ def advice(case: Case, made: RunPlan) -> list[str]:
     ]
     if made.host_per_node > HOST_MEMORY:
         lines.append(
-            f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: "
-            "check that a node has as much"
+            f"roles that sleep, references and servers hold {made.host_per_node / GIB:.0f} GiB of each node's own "
+            "memory: check that a node has as much"
+        )
+    if made.staging_per_node > HOST_MEMORY:
+        lines.append(
+            f"servers receive weights in {made.staging_per_node / GIB:.0f} GiB of each node's own memory: check that a "
+            "node has as much, or set refit.staging to off"
         )
     return lines
 

@@ -149,6 +149,9 @@ def _servers_table(plan: RunPlan) -> Table:
     )
     for server in plan.servers:
         table.add_row(server.role, _gib(server.weights), _gib(server.cache), f"{server.sequences:.0f}")
+    if plan.staging_per_node:
+        table.caption = f"of each node's own memory, for new weights: {_gib(plan.staging_per_node)} GiB"
+        table.caption_justify = "left"
     return table
 
 

@@ -15,7 +15,7 @@ from megatron_rl.refit.transport import Added, Parameters, Readable, Sums, Tenso
 from megatron_rl.refit.transport_choice import RankLocations
 from megatron_rl.weights import rank_layouts, refit_plan
 from megatron_rl.weights.parameter_mapping import Rect, kept_float32
-from megatron_rl.weights.quantisation import SCALES, quantised_shapes, sent
+from megatron_rl.weights.quantisation import quantised_shapes, sent
 from megatron_rl.weights.rank_layouts import EngineLayout, Holding, TrainerLayout
 from megatron_rl.weights.refit_plan import RefitPlan
 
@@ -131,12 +131,9 @@ class Topology:
         """Returns the number of elements of the sent dtype that have the size of one element of a Hugging Face tensor,
         for example 2 for a float32 tensor if bfloat16 is sent.
         """
-        form, kept = self.engines.format, tensor in kept_float32(self.sizes)
-        if form is None:
-            return torch.float32.itemsize // self.torch_dtype.itemsize if kept else 1
-        if tensor in quantised_shapes(self.sizes):
-            return 1
-        return form.scale_bytes if tensor.endswith(SCALES) else 4 if kept else getattr(torch, self.dtype).itemsize
+        form, width = self.engines.format, getattr(torch, self.dtype).itemsize
+        size = rank_layouts.element_bytes(self.sizes, form, tensor, width)
+        return size if form else size // width
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
         """Raises ValueError unless `names` are exactly the parameters that trainer rank `rank` has in the layout."""

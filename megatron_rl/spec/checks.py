@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.tandem_authors import read_boundaries
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import values_needed
@@ -83,7 +84,13 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
         except TypeError as error:
             yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
     for name, role in spec.roles.items() if settings.low_precision else ():
-        if role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none"):
+        uncorrected = role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none")
+        # a loss per rollout has no importance weights; an objective that cannot be built is reported elsewhere
+        if (
+            uncorrected
+            and not refusal_of(loss_of, role)
+            and not objectives.find(role.loss.objective, role.loss.objective_args).per_rollout
+        ):
             yield (
                 f"roles.{name}.loss.correction.kind = 'none' with engine.quantization or engine.kv_cache_dtype: the "
                 "engine's probabilities are not the trainer's, and training without importance weights is biased; "

@@ -15,7 +15,7 @@ from megatron_rl.models.rows import Row
 from megatron_rl.models.shape import Shape
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.quantisation import Format, quantised_shapes
-from megatron_rl.weights.rank_layouts import TrainerLayout
+from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, element_bytes, engine_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,20 @@ def engine_bytes(shape: Shape, width: int, form: Format | None) -> float:
     quantised. `form`: the format of the quantised weights; None if no weights are quantised."""
     linear = 0 if form is None else sum(prod(whole) for whole in quantised_shapes(shape.sizes).values())
     return width * (total(shape) - linear) + (0 if form is None else form.bytes_per_element * linear)
+
+
+@lru_cache(maxsize=16)
+def staging_bytes(sizes: Sizes, layout: EngineLayout, width: int, *, experts_only: bool) -> int:
+    """Returns the bytes of pinned host memory in which a rank of an engine receives its parameters, or its fused
+    experts alone, beside those that it uses. torch rounds each pinned tensor up to a power of two.
+
+    `width`: bytes per element of the weights that are not quantised.
+    """
+    return sum(
+        1 << (prod(shape) * element_bytes(sizes, layout.format, rects[0].tensor, width) - 1).bit_length()
+        for name, (shape, rects) in engine_parameters(sizes, layout, 0).items()
+        if ".experts." in name or not experts_only
+    )
 
 
 def active(shape: Shape) -> int:

@@ -11,8 +11,17 @@ from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.model import Layout
 from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.parameter_mapping import Parameter, Rect, Shape, Shard, engine, hf_shapes, trainer_parameters
-from megatron_rl.weights.quantisation import FORMATS, Format, held, sent
+from megatron_rl.weights.parameter_mapping import (
+    Parameter,
+    Rect,
+    Shape,
+    Shard,
+    engine,
+    hf_shapes,
+    kept_float32,
+    trainer_parameters,
+)
+from megatron_rl.weights.quantisation import FORMATS, SCALES, Format, held, quantised_shapes, sent
 
 
 class Holding(NamedTuple):
@@ -157,6 +166,18 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     else:
         found = engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
     return found if layout.format is None else held(sizes, layout.format, found)
+
+
+def element_bytes(sizes: Sizes, form: Format | None, tensor: str, width: int) -> int:
+    """Returns the bytes of an element of a Hugging Face tensor, or of its scales (a name with the suffix SCALES), in an
+    engine. Two float4 values are one element. `form`: the format of the quantised weights. `width`: bytes of an element
+    of the model's dtype.
+    """
+    if form is not None and tensor in quantised_shapes(sizes):
+        return 1
+    if form is not None and tensor.endswith(SCALES):
+        return form.scale_bytes
+    return 4 if tensor in kept_float32(sizes) else width
 
 
 def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:

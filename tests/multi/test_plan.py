@@ -130,6 +130,21 @@ def test_servers_and_trainer_have_the_whole_memory_by_iterations(capsys):
     assert any("while servers generate in it" in line for line in more["problems"])
 
 
+def test_host_memory_in_which_servers_receive_weights_is_counted(capsys):
+    """Counted by hand: a layer of Qwen2.5-7B on two ranks, each tensor rounded up to a power of two."""
+    own = ["job.nodes=2", "engine.colocate=false", "engine.replicas=4", "engine.tp=2", "engine.memory_share=0.9"]
+    _, found = planned(capsys, "--cluster", "4x8xA100-80", *own, "rollouts.max_staleness=1")
+    mib = 2**20
+    # qkv [2304, 3584] and its bias, o [3584, 1792], gate and up [18944, 3584], down [3584, 9472], norms
+    layer = 16 * mib + 8192 + 16 * mib + 256 * mib + 128 * mib + 2 * 8192
+    vocabulary = 1024 * mib  # [76032, 3584]: 520 MiB
+    assert [server["staging"] for server in found["servers"]] == [28 * layer + 2 * vocabulary + 8192] * 2
+    assert found["staging_per_node"] == 8 * found["servers"][0]["staging"]
+    for other in ("refit.staging=off", "refit.staging=device"):
+        _, found = planned(capsys, "--cluster", "4x8xA100-80", *own, "rollouts.max_staleness=1", other)
+        assert found["staging_per_node"] == 0
+
+
 def test_mean_lengths_of_a_config_are_what_is_planned_with():
     config = load("roles.verifier.mean_tokens={prompt: 900, answer: 600}")
     verifier = next(

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 from limits import RUN_S
 from ranks import ROOT
 from tiny_models import make_model
 
 from megatron_rl.models import registry
+from megatron_rl.weights.counting import staging_bytes
 from megatron_rl.weights.quantisation import SCALES, config_of, quantised_shapes
 from megatron_rl.weights.rank_layouts import EngineLayout, differences, engine_parameters
 
@@ -88,3 +91,12 @@ def test_parameters_of_a_real_vllm_model_are_those_of_the_plan_fp8(tmp_path):
             kind = "float32" if name.endswith((SCALES, "e_score_correction_bias")) else "bfloat16"
             kind = "float8_e4m3fn" if rects[0].tensor in quantised_shapes(own) else kind
             assert found[name][1] == f"torch.{kind}", name
+        # torch rounds pinned memory, in which servers receive new weights, up to powers of two
+        sizes_of = {
+            n: prod(shape) * getattr(torch, kind.removeprefix("torch.")).itemsize for n, (shape, kind) in found.items()
+        }
+        rounded = {n: 2 ** (size - 1).bit_length() for n, size in sizes_of.items()}
+        layout = EngineLayout(quantization="fp8")
+        assert staging_bytes(own, layout, 2, experts_only=False) == sum(rounded.values())
+        experts = sum(size for n, size in rounded.items() if ".experts." in n)
+        assert 0 < staging_bytes(own, layout, 2, experts_only=True) == experts

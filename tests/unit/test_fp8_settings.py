@@ -31,6 +31,7 @@ from megatron_rl.weights.quantisation import FORMATS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/published/grpo_fp8_qwen3_30b_a3b.yaml"
 NO_CORRECTION = ["roles.generator.loss.correction.kind=none", "roles.generator.loss.correction.high=null"]
+ONLINE_DPO = ["recipe.target=megatron_rl.recipes.online_dpo:OnlineDpo", "roles.generator.loss.objective=dpo"]
 
 
 def checked(capsys, *words: str) -> str:
@@ -52,6 +53,8 @@ def test_formats_of_the_setting_are_those_of_the_table_fp8():
         (NO_CORRECTION, "generator.loss.correction.kind = 'none' with engine.quantization"),
         ([*NO_CORRECTION, "engine.quantization=null"], "generator.loss.correction.kind = 'none' with"),
         ([*NO_CORRECTION, "engine.quantization=null", "engine.kv_cache_dtype=auto"], ""),
+        ([*NO_CORRECTION, *ONLINE_DPO], ""),  # a loss of pairs, which has no importance weights
+        ([*NO_CORRECTION, "roles.generator.loss.objective=nll"], "generator.loss.correction.kind = 'none' with"),
         (["engine.quantization=nvfp4"], "engine.quantization = 'nvfp4': servers need a second scale"),
         (["engine.kv_cache_dtype=fp8_e5m2"], "engine.kv_cache_dtype = 'fp8_e5m2' with engine.quantization = 'fp8'"),
         (
