@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.tandem_authors import read_boundaries
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import values_needed
@@ -23,7 +22,7 @@ from megatron_rl.config.base import ConfigError, Use, read_object, refusal_of
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
-from megatron_rl.config.model import CorrectionConfig, LossConfig, RoleConfig
+from megatron_rl.config.model import LossConfig, RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
@@ -33,6 +32,7 @@ from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.data_checks import evaluation_problems, source_problems
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
+from megatron_rl.spec.server_checks import colocation_problems, low_precision_problems, served_adapter_problems
 from megatron_rl.spec.server_gpus import number_problems
 from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, block_problems
 
@@ -83,19 +83,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             copy.deepcopy(spec.recipe)
         except TypeError as error:
             yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
-    for name, role in spec.roles.items() if settings.low_precision else ():
-        uncorrected = role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none")
-        # a loss per rollout has no importance weights; an objective that cannot be built is reported elsewhere
-        if (
-            uncorrected
-            and not refusal_of(loss_of, role)
-            and not objectives.find(role.loss.objective, role.loss.objective_args).per_rollout
-        ):
-            yield (
-                f"roles.{name}.loss.correction.kind = 'none' with engine.quantization or engine.kv_cache_dtype: the "
-                "engine's probabilities are not the trainer's, and training without importance weights is biased; "
-                "leave loss.correction out, whose default then is {kind: truncate, high: 2.0}"
-            )
+    yield from low_precision_problems(spec)
     if isinstance(settings, Embedded):
         if spec.engine.refit.staging != "off":
             yield (
@@ -109,7 +97,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             )
         return
     if settings.colocate:
-        yield from _colocation_problems(spec, settings)
+        yield from colocation_problems(spec, settings)
     if settings.urls:
         served = list(spec.engine.opened)
         counts = {name: len(urls) for name, urls in settings.urls.items()}
@@ -120,76 +108,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             yield "engine.urls with engine.start = true: servers that run are not started; set engine.start=false"
     yield from settings.role_problems(spec.roles)
     if settings.serves_adapters:
-        yield from _served_adapter_problems(spec, settings)
-
-
-def _served_adapter_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
-    """Yields error messages about settings that are invalid if servers apply LoRA adapters at inference
-    (engine.adapters = 'served')."""
-    ahead = spec.loop.rollouts.ahead
-    if all(role.lora is None for role in spec.roles.values()):
-        yield ("engine.adapters = 'served', and no role has lora: set it to merged")
-    if settings.urls:
-        yield (
-            "engine.adapters = 'served' with engine.urls: those servers share no directory with the run, where "
-            "adapters are written; set it to merged, or leave urls out"
-        )
-    if settings.pause == "keep" and ahead > 1:
-        yield (
-            f"engine.pause = 'keep' with engine.adapters = 'served' and rollouts.max_staleness = {ahead}: answers "
-            "under way would need adapters that are gone; set engine.pause to abort or wait"
-        )
-    sharing = [name for name, role in spec.engine.opened.items() if role.servers != name]
-    if sharing and ahead > 1:
-        yield (
-            f"roles.{sharing[0]} and roles.{spec.roles[sharing[0]].servers} share servers (engine.adapters = "
-            f"'served'), and rollouts.max_staleness = {ahead}: a refit does not cut answers of shared servers short, "
-            "and they would need adapters that are gone; set it to 1, or engine.adapters to merged"
-        )
-
-
-def _colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
-    """Yields error messages about settings that are invalid if servers share the trainer's GPUs (engine.colocate =
-    true)."""
-    ranks, sets, place = spec.cluster.ranks, len(spec.engine.server_roles), "engine.colocate = true with"
-    if not settings.start or settings.urls:
-        yield (
-            f"{place} engine.start = false or engine.urls: each of the trainer's nodes starts the servers in its own "
-            "GPUs; set engine.start to true and leave engine.urls out"
-        )
-    if settings.gpus:
-        yield (
-            f"{place} engine.gpus = {list(settings.gpus)}: the servers stand in the trainer's GPUs, replica 0 in the "
-            "first engine.tp of them; leave engine.gpus out"
-        )
-    if settings.replicas * settings.tp > ranks:
-        yield (
-            f"{place} engine.replicas = {settings.replicas} x engine.tp = {settings.tp} on {ranks} ranks: a role has "
-            "at most one server in a GPU; lower engine.replicas or engine.tp"
-        )
-    if (shares := settings.memory_share * sets) > 1:
-        yield (
-            f"{place} engine.memory_share = {settings.memory_share}: servers of {sets} roles stand in each GPU and "
-            f"would take {shares:g} of it; lower it to {0.9 / sets:.2g}"
-        )
-    if spec.loop.rollouts.ahead:
-        yield (
-            f"{place} rollouts.max_staleness = {spec.loop.rollouts.ahead}: servers in the trainer's GPUs sleep "
-            "while it trains, so that no iteration can be written beside training; set one of them to its default"
-        )
-    if spec.engine.refit.staging != "off":
-        yield f"{place} refit.staging = {spec.engine.refit.staging!r}: these servers sleep till a refit; set it to auto"
-    if spec.engine.refit.delta:
-        yield (
-            f"{place} refit.delta = true: servers that drop their weights have nothing that a difference could be "
-            "added to; set refit.delta to false"
-        )
-    yield from [
-        f"{place} roles.{name}.lora: roles with adapters may share one model in the trainer, which does not leave the "
-        "GPU; set engine.colocate to false"
-        for name, role in spec.roles.items()
-        if role.lora is not None
-    ]
+        yield from served_adapter_problems(spec, settings)
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:
