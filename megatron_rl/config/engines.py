@@ -54,6 +54,8 @@ class Servers:
     holds_tandems: ClassVar[bool] = False
     # Whether a server returns the experts it chose for each token (roles.NAME.router_replay)
     tells_experts: ClassVar[bool] = False
+    # Whether a server receives fused experts in pinned host memory even if refit.staging = off
+    stages_experts: ClassVar[bool] = False
 
     kind: str = ""  # name of the engine; overridden by each subclass
     replicas: PositiveInt = 1  # number of servers of each role, or of the roles that share servers

@@ -311,13 +311,12 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     token = compute.kv_bytes(shape, settings.cache_width or width)
     sequences = max(0.0, cache) * settings.tp / copies / token / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
-    # Without staging, vLLM receives fused experts alone in host memory (engines/vllm/worker.py).
-    whole = case.spec.engine.refit.staging == "host"
-    staged = role.has_policy and (whole or (settings.kind == "vllm" and case.spec.engine.refit.staging == "off"))
+    where = case.spec.engine.refit.staging
+    staged = role.has_policy and (where == "host" or (where == "off" and settings.stages_experts))
     layout = EngineLayout(
         tp=settings.tp, expert_parallel=settings.expert_parallel, quantization=settings.quantization if form else None
     )
-    staging = counting.staging_bytes(shape.sizes, layout, width, experts_only=not whole) if staged else 0
+    staging = counting.staging_bytes(shape.sizes, layout, width, experts_only=where == "off") if staged else 0
     return ServerPlan(
         role=name, weights=weights, cache=cache, sequences=sequences, share=share, asleep=asleep, staging=staging
     )

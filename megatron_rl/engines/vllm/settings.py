@@ -18,6 +18,7 @@ class Vllm(Servers):
 
     holds_tandems: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
+    stages_experts: ClassVar[bool] = True  # because it repacks them (worker.py)
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
     # How roles with LoRA adapters (roles.NAME.lora) are served. "merged": servers hold merged weights, which weight
