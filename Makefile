@@ -139,7 +139,7 @@ $(SGLANG)/.ready: tools/engines/sglang-cpu.txt tools/engines/sglang-cpu-wheel.tx
 
 ORACLES ?= .venv-oracles
 ORACLES_PIP := $(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check
-oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's and verl's own code, verdicts against IFEval's, rewards and votes against released code; one table (IFEVAL=FOLDER: its published prompts and responses; RELEASED=FOLDER: checkouts of TTRL and open-r1)
+oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's and verl's own code, verdicts against IFEval's, rewards and votes against released code; one table (IFEVAL=FOLDER: its published prompts and responses; RELEASED=FOLDER: checkouts of TTRL, open-r1 and VerIF)
 	rm -rf $(ORACLES)/new
 	mkdir -p $(ORACLES)/new
 	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json

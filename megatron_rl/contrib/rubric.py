@@ -17,6 +17,7 @@ from megatron_rl.contrib.judged import JUDGE, answer_text, judge_prompt, judge_r
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields, question_text, sampling_for
+from megatron_rl.rewards.grading_pool import Graded, check_failures
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
@@ -29,7 +30,7 @@ from megatron_rl.training.iteration import (
     Schedule,
 )
 from megatron_rl.training.rollouts import drawn, evaluated, greedy
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Outcome, Prompt, Rollout
 
 PASS = 0.5  # minimum score of a fulfilled criterion
 # scores of the answers yes and no, which a judge trained with the recipe Entailment gives
@@ -146,6 +147,9 @@ class Rubric(Recipe):
     train_judge: bool = False
     # module:name of a function (response, payload) -> known score in [0, 1], or None, of each criterion
     labels: str | None = None
+    # whether the reward is multiplied by the score of the run's reward function, which checks rules (VerIF, arXiv
+    # 2506.09942, with reward.target: megatron_rl.rewards.instructions:grade)
+    rules: bool = False
     format_weight: float = 0.8  # weight of a readable answer in the judge's reward
     generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
     judge_template: str = "rubric_judge"  # template with {question}, {response}, {criterion}, {tiers}
@@ -196,8 +200,8 @@ class Rubric(Recipe):
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates the samples that `context.evaluation` asks for, and greedy responses, with a greedy judge. The
-        metrics are reward (mean of the rubric rewards), fulfilled and vetoed. A response that was not graded is
-        included with 0, and counted in the metric ungraded.
+        metrics are reward (mean of the outcomes), fulfilled, vetoed and, if it is set, rules. A response that was not
+        graded is included with 0, and counted in the metric ungraded.
         """
         own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
         found: dict[str, float] = {}
@@ -207,6 +211,7 @@ class Rubric(Recipe):
             graded, _, metrics = self._judged(context, prompts, sampling, judge)
             # name of the metric -> name of the reward
             names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}
+            names |= {"rules": "rules"} if self.rules else {}
             count = len(prompts) * sampling.n
             metrics |= {metric: sum(r.rewards[own] for r in graded) / count for metric, own in names.items()}
             found |= {f"{GENERATOR}/{metric}{suffix}": value for metric, value in metrics.items()}
@@ -237,7 +242,8 @@ class Rubric(Recipe):
             found = dict(judging.answers())
         rows = [(claim, found.get(key, [])) for key, claim in sorted(claims.items())]
         responses = [list(part) for _, part in groupby(rows, key=lambda row: row[0].place)]
-        graded = [rollout for rollout in map(_rewarded, responses) if rollout is not None]
+        gradings = self._check_rules(context, [rows[0][0] for rows in responses])
+        graded = [rollout for rollout in map(_rewarded, responses, gradings) if rollout is not None]
         answers = [answer for _, own_answers in rows for answer in own_answers]
         metrics = {
             "ungraded": len(responses) - len(graded),  # number of responses without a grade
@@ -260,22 +266,34 @@ class Rubric(Recipe):
             claims += [Claim(place + j, rollout, text, one, known) for one, known in zip(rubric, gold, strict=True)]
         return claims
 
+    def _check_rules(self, context: RolloutContext, claims: Sequence[Claim]) -> list[Graded | None]:
+        """Returns the grading of each of [R] responses by the run's reward function; None for each if the setting
+        `rules` is False. `claims`: one claim about each response.
+        """
+        if not self.rules:
+            return [None] * len(claims)
+        with context.watch("reward"):
+            graded = context.grade([claim.text or "" for claim in claims], [claim.rollout.payload for claim in claims])
+        check_failures(graded, context.max_failure_share)
+        return [*graded]
+
     def _ask(self, context: RolloutContext, claim: Claim) -> Prompt | None:
         tiers = "\n".join(f"{score}: {tier}" for score, tier in enumerate(claim.criterion.tiers))
         values = {"response": str(claim.text), "criterion": claim.criterion.criterion, "tiers": tiers}
         return judge_prompt(context, self.judge_template, claim.rollout.group, claim.rollout.payload, **values)
 
 
-def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:
+def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]], rules: Graded | None) -> Rollout | None:
     """Returns a response with its rewards, computed from the answers about its criteria: outcome, fulfilled (share of
-    fulfilled criteria) and vetoed. Returns None if a criterion has no readable answer. A response without an answer has
-    the score 0 on each criterion.
+    fulfilled criteria) and vetoed. `rules` is the grading of the rules that the response must follow, if they are
+    checked: the outcome is multiplied by its score, which becomes the reward `rules`. Returns None if a criterion has
+    no readable answer, or the rules have no score. A response without an answer has the score 0 on each criterion.
     """
     read = [
         [0.0] if claim.text is None else [answer.opinion for answer in answers if answer.opinion is not None]
         for claim, answers in rows
     ]
-    if not all(read):
+    if not all(read) or (rules is not None and rules.outcome is not Outcome.SCORE):
         return None
     rollout, criteria, scores = rows[0][0].rollout, [claim.criterion for claim, _ in rows], [fmean(own) for own in read]
     rewards = {
@@ -283,4 +301,6 @@ def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:
         "fulfilled": fmean(float(score >= PASS) for score in scores),
         "vetoed": float(vetoed(criteria, scores)),
     }
+    if rules is not None:
+        rewards |= {**rules.metrics, "rules": rules.score, "outcome": rewards["outcome"] * rules.score}
     return replace(rollout, payload={**rollout.payload, "scores": scores}).with_rewards(**rewards)

