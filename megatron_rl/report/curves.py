@@ -4,13 +4,13 @@ charts for the HTML page."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.report.reading import PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics
+from megatron_rl.report.reading import PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics, metric_of
 from megatron_rl.run.metrics import EVAL
 
 # Maximum number of values of one line of a chart; a downsampled line has two values, minimum and maximum, for each
@@ -42,6 +42,21 @@ _SORTED = (
     ),
     (UPDATE, r"logprob|mask|reject|truncat|weight|^preflight"),
     (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
+)
+# [(unit, pattern)]: a metric has the unit of the first pattern that matches its name.
+_UNITS = (
+    ("seconds", r"seconds|_s$"),
+    ("tokens a second", r"tokens_per_second"),
+    ("TFLOP/s", r"tflops"),
+    ("tokens", r"tokens|length"),
+    ("nats", r"entropy|(^|[/_])kl|logprob|^engine_gap"),
+    (
+        "count",
+        r"^(graded|episodes|replaced)/|answers|tool_calls|^cuts|^update|_lag|^staleness|samples$|_steps",
+    ),
+    ("share", r"accura|f1|pass@|maj@|frac|share|finished|mfu|idle|^trained_late|^says_|positive|aligned|agree|match"),
+    ("share", r"without_signal|alike|success|verdict|signal$|mixed_versions|truncat|skipped|rests$"),
+    ("reward", r"reward|score"),
 )
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 _FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
@@ -87,6 +102,7 @@ class Chart:
 
     question: str
     title: str
+    unit: str = ""  # unit of all lines; "" if it is unknown
     about: str = ""
     dots: bool = False  # whether the points are separate measurements (evaluations), which are not smoothed
     lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (index of the run, name of the line, values)
@@ -110,12 +126,13 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
     """Returns charts of all metrics that change.
 
     For one run, a chart of a metric has a line for each role, and a family of metrics `a/b` (reward/outcome,
-    reward/format) has a chart for each role. For several runs, each metric of each role has a chart with a line for
-    each run.
+    reward/format) has a chart for each role and unit. For several runs, each metric of each role has a chart with a
+    line for each run.
     """
     charts: dict[tuple[str, ...], Chart] = {}
     constants: dict[str, dict[str, list[str]]] = {}  # {question: {"name = value": scopes}}
     drawn = [_drawn(run) for run in runs]
+    evaluated = {name for own in drawn for scope, name in own if scope == EVAL}
     for key in dict.fromkeys(key for own in drawn for key in own):
         found = [(place, own[key]) for place, own in enumerate(drawn) if key in own and own[key].values]
         if not found:
@@ -126,8 +143,10 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
         if key[0] != EVAL and all(float(own.max()) == least for own in values):
             constants.setdefault(question, {}).setdefault(f"{key[1]} = {least:.4g}", []).append(key[0])
             continue
-        title, name = _place(key, alone=len(runs) == 1)
-        chart = charts.setdefault((question, title), Chart(question=question, title=title, dots=key[0] == EVAL))
+        title, name = _place(key, evaluated, alone=len(runs) == 1)
+        unit = next((unit for unit, pattern in _UNITS if re.search(pattern, key[1])), "")
+        own_chart = Chart(question=question, title=title, unit=unit, dots=key[0] == EVAL)
+        chart = charts.setdefault((question, title, unit), own_chart)
         about = MEANINGS.get(key[1], MEANINGS.get(key[1].partition("/")[0], ""))
         chart.about = chart.about or ("" if chart.dots else about)
         for place, curve in found:
@@ -267,12 +286,14 @@ def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
     return out
 
 
-def _place(key: Key, *, alone: bool) -> tuple[str, str]:
-    """Returns (title of a metric's chart, name of its line). `alone`: whether there is only one run."""
+def _place(key: Key, evaluated: Collection[str], *, alone: bool) -> tuple[str, str]:
+    """Returns (title of a metric's chart, name of its line). `evaluated`: names of all held-out metrics. `alone`:
+    whether there is only one run."""
     scope, name = key
     if scope == EVAL:
-        role, _, metric = name.rpartition("/")
+        role = name.rpartition("/")[0]
         title = f"{role}: held out" if role else "held out"
+        metric = metric_of(name, evaluated)
         return (title, metric) if alone else (f"{title}: {metric}", "")
     family, _, member = name.partition("/")
     if not alone:

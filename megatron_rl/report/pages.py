@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.report import flips, run_sections
+from megatron_rl.report import diagnosis, flips, run_sections
 from megatron_rl.report.curves import PALETTE, QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
 from megatron_rl.report.html_page import as_json, write_page
 from megatron_rl.report.reading import RunMetrics, is_run, read_run
@@ -44,6 +44,7 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
         "run": run,
         "facts": run_sections.facts(run),
         "headline": run_sections.headline(run),
+        "signs": diagnosis.signs(run, picked),
         "confusions": run_sections.confusions(run),
         "seconds": run_sections.seconds(run),
         "schedules": run_sections.schedules(run),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from megatron_rl.run.run_directory import flatten
 PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not names of roles; EVAL is another one
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
+# Fraction of all iterations at the start of a run ("first iterations") and at its end ("last iterations") over which
+# means are taken
+WINDOW = 0.2
 Key = tuple[str, str]  # (scope, name of the metric)
 
 
@@ -30,6 +33,12 @@ class Curve:
     values: array[float] = field(default_factory=lambda: array("d"))
     broken: int = 0  # number of values that were NaN or infinite
     first_broken: int = -1  # iteration of the first value that was NaN or infinite
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Returns the means over the first and over the last WINDOW of the values; zeros if there are no values."""
+        count = max(1, int(WINDOW * len(self.values)))
+        return mean(self.values[:count]), mean(self.values[-count:])
 
     @property
     def trouble(self) -> str:
@@ -142,6 +151,22 @@ class RunMetrics:
             for (scope, name), curve in self.curves.items()
             if scope == EVAL and not name.rpartition("/")[2].startswith("num_") and curve.values
         }
+
+
+def metric_of(name: str, names: Collection[str]) -> str:
+    """Returns a held-out metric's name without its role and set. If `names` has the metrics of sampled and of
+    greedy answers, it says which: `sampled accuracy` for `math/accuracy`, `greedy accuracy` for its `_greedy`.
+    """
+    plain, metric = name.removesuffix("_greedy"), name.rpartition("/")[2]
+    if {plain, f"{plain}_greedy"} - {*names}:
+        return metric
+    return f"{'sampled' if plain == name else 'greedy'} {metric.removesuffix('_greedy')}"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Returns a mean; 0 of no values. Each value is divided first, so that the sum of very large values does not
+    overflow."""
+    return sum(value / len(values) for value in values)
 
 
 def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from megatron_rl.evaluation.samples import chosen_answers
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.report.reading import CELLS, SFT, Curve, RunMetrics
+from megatron_rl.report.reading import CELLS, SFT, WINDOW, Curve, RunMetrics, mean, metric_of
 from megatron_rl.run.console import COLUMNS, duration
 from megatron_rl.run.metrics import EVAL, SPEED
 from megatron_rl.run.run_directory import flatten
@@ -31,9 +31,6 @@ FACTS = (
     r"recipe\.args\.\w+",
     r"rollouts\.max_staleness",
 )
-# Fraction of all iterations at the start of a run ("first iterations") and at its end ("last iterations") over which
-# means are taken
-WINDOW = 0.2
 # Limit of absolute values: larger integers may not fit into a float, and differences of larger floats may be infinite
 LARGEST = 1e300
 # Patterns that find the main metric of a role in an evaluation, in order of preference.
@@ -74,14 +71,11 @@ class Gain:
     problems: int | None = None  # number of problems over which both values are means; None if unknown
     curve: Curve | None = None
     held_out: bool = True  # False: a training metric, whose change is never called better or worse
+    metric: str = ""  # name on the page, without the role
 
     @property
     def role(self) -> str:
         return self.name.rpartition("/")[0]
-
-    @property
-    def metric(self) -> str:
-        return self.name.rpartition("/")[2].replace("_", " ")
 
     @property
     def error(self) -> float | None:
@@ -114,11 +108,16 @@ class Gain:
         return (change > 0) != bool(LOWER_IS_BETTER.search(self.name))
 
     @property
+    def rose(self) -> bool:
+        """Returns whether the values rose by more than a tenth of the larger of them."""
+        return self.end - self.start > 0.1 * max(abs(self.start), abs(self.end)) and "loss" not in self.name
+
+    @property
     def spark(self) -> str:
         """Returns the points of a sparkline in a box of 100 x 32, in the format of an SVG polyline."""
         values = list(self.curve.values) if self.curve is not None else []
         size = max(1, -(-len(values) // SPARK))
-        means = [_mean(values[i : i + size]) for i in range(0, len(values), size)]
+        means = [mean(values[i : i + size]) for i in range(0, len(values), size)]
         low, high = min(means, default=0.0), max(means, default=0.0)
         span = high / 2 - low / 2
         return " ".join(
@@ -134,8 +133,8 @@ def headline(run: RunMetrics) -> dict[str, Any]:
     metric of each role. `rest`: the other held-out metrics. `longest`: (phase that takes most time, its fraction of the
     time), or None.
     """
-    gains = evaluation_gains(run) or [Gain(name, *both) for name, both in pairs(run.summary).items()]
-    chosen = _main(gains)
+    gains = evaluation_gains(run) or [Gain(name, *both, metric=name) for name, both in pairs(run.summary).items()]
+    chosen = main_gains(gains)
     named = [gain.role for gain in chosen]
     roles = sorted(run.updates, key=lambda role: named.index(role) if role in named else len(named))
     phases: dict[str, float] = {}
@@ -145,7 +144,7 @@ def headline(run: RunMetrics) -> dict[str, Any]:
     return {
         "alarms": [*([f"The run failed: {run.failed}"] if run.failed else []), *run.unlearned()],
         "gains": chosen,
-        "rewards": [gain for role in roles if (gain := _reward_gain(run, role)) is not None],
+        "rewards": [gain for role in roles if (gain := reward_gain(run, role)) is not None],
         "rest": [gain for gain in gains if gain not in chosen],
         "longest": (longest, phases[longest] / run.clock.total) if longest and run.clock.total > 0 else None,
     }
@@ -156,14 +155,16 @@ def evaluation_gains(run: RunMetrics) -> list[Gain]:
     evaluation are left out."""
     counts = {name: curve for (scope, name), curve in run.curves.items() if scope == EVAL}
     out = []
-    for name, curve in run.evaluated().items():
+    evaluated = run.evaluated()
+    for name, curve in evaluated.items():
         if len(curve.values) < 2:
             continue
         role = name.rpartition("/")[0]
         number = counts.get(f"{role}/num_problems" if role else "num_problems")
         known = number is not None and number.values and re.search("accuracy|reward|pass@|maj@", name)
         problems = int(min(number.values[-1], 1e9)) if known and number is not None else None
-        out.append(Gain(name, curve.values[0], curve.values[-1], problems, curve))
+        metric = metric_of(name, evaluated).replace("_", " ")
+        out.append(Gain(name, curve.values[0], curve.values[-1], problems, curve, metric=metric))
     return out
 
 
@@ -295,7 +296,7 @@ def subtitle(run: RunMetrics) -> str:
     return " · ".join([*parts, f"{duration(run.clock.total)} measured"])
 
 
-def _main(gains: Sequence[Gain]) -> list[Gain]:
+def main_gains(gains: Sequence[Gain]) -> list[Gain]:
     """Returns the change of the main metric of each role (see MAIN), at most MAX_CARDS."""
     by_role: dict[str, list[Gain]] = {}
     for gain in gains:
@@ -307,7 +308,7 @@ def _main(gains: Sequence[Gain]) -> list[Gain]:
     return (chosen or list(gains))[:MAX_CARDS]
 
 
-def _reward_gain(run: RunMetrics, role: str) -> Gain | None:
+def reward_gain(run: RunMetrics, role: str) -> Gain | None:
     """Returns the change of a role's main training metric from its first to its last iterations (means over WINDOW).
 
     The main metric is the reward on which the role is trained, or the loss if there is no reward. Returns None if there
@@ -318,16 +319,11 @@ def _reward_gain(run: RunMetrics, role: str) -> Gain | None:
     for name in [*names, "loss"]:
         curve = run.curves.get((role, name))
         if curve is not None and len(curve.values) > 1:
-            count = max(1, int(WINDOW * len(curve.values)))
-            start, end = _mean(curve.values[:count]), _mean(curve.values[-count:])
-            return Gain(f"{role}/{name.removesuffix('/trained')}", start, end, None, curve, held_out=False)
+            plain = name.removesuffix("/trained")
+            metric = plain.rpartition("/")[2].replace("_", " ")
+            return Gain(f"{role}/{plain}", *curve.ends, None, curve, held_out=False, metric=metric)
     return None
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Returns a mean. Each value is divided first, so that the sum of very large values does not overflow."""
-    return sum(value / len(values) for value in values)

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.report.curves import rounded_float
 from megatron_rl.report.html_page import as_json, shortened, templates, visible
+from megatron_rl.report.reading import WINDOW
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.types import Author
@@ -26,6 +28,7 @@ MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
 MAX_FILES = 400
 CHUNK = 64  # number of rollouts whose HTML is compressed together
 MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated
+SHOWN_CHARACTERS = 160  # number of characters of the question and of the model's text that a closed rollout shows
 MAX_PIECES = 400  # maximum number of pieces of a conversation that the page shows
 # Pattern of tool calls as models write them: in tags, or as a block of code. The last call may be cut short.
 CALL = re.compile(
@@ -94,6 +97,8 @@ class Picked:
     chunks: list[str] = field(default_factory=list)  # each the HTML of CHUNK rollouts as base64 of a gzipped JSON list
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
+    # {(role, text, known answer): number of rollouts} of the answers in the last iterations that were graded correct
+    correct: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     files: int = 0  # number of files of rollouts
     read: int = 0  # number of files that were read
     seen: int = 0  # number of rollouts in the files that were read
@@ -119,13 +124,13 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
         own = files if len(files) <= count else [*spaced]
         quota = max(1, most // (len(records) * max(1, len(own))))
         picked.files += len(files)
-        for path in own:
+        for number, path in enumerate(own):
             rows = [row for row in record.rollouts(path) if row["text"] is not None]
             picked.read += bool(rows)
             picked.seen += len(rows)
             for row in _groups(rows, quota):
                 known = picked.index.add(place, row, threshold)
-                _count(picked, place, row, threshold)
+                _count(picked, place, row, threshold, late=number >= (1 - WINDOW) * len(own))
                 waiting.append(render.rollout({**known, **details(row)}))
                 if len(waiting) == CHUNK:
                     picked.chunks.append(_packed(waiting))
@@ -180,6 +185,8 @@ def details(row: Row) -> dict[str, Any]:
     found |= {f"{name}_name": _cut(row[name]) for name in ("role", "agent", "episode")}
     found["rewards"] = {name: _finite(value) for name, value in row["rewards"].items()}
     found["verdicts"], found["steps"] = row["verdicts"] or [], [_cut(step) for step in row["steps"] or ()]
+    own = (p["text"] for p in row["pieces"] or () if p["author"] != Author.ENVIRONMENT)
+    found["wrote"] = next(own, row["text"])[:SHOWN_CHARACTERS]
     if not row["pieces"]:
         stepwise = _stepwise(_cut(row["text"]), row["step_advantages"] or (), found)
         return found | {"turns": [], "most": 0, "stepwise": stepwise}
@@ -271,11 +278,14 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     return out
 
 
-def _count(picked: Picked, run: int, row: Row, threshold: float) -> None:
-    """Adds an answer to the counts in `picked.solved`, if it is known whether the answer is correct."""
+def _count(picked: Picked, run: int, row: Row, threshold: float, *, late: bool) -> None:
+    """Adds an answer to the counts in `picked.solved`, if it is known whether the answer is correct, and in
+    `picked.correct` if the answer is correct and `late`."""
     correct = is_correct(row, threshold)
     if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
+    if late and correct and row["answer"] is not None:
+        picked.correct[row["role"], row["text"].strip()[:MAX_CHARACTERS], row["answer"]] += 1
     iterations = picked.solved.setdefault((run, row["role"], row["question"][:MAX_CHARACTERS]), [])
     if iterations and iterations[-1][0] == row["iteration"]:
         iteration, good, count = iterations.pop()

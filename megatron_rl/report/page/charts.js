@@ -68,7 +68,7 @@ Report.charts = (() => {
     if (!many) {
       const bases = [...new Set(chart.lines.map((line) => base(line.name)))];
       return chart.lines.map((line) => ({
-        ...line, colour: colour(bases.indexOf(base(line.name))), dash: line.name.endsWith("_greedy"),
+        ...line, colour: colour(bases.indexOf(base(line.name))), dash: line.name.startsWith("greedy "),
       }));
     }
     const shown = chart.lines.filter((line) => !state.hidden.has(line.run));
@@ -84,7 +84,7 @@ Report.charts = (() => {
   }
 
   const colour = (place) => report.colours[place % report.colours.length];
-  const base = (name) => name.replace(/_(greedy|sampled)$/, "");
+  const base = (name) => name.replace(/^(greedy|sampled) /, "");
   const ink = () => getComputedStyle(document.body).color;
 
   /** Returns uPlot's data and series of a chart. Each line is drawn as measured, pale, and smoothed, on top. */

@@ -1,0 +1,98 @@
+"""Finds signs that a run went wrong, which a report shows first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from megatron_rl.report.curves import class_accuracies
+from megatron_rl.report.reading import Curve, RunMetrics
+from megatron_rl.report.run_sections import Gain, evaluation_gains, main_gains, reward_gain
+from megatron_rl.report.shown_rollouts import Picked
+
+NEARLY_ALL, FEW = 0.9, 0.1  # shares from which on, or up to which, something is said of nearly all or of few
+# a text that is correct for so many known answers is suspicious, and such a share of the correct answers is reported
+SAME_ANSWERS, SAME_SHARE = 3, 0.02
+MOST_BROKEN = 3  # maximum number of metrics with values that are not finite that are named
+
+
+def signs(run: RunMetrics, picked: Picked) -> list[str]:
+    """Returns a sentence for each sign that the run went wrong, each with what to look at. First and last iterations
+    are the first and the last fifth of a run. `picked`: the rollouts of the run alone."""
+    found = [*_broken(run), *_blind_reward(picked)]
+    held_out = main_gains(evaluation_gains(run))
+    for role in run.updates:
+        reward = reward_gain(run, role)
+        own = [gain for gain in held_out if gain.name.partition("/")[0] == role]
+        found += [*_verifier(run, role), *_hacked(role, reward, own)]
+        if reward is None or reward.end < NEARLY_ALL:  # samples of a run that has solved its task are all alike
+            found += _collapsed(run, role)
+    return found
+
+
+def _broken(run: RunMetrics) -> Iterator[str]:
+    """Yields sentences about metrics with values that are NaN or infinite."""
+    broken = [(role, name, curve.trouble) for (role, name), curve in run.curves.items() if curve.trouble]
+    for role, name, trouble in broken[:MOST_BROKEN]:
+        yield f"{role}: of {name}, {trouble}."
+
+
+def _blind_reward(picked: Picked) -> Iterator[str]:
+    """Yields a sentence if texts were graded correct whatever the known answer was."""
+    totals, texts = Counter[str](), defaultdict[tuple[str, str], Counter[str]](Counter)
+    for (role, text, answer), count in picked.correct.items():
+        totals[role] += count
+        texts[role, text][answer] += count
+    for role, total in totals.items():
+        blind = {text: own for (other, text), own in texts.items() if other == role and len(own) >= SAME_ANSWERS}
+        share = sum(own.total() for own in blind.values()) / total
+        if share > SAME_SHARE:
+            text = max(blind, key=lambda one: blind[one].total())
+            yield (
+                f"{role}: of the answers that were graded correct in the last iterations, {share:.0%} are texts that "
+                f"were correct for any problem, such as {text[:80]!r} for {len(blind[text])} different known answers: "
+                "the reward can be had without solving the problem."
+            )
+
+
+def _hacked(role: str, reward: Gain | None, held_out: list[Gain]) -> Iterator[str]:
+    """Yields a sentence if the reward rose in training and the main held-out metric of the role fell or stayed low."""
+    for gain in held_out if reward is not None and reward.rose else ():
+        assert reward is not None
+        low = "accuracy" in gain.name and gain.end < reward.end / 2
+        if gain.better is False or low and gain.end - gain.start < (reward.end - reward.start) / 4:
+            yield (
+                f"{role}: the reward in training went from {reward.start:.3g} to {reward.end:.3g}, and the held-out "
+                f"{gain.metric} from {gain.start:.3g} to {gain.end:.3g}: the reward may be exploited. Read the last "
+                "rollouts with the largest rewards."
+            )
+
+
+def _collapsed(run: RunMetrics, role: str) -> Iterator[str]:
+    """Yields sentences if the entropy collapsed, or if most groups are without signal, before the task was solved."""
+    entropy, alike = (run.curves.get((role, name), Curve()) for name in ("entropy", "groups_without_signal"))
+    start, end = entropy.ends
+    if start > 0 and end < FEW * start:
+        yield (
+            f"{role}: the entropy fell from {start:.3g} to {end:.2g} nats: its samples of a prompt are nearly all "
+            "alike, so that nothing new is tried. Lower the learning rate, or raise loss.entropy_coef or "
+            "loss.clip_high."
+        )
+    if (share := alike.ends[1]) > NEARLY_ALL:
+        yield (
+            f"{role}: in the last iterations {share:.0%} of the groups have equal rewards, from which nothing is "
+            "learned: the problems are too hard or too easy, or the samples of a prompt are alike."
+        )
+
+
+def _verifier(run: RunMetrics, role: str) -> Iterator[str]:
+    """Yields a sentence if the verifier says the same of nearly all solutions, right or wrong."""
+    accuracies = class_accuracies(run, role).values()
+    if accuracies and all(curve.values for curve in accuracies):
+        (_, right), (_, wrong) = (curve.ends for curve in accuracies)
+        for word, share, other in (("correct", right, 1 - wrong), ("wrong", 1 - right, wrong)):
+            if min(share, other) > NEARLY_ALL:
+                yield (
+                    f"{role}: in the last iterations the verifier calls nearly every solution {word}: {share:.0%} of "
+                    f"the correct and {other:.0%} of the wrong ones. Its verdicts say nothing about the truth."
+                )
