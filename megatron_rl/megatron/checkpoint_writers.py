@@ -17,6 +17,8 @@ from megatron_rl.run.parent_death import end_with_parent
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # signals that are blocked while a checkpoint is written
 # manager process of the queues to which this rank's writer processes report results
 _manager: SyncManager | None = None
+# id of the process that saves a checkpoint now and whose forked children must not outlive it; None outside of a save
+_saver: int | None = None
 
 
 @contextlib.contextmanager
@@ -29,16 +31,21 @@ def one_save() -> Iterator[None]:
     other: the checkpoints would have correct checksums and be unreadable.
 
     Signals are blocked inside the context. The writer processes are forked inside the context and inherit the blocked
-    signals. A signal to the whole process group must not kill a writer in the middle of a file.
+    signals. A signal to the whole process group must not kill a writer in the middle of a file. But a writer is
+    killed when its rank ends: it could wait forever, and would keep the rank's connections open, so that neither the
+    other ranks nor their launcher would notice the rank's end.
     """
+    global _saver
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    _saver = os.getpid()
     try:
         if "_results_queue" in vars(core):  # not every version of Megatron-core has this queue
             core._results_queue = (_manager or start_manager()).Queue()  # type: ignore[assignment]
         yield
     finally:
+        _saver = None
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -64,3 +71,14 @@ def share_manager(manager: SyncManager) -> None:
     """Makes this rank's checkpoint writer processes report to queues of `manager`, which is already running."""
     global _manager
     _manager = manager
+
+
+def _end_with_saver() -> None:
+    """Makes a process that was forked for a save, and all processes that it forks later, end with its parent."""
+    global _saver
+    if _saver is not None:
+        end_with_parent(signal.SIGKILL, _saver)
+        _saver = os.getpid()
+
+
+os.register_at_fork(after_in_child=_end_with_saver)

@@ -26,6 +26,7 @@ from megatron_rl.run.parent_death import end_with_parent
 
 LOCAL = "127.0.0.1"
 GRACE_S = 30.0  # after a rank has failed: seconds between asking the other ranks to exit and killing them
+LOOK_S = 1.0  # seconds between two looks whether a rank has ended
 FIRST_RANK_S = 2.0  # seconds to wait for rank 0 to exit after another rank has failed
 
 
@@ -149,7 +150,8 @@ def _wait(children: Sequence[BaseProcess]) -> int:
     another failed rank. Rank 0 takes precedence because an error of rank 0 makes the other ranks fail with a different
     status."""
     while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
-        connection.wait([child.sentinel for child in running])
+        # not without a time limit: processes that a rank forked and left behind keep its sentinel (a pipe) open
+        connection.wait([child.sentinel for child in running], timeout=LOOK_S)
     if any((child.exitcode or 0) > 0 for child in children):
         children[0].join(FIRST_RANK_S)
     statuses = [child.exitcode for child in children if child.exitcode]

@@ -156,3 +156,49 @@ def test_the_manager_of_writers_leaves_with_its_rank_and_leaves_no_files(tmp_pat
     rank.join()
     until("its end", lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert not list((tmp_path / "tmp").glob("pymp-*"))
+
+
+def save(directory: Path) -> None:
+    """Begins to save as a rank does, with two writers that wait for ever, and waits."""
+    with checkpoint_writers.one_save():
+        multiprocessing.get_context("fork").Process(target=write, args=(directory, 1)).start()
+    signal.pause()
+
+
+def write(directory: Path, more: int) -> None:
+    """Starts `more` writers, one by the other, as a save in the background does."""
+    if more:
+        multiprocessing.get_context("fork").Process(target=write, args=(directory, more - 1)).start()
+    (directory / f"writer{os.getpid()}").touch()
+    signal.pause()
+
+
+def test_writers_of_a_checkpoint_end_with_their_rank(tmp_path):
+    """They waited for ever and kept the rank's connections open: the other ranks and the launcher waited too."""
+    rank = multiprocessing.get_context("fork").Process(target=save, args=(tmp_path,))
+    rank.start()
+    until("two writers", lambda: len([*tmp_path.glob("writer*")]) == 2)
+    writers = [psutil.Process(int(path.name.removeprefix("writer"))) for path in tmp_path.glob("writer*")]
+    rank.kill()
+    _, alive = psutil.wait_procs(writers, 60)
+    for writer in alive:
+        writer.kill()
+    rank.join()
+    assert not alive
+
+
+def leave_a_child(directory: Path) -> int:
+    if not os.fork():
+        (directory / "child").write_text(str(os.getpid()))
+        time.sleep(60)
+        os._exit(0)
+    until("the child", lambda: (directory / "child").exists() and (directory / "child").read_text())
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def test_a_rank_that_is_killed_is_noticed_though_a_process_that_it_started_lives_on(tmp_path):
+    begun = time.monotonic()
+    assert launch_ranks.start_ranks(functools.partial(leave_a_child, tmp_path), 1, fork=True) == 128 + signal.SIGKILL
+    assert time.monotonic() - begun < 50
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
