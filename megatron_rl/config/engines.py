@@ -213,7 +213,7 @@ class RefitConfig:
 
 @config
 class Rollouts:
-    """Settings of asynchronous rollouts, which are generated while earlier rollouts are used for training."""
+    """Settings of rollouts: how far they may be ahead of training, and the labels with which they are graded."""
 
     # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. k
     # above 0: the rollouts of k + 1 iterations are generated at once, the oldest first, and none are discarded; the
@@ -223,6 +223,10 @@ class Rollouts:
     # What to do with a rollout that was generated with several weight versions. keep: use the log-probs that the engine
     # returned. rescore: recompute all of its log-probs with the trainer. drop: leave the rollout out of the update.
     mixed: Literal["keep", "rescore", "drop"] = "keep"
+    # The correct answer with which the samples of a problem are compared. known: the problem's answer. votes: the most
+    # frequent answer of the samples (TTRL, arXiv 2504.16084), for problems without known answers. Evaluations use the
+    # known answers.
+    labels: Literal["known", "votes"] = "known"
 
     @property
     def ahead(self) -> int:

@@ -94,6 +94,7 @@ class Hacpo(Recipe):
     """
 
     needs_shares = True  # a reward above 0 counts as solved, and a baseline above 1 is replaced
+    allows_votes = True
     updates: Count  # number of iterations, each of which trains both roles
     group_size: Count = 8  # samples per problem and role
     window: Count = 5  # number of iterations over which a role's capability is averaged

@@ -21,10 +21,11 @@ class Remax(Dapo):
     """A recipe that trains the role `generator`. The advantage of a sample is its outcome minus the outcome of the
     greedy answer to the same problem, so one sample per problem is enough.
 
-    A problem whose greedy answer could not be graded is left out. All options of Dapo but `reward_model` and
-    `labels` are supported.
+    A problem whose greedy answer could not be graded is left out. All options of Dapo but `reward_model` are
+    supported.
     """
 
+    allows_votes = False  # one greedy answer has no majority
     group_size: Count = 1
     estimator: EstimatorName = "reinforce"  # reinforce, reinforce_pp or a user-defined estimator
 
@@ -35,9 +36,8 @@ class Remax(Dapo):
                 f"recipe.args.estimator = {word_of(self.estimator)!r}: it has a baseline of its own, and ReMax's would "
                 "be lost; give reinforce or reinforce_pp"
             )
-        if self.reward_model.used or self.labels == "votes":
-            name = "reward_model" if self.reward_model.used else "labels"
-            raise ConfigError(f"recipe.args.{name}: ReMax's baseline is a graded outcome; leave it out")
+        if self.reward_model.used:
+            raise ConfigError("recipe.args.reward_model: ReMax's baseline is a graded outcome; leave it out")
 
     def roles(self) -> Mapping[str, RecipeRole]:
         part = super().roles()[GENERATOR]

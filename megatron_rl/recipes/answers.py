@@ -89,7 +89,7 @@ def _answers(
     solutions that were graded, number of samples that were replaced because their grading failed).
     """
     found: dict[int, Solution] = {}
-    solutions, metrics = solve(context, role, prompts, sampling, found.__setitem__)
+    solutions, metrics = solve(context, role, prompts, sampling, found.__setitem__, voted=False)
     replaced = sum(count for name, count in metrics.items() if name.startswith(REPLACED))
     graded = {divmod(place, sampling.n): (s.rollout, s.text, s.correct) for place, s in found.items()}
     return answers_of(prompts, graded, sampling.n), solutions, replaced

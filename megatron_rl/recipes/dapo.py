@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.base import refuse
@@ -46,9 +46,6 @@ class Dapo(Grpo):
     length_reward: LengthReward | None = None  # reward for solutions that are shorter than others of their group
     repetition_penalty: RepetitionPenalty | None = None  # penalty for solutions that repeat n-grams
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
-    # the correct answer with which responses are compared. known: the problem's answer. votes: the most frequent answer
-    # of the group (TTRL, arXiv 2504.16084), for problems without known answers
-    labels: Literal["known", "votes"] = "known"
     # state of the curriculum: the problems that are skipped
     _record: Record = field(init=False, repr=False, compare=False)
 
@@ -66,10 +63,6 @@ class Dapo(Grpo):
             )
         if self.dynamic_sampling is not None and self.group_size == 1:
             yield "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
-        if self.labels == "votes" and self.group_size == 1:
-            yield "recipe.args.group_size = 1 with labels: votes: one answer has no majority; give 2 or more"
-        if self.labels == "votes" and self.hints is not None:
-            yield "recipe.args: hints show known solutions, but labels: votes assumes that there are none; set one"
         if self.hints is not None and self.reward_model.used:
             yield "recipe.args: hints and reward_model: a reward model would not see the hint; take one of the two"
 
@@ -86,6 +79,10 @@ class Dapo(Grpo):
         if self.overlong is not None:
             self.overlong.check(spec, GENERATOR)
         if self.hints is not None:
+            if spec.loop.rollouts.labels == "votes":
+                refuse(
+                    "recipe.args.hints show known solutions, but rollouts.labels = 'votes' has none; set one of them"
+                )
             check_fields(spec, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
@@ -136,7 +133,7 @@ class Dapo(Grpo):
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         if number > 0:
             sampling = replace(sampling, seed=context.seed_for(iteration.number, GENERATOR, "round", number))
-        groups, metrics = solve_groups(context, GENERATOR, prompts, sampling, voted=self.labels == "votes")
+        groups, metrics = solve_groups(context, GENERATOR, prompts, sampling)
         if self.curriculum is not None:
             context.handed_over.setdefault(RATES, []).extend(success_rates(groups))
         if self.hints is None:

@@ -50,13 +50,13 @@ Draw = Callable[[int, Sequence[Prompt]], tuple[list[Group], Metrics]]
 
 
 def solve_groups(
-    context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling, *, voted: bool = False
+    context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Group], Metrics]:
     """Samples and grades n solutions of each of [P] prompts with recipes.solutions.solve. Returns [P] groups, and the
     metrics that `solve` returned.
     """
     found: dict[int, Solution] = {}
-    _, metrics = solve(context, role, prompts, sampling, then=found.__setitem__, voted=voted)
+    _, metrics = solve(context, role, prompts, sampling, then=found.__setitem__)
     places = [range(i * sampling.n, (i + 1) * sampling.n) for i in range(len(prompts))]
     solutions = [[found[place] for place in own if place in found] for own in places]
     return [Group(prompt=p, solutions=s, drawn=sampling.n) for p, s in zip(prompts, solutions, strict=True)], metrics

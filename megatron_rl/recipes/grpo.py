@@ -28,6 +28,7 @@ class Grpo(Recipe):
     The credit stage is the default of Recipe: `estimator` compares the outcomes of a problem's solutions.
     """
 
+    allows_votes = True
     updates: Count  # number of updates in the run
     group_size: Count = 5  # samples per problem
     estimator: EstimatorName = "grpo"  # a name in algorithms.estimators or module:name, or {target, args}

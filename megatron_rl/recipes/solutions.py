@@ -78,7 +78,7 @@ def solve(
     sampling: Sampling,
     then: Then = pass_over,
     *,
-    voted: bool = False,
+    voted: bool | None = None,
 ) -> tuple[list[Solution], dict[str, float]]:
     """Samples n solutions of each of [P] prompts, and grades each solution while other solutions are still being
     generated. Returns the graded solutions in order, and metrics: graded/timeout and graded/error (number of samples
@@ -90,13 +90,14 @@ def solve(
     solution and is left out of its group. As soon as a solution is graded, `then` is called with its index (among the P
     * n samples) and the solution.
 
-    `voted`: whether responses are graded against the most frequent answer to their prompt instead of the known answer.
-    The most frequent answer then also replaces the answer in the payload, and the metrics of `VotedLabels` are added.
+    `voted`: whether responses are graded against the most frequent answer to their prompt instead of the known answer;
+    None for the setting rollouts.labels. The most frequent answer then also replaces the answer in the payload, and the
+    metrics of `VotedLabels` are added.
 
     Raises RewardFailure if too many gradings of the first P * n samples fail, and EngineError for a tandem whose author
     mask is missing or implausible.
     """
-    n, labels = sampling.n, VotedLabels(sampling.n) if voted else None
+    n, labels = sampling.n, VotedLabels(sampling.n) if (context.voted if voted is None else voted) else None
     samples = _Samples(context=context, role=role, prompts=prompts, group_size=n, then=then, labels=labels)
     samples.draw(sampling, {i: i * n for i in range(len(prompts))})
     check_failures(samples.gradings, context.max_failure_share)

@@ -144,6 +144,7 @@ def context(
         threshold=spec.reward.threshold,
         lowest_reward=spec.reward.range[0],
         max_failure_share=spec.reward.max_failure_share,
+        voted=spec.loop.rollouts.labels == "votes",
     )
 
 

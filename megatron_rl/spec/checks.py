@@ -360,7 +360,7 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
         found += refusal_of(loss_of, role, place=f"roles.{name}: ")
-    found += [] if found else [*_pair_problems(spec), *_score_problems(spec)]
+    found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
     return found or [*_signal_problems(spec)]
 
 
@@ -396,6 +396,19 @@ def _score_problems(spec: RunSpec) -> Iterator[str]:
             yield f"{place}and a role has values if it has a head, and log-probs if it has none"
         elif score.name == "reference_logprobs" and not owner.reference and "reference" not in loss_of(owner).needs:
             yield f"{place}which keeps no reference: set `reference` of the role in the recipe's method `roles`"
+
+
+def _vote_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields an error message if labels are elected by votes, and the recipe has no groups of samples that can vote."""
+    parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
+    solver = next(iter(parts))
+    if spec.loop.rollouts.labels == "known":
+        return
+    if not spec.recipe.allows_votes:
+        target = spec.settings["recipe"]["target"]
+        yield f"{place}, and recipe {target} has no groups of samples that vote: set it to known"
+    elif parts[solver].per_prompt.get(solver, 1) < 2:
+        yield f"{place} with one sample of a problem, which has no majority: set recipe.args.group_size to 2 or more"
 
 
 def _signal_problems(spec: RunSpec) -> Iterator[str]:

@@ -108,6 +108,9 @@ class RolloutContext:
     lowest_reward: float = 0.0
     # maximum share of an iteration's gradings that may fail (time out or raise an error)
     max_failure_share: float = 1.0
+    # whether `recipes.solutions.solve` grades the samples of a problem against their most frequent answer, and not
+    # against the known answer
+    voted: bool = False
     # metrics that the recipe added in this iteration so far, by role; see `add_metrics`
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # JSON values that `Recipe.rollout` hands to `Recipe.credit` of the same iteration, by name
@@ -208,6 +211,9 @@ class Recipe(ABC):
 
     # True if the recipe supports only rewards from 0 to 1; the setting reward.range must then be [0, 1]
     needs_shares: ClassVar[bool] = False
+    # True if `rollout` grades all samples of a problem in one call of `recipes.solutions.solve`, so that the setting
+    # rollouts.labels may be votes
+    allows_votes: ClassVar[bool] = False
     # the estimator with which the default `credit` compares rewards; recipes with this argument declare it as a field
     estimator: EstimatorName = "grpo"
 

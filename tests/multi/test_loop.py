@@ -385,12 +385,13 @@ def test_recipes_play_with_the_settings_of_the_config():
         data=PromptSet(path="d"),
         run=Run(seed=11),
         reward=Reward(target="r", range=(-1.0, 4.0), max_failure_share=0.75),
+        rollouts=Rollouts(labels="votes"),
     )
     engine, watch = object(), Stopwatch()
     context = builders.context(spec_of(config), {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, watch)
     assert context.engines == {"a": engine, "b": engine} and context.max_prompt_tokens == {"a": 7, "b": 9}
     assert context.partner_weights == {"a": 0.125} and context.grade is len and context.watch is watch
-    assert (context.seed, context.threshold, context.max_failure_share) == (11, 1.5, 0.75)
+    assert (context.seed, context.threshold, context.max_failure_share, context.voted) == (11, 1.5, 0.75, True)
     a, b = context.samplings["a"], context.samplings["b"]
     assert (a.max_tokens, a.temperature, a.top_k) == (5, 0.5, 3) and b.tandem is None
     assert a.tandem.rule == Rule(strategy="chunk", p=0.25, max_gap=9, chunk_size=4)

@@ -10,6 +10,7 @@ from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 
 TANDEM = "roles.generator.tandem={}"
+VOTES = "rollouts.labels=votes"
 HINTS = "recipe.args.hints={field: proof}"
 DPO = "roles.generator.loss.objective=dpo"
 CASES = [
@@ -44,6 +45,13 @@ CASES = [
     ("recipes.online_dpo:OnlineDpo", [], "loss.objective = 'clipped': this recipe gives pairs; take dpo"),
     ("recipes.online_dpo:OnlineDpo", [DPO, "recipe.args.estimator=rloo"], "'rloo': pairs need no estimator"),
     ("recipes.online_dpo:OnlineDpo", [DPO, "recipe.args.group_size=1"], "recipe.args.group_size = 1"),
+    ("recipes.dapo:Dapo", [VOTES, HINTS, "data.fields={proof: x}"], "recipe.args.hints show known solutions"),
+    ("contrib.remax:Remax", [VOTES], "and recipe megatron_rl.contrib.remax:Remax has no groups of samples that vote"),
+    ("recipes.tango:Tango", [VOTES, "roles.verifier.model.path=x/z"], "Tango has no groups of samples that vote"),
+    (
+        "recipes.grpo:Grpo", [VOTES, "recipe.args={group_size: 1, estimator: reinforce}"],
+        "rollouts.labels = 'votes' with one sample of a problem",
+    ),
     ("recipes.grpo:Grpo", ["recipe.args.estimator=math:pi"], "'math:pi' is a float: name a function"),
 ]  # fmt: skip
 ACCEPTED = [
@@ -51,7 +59,8 @@ ACCEPTED = [
     ("recipes.dapo:Dapo", ["recipe.args.overlong.cache=50", "evaluation.sets=[{path: y}]"]),
     ("recipes.dapo:Dapo", [HINTS, "data.fields={proof: x}", "evaluation.sets=[{path: y}]"]),
     ("recipes.dapo:Dapo", [HINTS, "roles.generator.data={path: y, fields: {proof: x}}"]),
-    ("recipes.tandem:Tandem", [TANDEM]),
+    ("recipes.tandem:Tandem", [TANDEM, VOTES]),
+    ("recipes.ppo:Ppo", [VOTES, "recipe.args.group_size=4", "roles.critic={model: {path: x/y}, head: value}"]),
     ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}"]),
     ("contrib.entailment:Entailment", ["data.fields={response: x, principle: y}"]),
 ]  # fmt: skip
