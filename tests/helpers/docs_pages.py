@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))  # tests/multi/test_tutorials.py runs them
 FENCE = re.compile(r"( *)```(\w*)")
 MARK = re.compile(r" *<!-- (not run|not a config): (.{10,}) -->")
 ENDS = ("&&", "||", "|", ";", "&", "(", ")")
@@ -31,7 +32,24 @@ class Block:
 
 def blocks(language: str) -> list[Block]:
     """Returns the blocks of a language in all pages."""
-    return [block for page in PAGES for block in _blocks(page) if block.language == language]
+    return [block for page in PAGES for block in blocks_of(page) if block.language == language]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """Returns all blocks of a page, in the page's order."""
+    out: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    place = 0
+    while place < len(lines):
+        if not (begun := FENCE.match(lines[place])):
+            place += 1
+            continue
+        end = next(i for i in range(place + 1, len(lines)) if FENCE.match(lines[i]))
+        text = "".join(line[len(begun[1]) :] + "\n" for line in lines[place + 1 : end])
+        mark = MARK.fullmatch(lines[place - 1]) if place else None
+        out.append(Block(page, place + 1, begun[2], text, mark[1] if mark else ""))
+        place = end + 1
+    return out
 
 
 def prose(page: Path) -> list[str]:
@@ -55,22 +73,6 @@ def commands(text: str) -> list[list[str]]:
         pending = ""
         out += _split(words)
     assert not pending, f"a quotation does not end: {pending}"
-    return out
-
-
-def _blocks(page: Path) -> list[Block]:
-    out: list[Block] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
-    place = 0
-    while place < len(lines):
-        if not (begun := FENCE.match(lines[place])):
-            place += 1
-            continue
-        end = next(i for i in range(place + 1, len(lines)) if FENCE.match(lines[i]))
-        text = "".join(line[len(begun[1]) :] + "\n" for line in lines[place + 1 : end])
-        mark = MARK.fullmatch(lines[place - 1]) if place else None
-        out.append(Block(page, place + 1, begun[2], text, mark[1] if mark else ""))
-        place = end + 1
     return out
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from docs_pages import ENDS, FENCE, PAGES, ROOT, blocks, commands, prose
+from docs_pages import ENDS, FENCE, PAGES, ROOT, TUTORIALS, blocks, commands, prose
 
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.settings import SCHEMAS
@@ -16,7 +16,7 @@ from megatron_rl.config import files
 from megatron_rl.config.describe import settings_of as listed
 from megatron_rl.main import main
 
-SHELL = blocks("bash")
+SHELL = [block for block in blocks("bash") if block.mark or block.page not in TUTORIALS]
 CONFIGS = [block for block in blocks("yaml") if block.mark != "not a config"]
 OTHERS = {"git", "cd", "cp", "pip", "export", ".", "pre-commit", "vllm"}  # programs that are not this project's
 RUN = ("check", "plan")  # commands that need neither a model nor a data set

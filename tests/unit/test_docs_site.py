@@ -122,22 +122,16 @@ def test_a_quoted_message_is_one_of_the_source(message, messages):
     assert re.search(pattern, messages), "the message has changed: mend docs/how_to/troubleshooting.md"
 
 
-@pytest.mark.parametrize("page, name", [("first_run.md", "share"), ("writing_a_reward.md", "my_rewards")])
-def test_the_rewards_that_pages_show_pass_the_preflight(page, name, tmp_path, monkeypatch):
-    [code] = [block.text for block in blocks("python") if block.page.name == page and f"# {name}.py" in block.text]
-    (tmp_path / f"{name}.py").write_text(code)
+def test_the_reward_that_a_page_shows_passes_the_preflight(tmp_path, monkeypatch):
+    [code] = [block.text for block in blocks("python") if block.page.name == "writing_a_reward.md"]
+    (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    given = {"share": ("b e", "z z z", Reward().answer_format), "my_rewards": ("72", "-1", "The answer is {answer}.")}
-    answer, wrong, form = given[name]
-    prompts = [Prompt(id="0", tokens=[1], payload={"answer": answer})]
-    with GradePool(Reward(target=f"{name}:grade")) as pool:
-        assert check_reward(pool.grade, prompts, wrong, form) == {
+    prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]
+    with GradePool(Reward(target="my_rewards:grade")) as pool:
+        assert check_reward(pool.grade, prompts, "-1", "The answer is {answer}.") == {
             "preflight/reward_correct": 1.0,
             "preflight/reward_wrong": 0.0,
         }
-        if name == "share":
-            [half] = pool.grade([r"\boxed{b a}"], [{"answer": answer}])
-            assert half.score == 0.5
 
 
 def test_every_page_is_in_the_navigation():
