@@ -70,8 +70,7 @@ def test_your_first_run(first_run):
 
 def test_own_reward(begun):
     said = follow("own_reward", begun)
-    assert "nothing was trained" in said and "the letter is" in said
-    assert not (begun / "runs/broken/models").exists()
+    assert "refused" in said and "the response 'the letter is " in said and "<|user|>" in said
     rewards = column(begun / "runs/own", "generator", "reward/trained")
     assert rewards[0] < 0.05 and rewards[-1] > 0.4
     assert column(begun / "runs/own", "eval", "generator/accuracy_greedy") == [0.0, 1.0]
