@@ -212,7 +212,13 @@ class Report(Arguments):
     out: Path | None = argument(None, flags=["-o", "--out"], metavar="FILE.html")
     # most rollouts that the page holds (default: 4000)
     rollouts: int | None = argument(None, type=positive, metavar="N")
-    png: Path | None = argument(None, metavar="FILE.png")  # also draw the main curves of one run as a picture
+
+
+class Watch(Arguments):
+    """serve a run's report to a browser on this machine, and update it while the run goes on"""
+
+    run: Path  # a run directory, or a sweep's
+    port: int = 0  # its port on 127.0.0.1; 0 takes a free one
 
 
 class Submit(Arguments):

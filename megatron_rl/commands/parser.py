@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, tuple[type, str]] = {
     "logs": (arguments.Logs, "cluster"),
     "slice": (arguments.Slice, "cluster"),
     "report": (arguments.Report, "report"),
+    "watch": (arguments.Watch, "watch"),
 }
 FORMS: Mapping[str, Mapping[str, type]] = {
     "convert": {

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
+WATCH = "watch.js"  # script that asks the page's server whether the run has gone on
 MAX_CHARACTERS = 6000  # maximum length of a sample's text; longer texts are truncated
 # Characters that are invisible or that change the direction of writing.
 _HIDDEN = re.compile(
@@ -39,7 +40,7 @@ def write_page(
     """
     codes = [(FILES / name).read_text(encoding="utf-8") for name in scripts]
     frame = {"styles": [(FILES / name).read_text(encoding="utf-8") for name in styles], "scripts": codes, "data": data}
-    frame |= {"policy": _policy(codes), "headings": []}
+    frame |= {"policy": _policy(codes, connects=WATCH in scripts), "headings": []}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -93,8 +94,10 @@ def visible(text: str) -> str:
     return text if text.isprintable() else _HIDDEN.sub(told, text)
 
 
-def _policy(codes: Sequence[str]) -> str:
-    """Returns the content security policy of a page that loads nothing and runs only the given scripts."""
+def _policy(codes: Sequence[str], *, connects: bool) -> str:
+    """Returns the content security policy of a page that loads nothing and runs only the given scripts. `connects`:
+    whether the scripts may ask the page's own server."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'" for c in codes)
     rules = ["default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"]
+    rules += ["connect-src 'self'"] if connects else []
     return "; ".join([*rules, f"script-src {hashes}"] if hashes else rules)

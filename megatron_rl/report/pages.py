@@ -22,7 +22,9 @@ SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rol
 _log = logging.getLogger(__name__)
 
 
-def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = MAX_ROLLOUTS) -> Path:
+def write_report(
+    run_dir: Path, target: Path | None = None, *, rollouts: int = MAX_ROLLOUTS, scripts: Sequence[str] = SCRIPTS
+) -> Path:  # fmt: skip
     """Writes a page about a run or a sweep from the files that its directory has so far.
 
     Returns the path of the page: `target`, or DIRECTORY/report.html. Uses no network. `rollouts`: maximum number of
@@ -32,7 +34,7 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
     """
     target = target or run_dir / "report.html"
     if (run_dir / SWEEP).exists():
-        return write_comparison([run_dir], target, rollouts=rollouts)
+        return write_comparison([run_dir], target, rollouts=rollouts, scripts=scripts)
     if not is_run(run_dir):
         raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither metrics.jsonl nor config.yaml")
     run = read_run(run_dir)
@@ -54,11 +56,13 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
         "refit_names": [name.replace("_", " ") for name in run_sections.REFIT_FIGURES],
         "summary": flatten({name: value for name, value in run.summary.items() if name != "schedule"}),
         "duration": duration,
-    })  # fmt: skip
+    }, scripts)  # fmt: skip
     return target
 
 
-def write_comparison(paths: Sequence[Path], target: Path, *, rollouts: int = MAX_ROLLOUTS) -> Path:
+def write_comparison(
+    paths: Sequence[Path], target: Path, *, rollouts: int = MAX_ROLLOUTS, scripts: Sequence[str] = SCRIPTS
+) -> Path:  # fmt: skip
     """Writes a page that compares runs and evaluations to `target`, and returns `target`.
 
     `paths`: run directories, directories of sweeps, and NAME.json of finished evaluations. Each evaluation is compared
@@ -77,7 +81,7 @@ def write_comparison(paths: Sequence[Path], target: Path, *, rollouts: int = MAX
         "runs": runs_table(runs, found_arms) if runs else None,
         "means": means_table(runs, found_arms),
         "differences": differences_table(runs),
-    })  # fmt: skip
+    }, scripts)  # fmt: skip
     return target
 
 
@@ -113,13 +117,15 @@ class _Content:
         yield from self.picked.blocks([run.name for run in self.runs])
 
 
-def _write(target: Path, template: str, content: _Content, values: Mapping[str, Any]) -> None:
+def _write(
+    target: Path, template: str, content: _Content, values: Mapping[str, Any], scripts: Sequence[str]
+) -> None:  # fmt: skip
     """Writes a page, and logs a warning if files are damaged. `values`: further values for the template."""
     found = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
     shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "picked": content.picked}
     shown |= {"palette": PALETTE, "flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
-    write_page(target, template, {**values, **shown}, styles=STYLES, scripts=SCRIPTS, data=content.data(found))
+    write_page(target, template, {**values, **shown}, styles=STYLES, scripts=scripts, data=content.data(found))
     if damage:
         rest = f"; and {len(damage) - 1} more: see the page" if len(damage) > 1 else ""
         _log.warning("%s leaves out what is damaged: %s%s", target, damage[0], rest)

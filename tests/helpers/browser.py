@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import select
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,14 +91,22 @@ class Browser:
         """Returns the number of the browser's first process."""
         return self._process.pid
 
-    def open(self, path: Path, *, timeout_s: float = 60) -> float:
-        """Opens a file and returns the seconds until its scripts have run and it is drawn."""
-        start, self._loaded = time.perf_counter(), False
-        self.call("Page.navigate", url=path.resolve().as_uri(), timeout_s=timeout_s)
-        while not self._loaded:
-            self._take(timeout_s)
+    def open(self, page: Path | str, *, timeout_s: float = 60) -> float:
+        """Opens a file or an address, and returns the seconds until its scripts have run and it is drawn."""
+        start = time.perf_counter()
+        with self.loading(timeout_s):
+            url = page if isinstance(page, str) else page.resolve().as_uri()
+            self.call("Page.navigate", url=url, timeout_s=timeout_s)
         self.run("await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def loading(self, timeout_s: float = 60) -> Iterator[None]:
+        """Waits at the end of its block until a page is loaded, which something in the block asked for."""
+        self._loaded = False
+        yield
+        while not self._loaded:
+            self._take(timeout_s)
 
     def run(self, script: str, *, timeout_s: float = 60) -> Any:
         """Runs the body of an async function in the page, which may call `until`, and returns what it returns. Raises

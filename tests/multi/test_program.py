@@ -204,8 +204,8 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
         "version_lag",
     ):
         assert all(name in metrics for metrics in generator), name
-    program("report", tmp_path / "run", "--png", tmp_path / "curves.png")
-    assert (tmp_path / "run/report.html").stat().st_size > 20_000 and (tmp_path / "curves.png").stat().st_size > 5_000
+    program("report", tmp_path / "run")
+    assert (tmp_path / "run/report.html").stat().st_size > 20_000
 
     replayed = [a.replace("run.name=run", "run.name=again") for a in arguments]
     program("train", *replayed, f"debug.replay={tmp_path}/run")

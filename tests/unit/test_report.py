@@ -19,7 +19,6 @@ from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.report import run as report_command
 from megatron_rl.config.schema import ConfigError, Run
 from megatron_rl.report import curves
-from megatron_rl.report import png as report_png
 from megatron_rl.report import run_sections as report_tables
 from megatron_rl.report.html_page import as_json, write_page
 from megatron_rl.report.pages import write_report
@@ -212,7 +211,6 @@ def test_a_run_with_parts_missing_still_reports(tmp_path, iterations, rollouts, 
     text = " ".join(found.text)
     assert ("rollouts-data" in found.blocks) == rollouts
     assert ("against the truth" in text) == (verifier and iterations > 3)
-    assert report_png.draw_overview(read_run(run), run / "curves.png").stat().st_size > 1000
 
 
 def test_sft_and_values_that_are_not_finite(tmp_path):
@@ -327,14 +325,6 @@ def test_a_change_within_chance_is_not_called_learning():
     assert report_tables.Gain("exploitability", 0.4, 0.1).better is True
     assert report_tables.Gain("accuracy", 1.0, 1.0).better is None
     assert report_tables.Gain("answers", 1.0, 2.0).better is None, "nothing says that more answers are better"
-
-
-def test_smoothing_shifts_nothing():
-    line = [3.0 * x + 1 for x in range(60)]
-    assert report_png.smooth(line) == pytest.approx(line)
-    spike = report_png.smooth([0.0] * 30 + [1.0] + [0.0] * 29)
-    assert max(spike) == spike[30] < 0.2
-    assert report_png.smooth([]) == []
 
 
 def test_predicted_and_measured_rates_stand_beside_each_other(tmp_path):

@@ -1,0 +1,18 @@
+// Loads the page again when the run that `megatron-rl watch` shows has gone on, unless a rollout is being read.
+"use strict";
+
+(() => {
+  const EVERY_MS = 3000;
+  let shown = null;
+
+  async function look() {
+    const answer = await fetch("version").catch(() => null);
+    const version = answer?.ok ? await answer.text() : shown;
+    shown ??= version;
+    if (version !== shown && document.querySelector("#rollout-page .sample[open]") === null) location.reload();
+  }
+
+  look();
+  setInterval(look, EVERY_MS);
+  document.addEventListener("visibilitychange", look);
+})();

@@ -1,0 +1,103 @@
+"""`megatron-rl watch` serves a run's report on the loopback interface, and the page follows the run."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from browser import Browser, chromium
+from talks import POLICY, keep_talks, talk
+
+from megatron_rl.commands.watch import open_server
+from megatron_rl.main import main
+from megatron_rl.run.metrics import Tracker
+
+CONFIG = "run: {name: talks, seed: 7}\nroles: {solver: {model: {path: models/tiny}}}\n"
+SAYS = 'return document.querySelector("header p").textContent;'
+LOOK = """
+  const answered = performance.getEntriesByType("resource").length;
+  document.dispatchEvent(new Event("visibilitychange"));
+  await until(() => performance.getEntriesByType("resource").length > answered);
+"""
+
+
+def log(run, iterations):
+    tracker = Tracker(run.metrics)
+    for i in iterations:
+        tracker.log(i, "solver", {"reward/trained": i / 10}, iteration=i)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = keep_talks(tmp_path, CONFIG, solver=[talk((POLICY, [3]), rewards={"outcome": 1.0})])
+    log(run, range(3))
+    return run
+
+
+@pytest.fixture
+def address(run, tmp_path):
+    (tmp_path / "page").mkdir()
+    with open_server(run.path, tmp_path / "page", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server.address
+        server.shutdown()
+        thread.join()
+
+
+def get(address):
+    with urllib.request.urlopen(address) as answer:
+        return answer.read().decode()
+
+
+def test_the_report_is_written_again_only_when_the_run_has_gone_on(run, address, tmp_path):
+    page = tmp_path / "page/report.html"
+    first, version = get(address), get(f"{address}version")
+    assert "3 solver" in first and "connect-src 'self'" in first and "</script>" in first
+    written = page.stat().st_mtime_ns
+    assert get(address) == first and page.stat().st_mtime_ns == written
+    log(run, range(3, 5))
+    assert get(f"{address}version") != version and "5 solver" in get(address)
+    assert not (run.path / "report.html").exists()
+
+
+def test_whoever_does_not_know_the_address_sees_nothing(address):
+    assert address.startswith("http://127.0.0.1:") and len(address) > 60
+    for wrong in (
+        f"{address.rpartition('/')[0][:-5]}/",
+        "/".join(address.split("/")[:3]) + "/",
+        f"{address}report.html",
+    ):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            get(wrong)
+        assert caught.value.code == 404
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(chromium() is None, reason="there is no Chromium here (Debian: apt-get install chromium)")
+def test_the_page_follows_the_run_but_not_while_a_rollout_is_read(run, address, tmp_path):
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(address)
+        assert browser.run(SAYS).startswith("3 solver")
+        browser.run(
+            """
+          await until(() => document.querySelector("#rollout-page > .sample") !== null);
+          document.querySelector("#rollout-page > .sample").open = true;
+          window.read = true;
+        """
+        )
+        log(run, range(3, 5))
+        before = len(browser.requests)
+        browser.run(LOOK)
+        asked = browser.requests[before:]
+        assert asked and {one.rpartition("/")[2] for one in asked} == {"version"} and browser.run("return window.read;")
+        browser.run('document.querySelector("#rollout-page > .sample").open = false; ')
+        with browser.loading():
+            browser.run('document.dispatchEvent(new Event("visibilitychange"));')
+        assert browser.run(SAYS).startswith("5 solver") and browser.errors == []
