@@ -114,6 +114,10 @@ test-numbers: setup ## what computes and compares numbers, in one process and on
 docs: setup ## the site of docs/ into site/ (REPOSITORY_URL=https://... for links to sources); fails for a broken link
 	PYTHONPATH=$(CURDIR) $(PY) -m mkdocs build --strict
 
+.venv-nixl/.ready: | $(STAMP) # NIXL in a folder of its own; torch and numpy are those of .venv
+	$(PIP) --no-deps --upgrade --target .venv-nixl nixl==1.5.1 nixl-cu12==1.5.1
+	touch $@
+
 LATEST ?= .venv-latest
 LATEST_PIP := $(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check
 $(LATEST)/.ready: $(STAMP) # megatron-core 0.19.x; all else is that of .venv
@@ -225,4 +229,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers .venv-tasks runs site
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers .venv-tasks .venv-nixl runs site

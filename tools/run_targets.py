@@ -33,6 +33,11 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
         "make verifiers && python -m pytest tests/unit/test_environments_verifiers.py "
         "tests/multi/test_environments_verifiers_program.py"
     ),
+    # refits over NIXL (68 MB), with UCX over shared memory and TCP
+    "nixl": (
+        "make .venv-nixl/.ready && PYTHONPATH=$PWD/.venv-nixl:$PYTHONPATH "
+        "python -m pytest tests/multi/test_refit.py tests/multi/test_refit_nixl.py -k nixl"
+    ),
     "oracles": "make oracles",
     **{name: f"python examples/miniatures/{name}/run.py" for name in MINIATURES},
     # PPO and online DPO beside GRPO, on three seeds

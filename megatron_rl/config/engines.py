@@ -180,8 +180,9 @@ class RefitConfig:
     """Settings of refits. A refit sends the trainer's weights to the inference engines after an update
     (docs/explanation/refit.md)."""
 
-    # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support.
-    transport: Literal["auto", "tcp", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
+    # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support. nixl (never
+    # chosen by auto): RDMA by the package nixl, which both environments need.
+    transport: Literal["auto", "tcp", "nccl", "nixl", "shared_memory", "cuda_ipc", "disk"] = "auto"
     # Where servers receive new weights while they generate. They then pause only to replace their weights. host: in
     # host memory. device: in GPU memory beside the old weights; the pause is shorter. off: servers pause, and new
     # weights overwrite the old weights. auto: host if rollouts.max_staleness is above 0; otherwise off, because servers

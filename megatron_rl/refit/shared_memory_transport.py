@@ -1,13 +1,8 @@
 """A transport through memory or files that both sides can open.
 
-There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of one host. The sender
-writes a message into a slot and announces it on the store. The receiver opens the slot, reads the message, and marks
-the slot as free.
-
-A medium allocates slots. A slot is memory for one message, and its address is a JSON value. `allocate` returns a slot's
-address and memory, uint8 [at least size]. `publish` makes the message in a slot visible to the receiver, and returns
-the address with which the receiver's `open` returns the memory of the slot. `open` raises OSError or RuntimeError if
-the slot cannot be opened, for example because the sender has ended. `free` frees the memory of a slot.
+The media are POSIX shared memory, safetensors files on disk, CUDA IPC between GPUs of one host, and memory that is
+registered with NIXL (nixl_transport.py). The sender writes a message into a slot and announces it on the store. The
+receiver opens the slot, reads the message, and marks the slot as free.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -35,6 +30,28 @@ from megatron_rl.refit.transport import Deadline, Handle, TransportError
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_SLOT = 1 << 16  # minimum size of a slot in bytes
+
+
+class Medium(Protocol):
+    """A kind of memory that holds messages. A slot is memory for one message, and its address is a JSON value."""
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        """Returns the address and the memory of a new slot, uint8 [at least size]."""
+        ...
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        """Makes the message in a slot visible to the receiver. Returns the address to pass to the receiver's `open`."""
+        ...
+
+    def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
+        """Returns the memory of a slot, or a copy that is valid until the next call. Raises OSError or RuntimeError if
+        the slot cannot be opened before the deadline, for example because the sender has ended.
+        """
+        ...
+
+    def free(self, address: Any) -> None:
+        """Frees the memory of a slot that no receiver reads."""
+        ...
 
 
 class SharedMemory:
@@ -72,7 +89,7 @@ class SharedMemory:
     def publish(self, address: Any, message: Tensor) -> Any:
         return address
 
-    def open(self, address: Any, device: torch.device) -> Tensor:
+    def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
         name, size = address
         if not isinstance(name, str) or "/" in name or not name.startswith(self._prefix):
             raise RuntimeError(f"{name!r} is not a slot of this user")
@@ -108,7 +125,7 @@ class Disk:
             raise TransportError(f"{self._directory}: {error}") from error
         return address
 
-    def open(self, address: Any, device: torch.device) -> Tensor:
+    def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
         if not isinstance(address, str) or "/" in address:
             raise RuntimeError(f"{address!r} is not a file name")
         try:
@@ -141,7 +158,7 @@ class CudaIpc:
         torch.cuda.current_stream(message.device).synchronize()
         return address
 
-    def open(self, address: Any, device: torch.device) -> Tensor:
+    def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
         key = str(address)
         if key not in self._open:
             parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
@@ -152,9 +169,6 @@ class CudaIpc:
 
     def free(self, address: Any) -> None:
         return None  # the memory is freed with its tensor
-
-
-Medium = SharedMemory | Disk | CudaIpc
 
 
 class Slots:
@@ -169,6 +183,7 @@ class Slots:
     def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
         self._store, self._rank, self._medium = store, rank, medium
         self._slots: list[_Slot] = []
+        self._lost: list[_Slot] = []  # slots that a receiver did not take in time, and may still read
         # by peer: the number of messages sent to it so far, and of messages expected from it so far
         self._sent: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._came: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
@@ -200,7 +215,7 @@ class Slots:
             failure = _await(self._store, f"{key}/free", deadline)
             if failure is not None:
                 self._slots.remove(slot)
-                self._medium.free(slot.address)
+                self._lost.append(slot)
                 raise TransportError(f"{label} to {peer}: it was not taken, {failure}")
             self._store.remove(key)
             self._store.remove(f"{key}/free")
@@ -220,16 +235,17 @@ class Slots:
                 raise TransportError(f"{label} from {peer}: {failure}")
             try:
                 address, size = self._store.peek(key)
-                return self._medium.open(address, device)[:size]
+                return self._medium.open(address, device, deadline)[:size]
             except (TransportError, OSError, RuntimeError, ValueError) as error:
                 raise TransportError(f"{label} from {peer}: {error}") from error
 
         return Handle(wait, lambda: self._store.put(f"{key}/free", True))
 
     def close(self) -> None:
-        for slot in self._slots:
+        for slot in (*self._slots, *self._lost):
             self._medium.free(slot.address)
         self._slots.clear()
+        self._lost.clear()
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from torch.cuda import nccl
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.refit.nccl_transport import Nccl
+from megatron_rl.refit.nixl_transport import Nixl
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.shared_memory_transport import CudaIpc, Disk, SharedMemory, Slots
 from megatron_rl.refit.tcp_transport import Tcp
@@ -102,6 +103,8 @@ class Wiring:
                 made = Nccl(own, number, len(members), settings)
             elif kind == "tcp":
                 made = Tcp(own, number, settings)
+            elif kind == "nixl":
+                made = Nixl(own, number)
             elif kind == "disk":
                 assert settings.directory is not None, "checked by the config"
                 made = Slots(own, number, Disk(Path(settings.directory)))

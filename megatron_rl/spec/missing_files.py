@@ -123,6 +123,16 @@ def server_problems(engine: EngineSpec | None) -> list[str]:
     return []
 
 
+def transport_problems(engine: EngineSpec | None) -> list[str]:
+    """Returns the reasons why a trainer on this machine could not send weights with the configured transport."""
+    if engine is None or engine.refit.transport != "nixl" or importlib.util.find_spec("nixl") is not None:
+        return []
+    said = (
+        "refit.transport = 'nixl': the package nixl is not installed here; pip install 'nixl[cu13]', or set it to auto"
+    )
+    return [said]
+
+
 def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
     """Returns the reasons why graders and tools could not run model-generated code in a sandbox on this machine."""
     if shutil.which("bwrap") is not None:

@@ -55,6 +55,7 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
     if not problems and here is not None:
         problems = [text for one in missing_files.absent_files(spec) if (text := one.problem) is not None]
         problems += missing_files.server_problems(spec.engine) + missing_files.sandbox_problems(spec.settings)
+        problems += missing_files.transport_problems(spec.engine)
         problems += server_gpus.device_problems(spec.engine, here.ranks) if here.gpus else []
     refuse(*problems)
     return spec

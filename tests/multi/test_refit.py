@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import VERDICTS
 from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
 
+# NIXL is in the environment of `make test-more ONLY=nixl` alone
+NIXL = ["nixl"] if importlib.util.find_spec("nixl") else []
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 MOE = Sizes(
@@ -111,7 +114,7 @@ def shared_memory():
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "disk"])
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "disk", *NIXL])
 def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, shared_memory, transport):
     for i, (sizes, trainer, engines, dtype) in enumerate(
         [
@@ -220,7 +223,7 @@ def processes(*started):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", *NIXL])
 def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it_is_back(tmp_path, transport):
     """One engine gets SIGKILL in the middle of the second refit; a new process under its rank takes the fourth."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
@@ -317,7 +320,7 @@ def test_a_trainer_does_not_grow_with_every_engine_that_is_killed_and_comes_back
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", *NIXL])
 def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
     """One engine stops in the middle of a transfer, and the other commits. Once the first goes on, it joins again."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1])
@@ -369,7 +372,7 @@ def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", *NIXL])
 def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, transport):
     """Four stages feed three engines.
 

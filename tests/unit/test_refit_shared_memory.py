@@ -12,13 +12,14 @@ from megatron_rl.refit.shared_memory_transport import CudaIpc, Disk, SharedMemor
 from megatron_rl.refit.transport import Deadline, TransportError
 
 CPU = torch.device("cpu")
+SOON = Deadline.start(60.0, 60.0)
 
 
 def test_a_message_is_read_from_the_file_that_was_published(tmp_path):
     disk = Disk(tmp_path / "new" / "slots")
     address, message = disk.allocate(5, CPU)
     message[:] = torch.arange(5, dtype=torch.uint8)
-    assert disk.publish(address, message) == address and disk.open(address, CPU).tolist() == [0, 1, 2, 3, 4]
+    assert disk.publish(address, message) == address and disk.open(address, CPU, SOON).tolist() == [0, 1, 2, 3, 4]
     disk.free(address)
     assert not list((tmp_path / "new" / "slots").iterdir())
 
@@ -34,10 +35,10 @@ def test_a_directory_that_is_gone_is_an_error_of_the_transport(tmp_path):
 def test_a_file_that_is_no_message_is_named(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"no tensors")
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "x.safetensors"))):
-        Disk(tmp_path).open("x.safetensors", CPU)
+        Disk(tmp_path).open("x.safetensors", CPU, SOON)
     for address in ("../x", 3, None):
         with pytest.raises(RuntimeError, match="is not a file name"):
-            Disk(tmp_path).open(address, CPU)
+            Disk(tmp_path).open(address, CPU, SOON)
 
 
 def test_an_announcement_that_is_none_is_an_error_of_the_transport():
@@ -81,7 +82,7 @@ def test_a_slot_of_cuda_ipc_is_opened_on_the_gpu_as_its_receiver_numbers_it(monk
     opened: list[list[object]] = []
     storage = torch.arange(64, dtype=torch.uint8).untyped_storage()
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *parts: opened.append([*parts]) or storage)
-    message = CudaIpc().open([0, b"handle".hex(), 64, 0], torch.device("cuda", 3))
+    message = CudaIpc().open([0, b"handle".hex(), 64, 0], torch.device("cuda", 3), SOON)
     assert opened == [[3, b"handle", 64, 0]] and message.tolist() == [*range(64)]
 
 

@@ -159,6 +159,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
         ("reward.args.nonsense=1", "unknown argument 'nonsense'"),
         ("reward.target=no_such_module:grade", "cannot import no_such_module"),
         ("reward.range=[0.0,2.0] recipe.args.estimator=w_reinforce", "scale the reward to [0, 1]"),
+        ("refit.transport=nixl", "refit.transport = 'nixl': the package nixl is not installed here"),
         ("roles.generator.loss.objective=clip", "loss.objective = 'clip': it is one of"),
     ],
 )
