@@ -85,7 +85,9 @@ class HandOff:
             for j in range(self.sampling.n)
         }
         write(list(chains.values()), self.engines, self.tokenizer, self.sampling, max_rounds=self.max_rounds)
-        texts = decoded(self.tokenizer, [chain.completion for chain in chains.values()])
+        texts = decoded(
+            self.tokenizer, [(problems.prompts[place], chain.completion) for (place, _), chain in chains.items()]
+        )
         graded = self.grade(texts, [problems.problems[place].values for place, _ in chains])
         groups: dict[int, list[Sample]] = {place: [] for place in places}
         for ((place, j), chain), text, grade in zip(chains.items(), texts, graded, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.chat_template import thought_opening
-from megatron_rl.engines.protocol import Completion, Engine, Sampling
+from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens
 from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.votes import Weigher
@@ -39,10 +39,7 @@ class Solver:
         prompts = {place: problems.prompts[place] for place in places}
         found = draw_within(self.engine, prompts, self.sampling, self.context)
         drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
-        texts = [
-            thought_opening(self.tokenizer, prompts[place]) + text
-            for (place, *_), text in zip(drawn, decoded(self.tokenizer, [c for *_, c in drawn]), strict=True)
-        ]
+        texts = decoded(self.tokenizer, [(prompts[place], c) for place, _, c in drawn])
         graded = self.grade(texts, [problems.problems[place].values for place, *_ in drawn])
         weights: Mapping[int, float] = {}
         if self.weigher is not None:
@@ -75,6 +72,11 @@ def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
     return found | ({"detail": graded.detail} if graded.detail else {})
 
 
-def decoded(tokenizer: Any, completions: Sequence[Completion]) -> list[str]:
-    """Returns the texts of completions, without special tokens."""
-    return [str(tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions]
+def decoded(tokenizer: Any, pairs: Sequence[tuple[Tokens, Completion]]) -> list[str]:
+    """Returns the texts of completions, without special tokens, for pairs (prompt, completion). A text begins with
+    <think> if its prompt ends with it; see `thought_opening`.
+    """
+    return [
+        thought_opening(tokenizer, prompt) + str(tokenizer.decode(c.tokens, skip_special_tokens=True))
+        for prompt, c in pairs
+    ]

@@ -8,10 +8,13 @@ from collections import Counter
 from statistics import fmean
 
 import pytest
-from scripted_rollouts import context_of, ids, reader_of, roll_out
+from scripted_rollouts import TOKENIZER, context_of, ids, reader_of, roll_out
 from toys import graded
 
+from megatron_rl.data.problems import Problem
 from megatron_rl.engines.protocol import Sampling
+from megatron_rl.evaluation.draw import ProblemSet
+from megatron_rl.evaluation.solve import Solver
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.online_dpo import OnlineDpo
@@ -109,5 +112,10 @@ def test_a_thought_that_the_prompt_opened_is_told_from_the_answer_by_graders():
     told = []
     grade = graded(lambda response, payload: bool(told.append(response)))
     prompts = [Prompt(id=f"0/{i}", tokens=ids(text), payload={}) for i, text in enumerate(["Q<think>\n", "Q <think>."])]
-    solutions, _ = solve(context_of(lambda *_: "hm", grade=grade), "generator", prompts, Sampling(max_tokens=50, n=1))
+    context, once = context_of(lambda *_: "hm", grade=grade), Sampling(max_tokens=50, n=1)
+    solutions, _ = solve(context, "generator", prompts, once)
     assert told == [s.text for s in solutions] == ["<think>\nhm", "hm"]
+    own = [Problem(row=i, values={"question": p.id}) for i, p in enumerate(prompts)]
+    problem_set = ProblemSet(name="s", title="s", problems=own, prompts=[p.tokens for p in prompts])
+    solver = Solver(engine=context.engines["generator"], tokenizer=TOKENIZER, sampling=once, grade=grade)
+    assert [rows[0]["response"] for rows in solver(problem_set, range(2))] == told[2:] == told[:2]
