@@ -293,7 +293,7 @@ class Numbers:
     def __init__(self, name: str) -> None:
         self.name, self.place = name, 0
 
-    def take(self, count: int, *_: object) -> list[Prompt]:
+    def take(self, count: int, fits: object = None, draw: object = None) -> list[Prompt]:
         self.place += count
         return [Prompt(id=f"{self.name}{i}", tokens=[i]) for i in range(self.place - count, self.place)]
 

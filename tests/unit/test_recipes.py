@@ -86,7 +86,7 @@ class Problems:
         self.prompts = problems(prompts) if isinstance(prompts, int) else prompts
         self.prompts_per_iteration = len(self.prompts)
 
-    def take(self, count=None, fits=lambda prompt: True):
+    def take(self, count=None, fits=lambda prompt: True, draw=None):
         return [*filter(fits, self.prompts)]
 
 
