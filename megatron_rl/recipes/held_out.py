@@ -82,9 +82,10 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
 
 def measure_reviewer(
     context: RolloutContext, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
-) -> tuple[dict[str, float], list[float]]:
+) -> tuple[dict[str, float], list[tuple[float, str]]]:
     """Returns metrics of the reviewer, named `role/metric`, for verdicts sampled at temperature 1 and (with the suffix
-    `_greedy`) for greedy verdicts; and for each solution 1.0 if the sampled final verdict calls it correct, or 0.0.
+    `_greedy`) for greedy verdicts; and for each solution 1.0 if the sampled final verdict calls it correct, or 0.0, and
+    the text of this verification, which is empty if the solution was too long to be verified.
 
     outcome_f1: harmonic mean of the accuracies on correct and on wrong solutions. step_f1: the same for reasoning
     steps, if gold labels exist. Both are left out if there are no correct or no wrong items. aligned: share of
@@ -93,7 +94,7 @@ def measure_reviewer(
     """
     correct, role = sum(s.correct for s in solutions), reviewer.role
     metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
-    own, confidences = context.samplings[role], list[float]()
+    own, opinions = context.samplings[role], list[tuple[float, str]]()
     for suffix, sampling in (("", plain(own, seed=context.seed)), ("_greedy", greedy(own, seed=context.seed))):
         reviews = Reviews(reviewer, context, sampling)
         for place, solution in enumerate(solutions):
@@ -101,13 +102,13 @@ def measure_reviewer(
         found = reviews.finish()
         rows = [verification for group in found for verification in group]
         if not suffix:
-            confidences = [float(any(v.opinion.final is True for v in group)) for group in found]
+            opinions = [(float(v[0].opinion.final is True), v[0].decoded.text) if v else (0.0, "") for v in found]
         outcome = outcome_confusion(rows)
         metrics[f"outcome_f1{suffix}"] = outcome.f1
         metrics[f"step_f1{suffix}"] = gold_confusion(rows, step_labels).f1 if step_labels else None
         metrics[f"aligned{suffix}"] = aligned(rows)
         metrics[f"predicted_positive{suffix}"] = outcome.predicted_positive
-    return {f"{role}/{name}": value for name, value in metrics.items() if value is not None}, confidences
+    return {f"{role}/{name}": value for name, value in metrics.items() if value is not None}, opinions
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:

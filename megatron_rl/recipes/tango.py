@@ -219,12 +219,12 @@ class BaseTango(WithCritics):
         """
         metrics, solutions = self.measure(context, prompts)
         if not self.balanced_per_class:
-            found, confidences = measure_reviewer(context, self._reviewer, solutions, self._labels)
+            found, opinions = measure_reviewer(context, self._reviewer, solutions, self._labels)
             answers = context.answers.get(self.solver, [])
             graded = [row for own in answers for row in own if row["outcome"] == Outcome.SCORE.value]
-            sure = dict(zip(map(id, graded), confidences, strict=True)) if answers else {}
+            sure = dict(zip(map(id, graded), opinions, strict=True)) if answers else {}
             for row in (row for own in answers for row in own):
-                row["confidence"] = sure.get(id(row), 0.0)
+                row["confidence"], row["verification"] = sure.get(id(row), (0.0, ""))
             own = answer_metrics(self.solver, answers, context.evaluation.k) if answers else {}
             return metrics | own | found
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)

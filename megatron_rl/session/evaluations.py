@@ -123,7 +123,7 @@ def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, 
 def _shown(row: Mapping[str, Any]) -> Sample:
     rewards = {"reward": row["score"], "correct": float(row["correct"])}
     group = f"{row['row']}, sample {row['sample']}"
+    response = "\n\n".join(filter(None, (row["response"], row.get("verification"))))
     return Sample(
-        group=group, prompt=str(row.get("question", "")), response=row["response"], rewards=rewards,
-        length=row["tokens"],
-    )  # fmt: skip
+        group=group, prompt=str(row.get("question", "")), response=response, rewards=rewards, length=row["tokens"]
+    )

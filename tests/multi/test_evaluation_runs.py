@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.conversion import convert
 from megatron_rl.conversion.weight_source import find
+from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.multi]
@@ -108,7 +109,9 @@ def test_a_tango_run_has_nine_sets_every_ten_updates_and_verdicts_on_the_same_an
             assert metrics[f"verifier/set{i}/num_correct"] == round(own[i] * (2 + i))
         content = json.loads((run / f"evaluations/iteration_{number:06d}.json").read_text())
         assert len(content["sets"]) == 9 and content["sets"]["set8"]["solve"]["problems"] == 10
+    rows = [json.loads(line) for line in (run / "evaluations/iteration_000013.jsonl").read_text().splitlines()]
+    assert len(rows) == 54 and all((r["confidence"] == 1.0) is bool(final_verdict(r["verification"])) for r in rows)
     page = (run / "report.html").read_text()
-    assert "After iteration 13" in page and 'class="sample"' in page
+    assert "After iteration 13" in page and 'class="sample"' in page and "<b>Verification</b>" in page
     assert [number for number, _ in best_of(run)] == [13]
     assert_exports_are_the_checkpoints(run, 13, ["generator", "verifier"], tmp_path)
