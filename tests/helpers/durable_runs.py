@@ -212,15 +212,17 @@ class KilledRun:
                 return
             process.join(rng.random() * WITHIN_S)
             who = "all"
-        family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in family if child.ppid() == process.pid and "python" in child.name()]
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):  # it has just ended
+            family = psutil.Process(process.pid).children(recursive=True)
             if who == "all":
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 command = psutil.Process(process.pid).cmdline()
+                ranks = [one for one in family if one.is_running() and one.ppid() == process.pid]
                 forked = sorted(
-                    (child for child in ranks if child.cmdline() == command), key=lambda c: (c.create_time(), c.pid)
+                    (one for one in ranks if "python" in one.name() and one.cmdline() == command),
+                    key=lambda one: (one.create_time(), one.pid),
                 )
                 forked[who == "rank"].kill()
         process.join(RUN_S)
