@@ -6,6 +6,7 @@ a config can be checked on a login node.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import field, replace
 from pathlib import Path
@@ -46,6 +47,15 @@ OF_A_SHARED_CRITIC = ("same_as", "head", "tandem", "data")  # likewise, of a cri
 
 
 @config
+class Stage:
+    """A part of a run with other settings. It begins where the stage before it ends, or with the run."""
+
+    until: PositiveInt  # number of iterations of the run after which the stage ends
+    # {dotted name of a setting: value in this stage}, such as {roles.generator.sampling.max_tokens: 8192}
+    overrides: dict[str, Any]
+
+
+@config
 class TrainConfig:
     """The config of reinforcement learning: `megatron-rl train`."""
 
@@ -62,12 +72,19 @@ class TrainConfig:
     refit: RefitConfig = field(default_factory=RefitConfig)  # transfer of new weights to the engines
     rollouts: Rollouts = field(default_factory=Rollouts)  # generation of rollouts during training
     preflight: Preflight = field(default_factory=Preflight)  # checks before the first update
+    # Parts of the run with other settings, one after the other. Iterations after the last stage have the settings that
+    # stand outside of stages.
+    stages: tuple[Stage, ...] = ()
     debug: Debug = field(default_factory=Debug)  # training on the saved rollouts of an earlier run
     sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about roles that share the policy of a role with which they cannot share it."""
+        """Yields error messages about stages that do not follow each other, and about roles that share the policy of a
+        role with which they cannot share it."""
+        for number, (before, stage) in enumerate(itertools.pairwise(self.stages), start=1):
+            if stage.until <= before.until:
+                yield f"stages[{number}].until = {stage.until}: the stage before it ends at {before.until}; give more"
         for name, role in self.roles.items():
             owner = self.roles.get(role.same_as or name)
             if owner is None or role.same_as is not None and owner.same_as is not None:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_rl.data.problems import Fits, NothingLeft, PromptReader, source_of
+from megatron_rl.data.problems import ANY, Draw, Fits, NothingLeft, PromptReader, source_of
 from megatron_rl.types import Prompt
 
 # 2^64 divided by the golden ratio. Multiples of it modulo 2^64 are spread evenly over [0, 2^64) (a Weyl sequence).
@@ -22,7 +22,7 @@ class MixedReader:
     """
 
     def __init__(self, readers: Mapping[str, PromptReader], weights: Mapping[str, float], *, seed: int | str) -> None:
-        """`weights`: the weight of each source, unless a call of `take` gives other weights."""
+        """`weights`: the weight of each source, unless a call of `take` gives others."""
         self._readers, self._weights, self._seed, self._draws = dict(readers), dict(weights), seed, 0
         self._start = int.from_bytes(hashlib.blake2b(f"{seed}/sources".encode(), digest_size=8).digest(), "big")
 
@@ -32,18 +32,18 @@ class MixedReader:
         return sum(reader.dropped for reader in self._readers.values())
 
     def take(
-        self, count: int, fits: Fits = lambda prompt: True, weights: Mapping[str, float] | None = None
+        self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY
     ) -> list[Prompt]:  # fmt: skip
         """Returns `count` prompts of the stream for which `fits` returns True. A prompt that does not fit is replaced
         by the next prompt of the same source. A source of which no problem is left is omitted until the end of the
         call. Raises NothingLeft if no source is left, and DataError if all prompts of a source are too long.
         """
-        left = {name: weight for name, weight in (weights or self._weights).items() if weight > 0}
+        left = {name: weight for name, weight in (draw.weights or self._weights).items() if weight > 0}
         out: list[Prompt] = []
         while len(out) < count:
             name = self._draw(left)
             try:
-                out += self._readers[name].take(1, fits)
+                out += self._readers[name].take(1, fits, draw)
             except NothingLeft:
                 del left[name]
                 if not left:

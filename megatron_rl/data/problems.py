@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import random
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -130,6 +131,17 @@ def asked(values: Mapping[str, Any]) -> str:
     return repr((values[QUESTION], values.get(MESSAGES)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How a stage of the run takes prompts from a reader."""
+
+    weights: Mapping[str, float] | None = None  # weights of the sources; None: those of the reader
+    max_prompt_tokens: float = math.inf  # longer prompts are dropped, as those above the reader's own maximum
+
+
+ANY = Draw()
+
+
 class NothingLeft(DataError):
     """A curriculum skips all problems of a data set, or of one source."""
 
@@ -221,22 +233,22 @@ class PromptReader:
         ]
 
     def take(
-        self, count: int, fits: Fits = lambda prompt: True, weights: Mapping[str, float] | None = None
+        self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY
     ) -> list[Prompt]:  # fmt: skip
         """Returns the next `count` prompts of the stream for which `fits` returns True, and skips the others. Raises
-        DataError if all prompts of an epoch are too long. `weights` has no effect, because there is one data set.
+        DataError if all prompts of an epoch are too long. Weights of `draw` have no effect: there is one data set.
         """
         out: list[Prompt] = []
-        misses = 0
+        misses, longest = 0, min(self._max, draw.max_prompt_tokens)
         while len(out) < count:
             problem = self._next()
             tokens = self._tokens(problem)
-            if len(tokens) > self._max:
+            if len(tokens) > longest:
                 self.dropped, misses = self.dropped + 1, misses + 1
                 # If so many consecutive prompts are too long, they include a whole epoch
                 if misses >= 2 * len(self._problems) - 1:
                     raise DataError(
-                        f"every prompt is longer than max_prompt_tokens = {self._max}, e.g. {len(tokens)}: raise it"
+                        f"every prompt is longer than max_prompt_tokens = {longest}, e.g. {len(tokens)}: raise it"
                     )
                 continue
             misses = 0

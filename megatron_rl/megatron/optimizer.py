@@ -181,12 +181,17 @@ def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
                     group[name] = saved[0][name]
 
 
-def apply_settings(role: RoleConfig, optimizer: Any) -> None:
-    """Overrides the learning rates, betas and epsilon loaded from a checkpoint with the role's settings. Weight decay
-    is set by the learning-rate schedule."""
+def apply_settings(role: RoleConfig, optimizer: Any, scheduler: Any) -> None:
+    """Sets the learning rates, betas, epsilon, weight decay and gradient clipping to the role's settings, after a
+    checkpoint was loaded or when another stage of the run begins."""
+    settings = role.optimizer
+    scheduler.max_lr, scheduler.min_lr = settings.lr, settings.min_lr
+    scheduler.start_wd = scheduler.end_wd = settings.weight_decay
+    for part in (optimizer, *parts(optimizer)):
+        part.config.clip_grad = settings.clip_grad
     for group in optimizer.param_groups:
-        group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps
-        for name, value in (("max_lr", role.optimizer.lr), ("min_lr", role.optimizer.min_lr)):
+        group["betas"], group["eps"] = tuple(settings.betas), settings.eps
+        for name, value in (("max_lr", settings.lr), ("min_lr", settings.min_lr)):
             if name in group:
                 group[name] = value
 

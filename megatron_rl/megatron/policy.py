@@ -65,6 +65,13 @@ class MegatronPolicy(RoleModel):
         """Copies the current weights to host memory, as the weights of the reference."""
         self._reference = offload.host_copies([p.detach() for p in self.trained()])
 
+    def adopt(self, role: RoleConfig) -> None:
+        """Replaces the role's settings by those of another stage of the run: the sampling temperature, and settings of
+        the optimizer that may change during a run. Not collective."""
+        self.role, self._temperature = role, role.sampling.temperature or 1.0
+        if self.trainable:
+            optimizer.apply_settings(role, self.optimizer, self.scheduler)
+
     @property
     def replicas(self) -> Replicas:
         """The ranks of each data-parallel replica of the model."""

@@ -144,8 +144,8 @@ class RoleModel:
             if self.adapters is not None:
                 self.adapters.show()
                 vars(self.config).update(self._calls)
-                for chunk in self._model:
-                    models.unwrap(chunk).temperature = self._temperature
+            for chunk in self._model:
+                models.unwrap(chunk).temperature = self._temperature
             yield
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:

@@ -76,7 +76,7 @@ class PolicyState:
             if model.trainable:
                 optimizer.adopt_rates(model.optimizer, state["optimizer"])
                 model.optimizer.load_state_dict(state["optimizer"])
-                optimizer.apply_settings(model.role, model.optimizer)
+                optimizer.apply_settings(model.role, model.optimizer, model.scheduler)
                 # because Megatron-core adds the checkpoint's step count to the current value
                 model.scheduler.num_steps = 0
                 model.scheduler.load_state_dict(state["scheduler"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,11 +35,12 @@ from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.parent_events import Listener, listening
 from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
+from megatron_rl.session.run_stages import in_stages
 from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training import loop
-from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
+from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, StagedMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.held_out_sets import Answers, stopped_early
@@ -121,7 +123,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         }
         memory = DeviceMemory(trainees, run_engines.colocated)
         hooks = _hooks(parts, collector, memory)
-        hooks = dataclasses.replace(hooks, occupied_s=run_engines.occupied_s, served=run_engines.served)
+        around = in_stages(spec, parts.policies, trainees, say=driver.say, around=hooks.around)
+        hooks = dataclasses.replace(hooks, occupied_s=run_engines.occupied_s, served=run_engines.served, around=around)
         if listener is not None:
             hooks = listening(hooks, listener, parts.progress, iterations)
         setup = loop.Setup(
@@ -270,7 +273,10 @@ def _collector(
     recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
     scored = any(recipe.scores_of(roles) for roles in kinds)
-    credit = CreditStage(recipe, lag=ahead, after_scores=scored, uncredited=builders.uncredited(spec))
+    credit = CreditStage(
+        recipe, lag=ahead, after_scores=scored, uncredited=builders.uncredited(spec),
+        recipe_at=lambda number: spec.at(number).recipe,
+    )  # fmt: skip
     if parts.recipe_states:
         credit.restore(parts.recipe_states, parts.progress.number)
     maker: IterationMaker
@@ -287,6 +293,14 @@ def _collector(
             turns=turns,
             ahead=store.ahead,
         )
+        if spec.stages:
+            maker = StagedMaker(
+                readers=parts.readers,
+                makers=[
+                    *((one.until, builders.stage_maker(maker, one.spec, parts.tokenizers)) for one in spec.stages),
+                    (math.inf, maker),
+                ],
+            )
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
     return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
 

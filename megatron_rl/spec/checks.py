@@ -9,7 +9,6 @@ import copy
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +18,19 @@ from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import values_needed
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, read_object, refusal_of
-from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
-from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Embedded, Servers
 from megatron_rl.config.model import LossConfig, RoleConfig
 from megatron_rl.config.run import Sinks
-from megatron_rl.config.schema import HELD_OUT
 from megatron_rl.models import registry
 from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
-from megatron_rl.spec.data_checks import evaluation_problems, source_problems
+from megatron_rl.spec.data_checks import data_problems
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_checks import colocation_problems, low_precision_problems, served_adapter_problems
 from megatron_rl.spec.server_gpus import number_problems
+from megatron_rl.spec.stages import recipe_differences
 from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout, block_problems
 
 
@@ -42,7 +39,12 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
 
     `to_come`: if True, allows model directories that do not exist yet because an earlier job will write them.
     """
-    return [*_problems(spec, to_come)]
+    found = [*_problems(spec, to_come)]
+    if isinstance(spec, RunSpec):
+        for number, stage in enumerate(spec.stages):
+            lines = [*_problems(stage.spec, to_come), *recipe_differences(spec, stage.spec)]
+            found += [f"stages[{number}]: {line}" for line in lines if line not in found]
+    return found
 
 
 def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
@@ -54,16 +56,12 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
             yield from _trained_problems(place, role, spec.cluster.ranks, to_come)
     if isinstance(spec, RunSpec):
         yield from _run_problems(spec)
-        yield from evaluation_problems(spec)
-        yield from source_problems(spec)
-        yield from _overlaps(spec)
     if isinstance(spec, SftSpec):
         yield from _sft_problems(spec)
     if spec.engine is not None:
         yield from number_problems(spec.engine)
         yield from _engine_problems(spec.engine, to_come)
-    for name, source in spec.sets.items():
-        yield from _set_problems(name, source)
+    yield from data_problems(spec)
     if isinstance(spec, TrainingSpec):
         yield from _sink_problems(spec.sinks)
         most = spec.loop.num_iterations if isinstance(spec, RunSpec) else math.inf
@@ -280,40 +278,6 @@ def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[
         return [], (registry.read(facts, str(file)), registry.features(facts, str(file)))
     except ConfigError as error:
         return [f"{place}: {error}"], None
-
-
-def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
-    """Yields error messages about the settings of a prompt set. `name`: name of the setting that describes the set."""
-    yield from refusal_of(resolve, source, place=f"{name}: ")
-    try:
-        re.compile(source.answer_pattern or "")
-    except re.error as error:
-        yield f"{name}.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}"
-    path = f"{name}.path = {source.path!r}"
-    if generated_name(source.path) is None:
-        if source.generated is not None:
-            yield f"{name}.generated is set, but {path} is not generated: write reasoning_gym:NAME"
-        return
-    for key, value in {"settings": source.settings, "subset": source.subset, "file": source.file}.items():
-        if value is not None:
-            yield f"{name}.{key} = {value!r} with {path}: generated problems have none; set it to null"
-    if source.split not in (TRAIN, TEST, ALL):
-        yield f"{name}.split = {source.split!r}: generated problems have {TRAIN}, {TEST} and {ALL}"
-    if importlib.util.find_spec("reasoning_gym") is None:
-        yield f"{path}: reasoning-gym is not installed; run `pip install reasoning-gym`"
-
-
-def _overlaps(spec: RunSpec) -> list[str]:
-    """Returns an error message for each generated (reasoning-gym) training set that may contain questions of a set of
-    the evaluations."""
-    return [
-        f"{HELD_OUT}.{held.name} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
-        f"{name}.split to {TRAIN} and the split of {held.name} to {TEST}, which have none in common"
-        for name, source in spec.data.training.items()
-        for held in spec.data.held_out
-        if (common := generated_names(source) & generated_names(held.source))
-        and {source.split, held.source.split} != {TRAIN, TEST}
-    ]
 
 
 def _sink_problems(sinks: Sinks) -> list[str]:

@@ -1,18 +1,31 @@
-"""Checks the sources of a run's problems, the sets of its evaluations, and the metrics of its evaluations."""
+"""Checks problem sets, the sources of a run's problems, and the sets and metrics of its evaluations."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator
 
 from megatron_rl.config import plugins
-from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.base import ConfigError, Use, refusal_of
+from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
+from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.schema import HELD_OUT, SOURCES, Reward
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import RunSpec, Spec
 from megatron_rl.text import read_template
 
 
-def evaluation_problems(spec: RunSpec) -> Iterator[str]:
+def data_problems(spec: Spec) -> Iterator[str]:
+    """Yields error messages about all problem sets of a specification."""
+    for name, source in spec.sets.items():
+        yield from _set_problems(name, source)
+    if isinstance(spec, RunSpec):
+        yield from _evaluation_problems(spec)
+        yield from _source_problems(spec)
+        yield from _overlaps(spec)
+
+
+def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
     """Yields error messages about the sets of the evaluations, and about metrics that no evaluation can have."""
     settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
     for own in spec.data.held_out:
@@ -41,7 +54,7 @@ def evaluation_problems(spec: RunSpec) -> Iterator[str]:
             yield f"evaluation.{place}.metric = {metric!r}: name a metric of one of the roles {', '.join(roles)}"
 
 
-def source_problems(spec: RunSpec) -> Iterator[str]:
+def _source_problems(spec: RunSpec) -> Iterator[str]:
     """Yields error messages about the reward functions and the prompt templates of the sources."""
     for name, own in spec.data.sources.items():
         place, reward = f"{SOURCES}.{name}", own.reward or spec.reward
@@ -63,3 +76,37 @@ def _grading_problems(place: str, reward: Reward, template: str | None) -> Itera
             yield f"{place}: template = {template!r}: the text has no {{question}}"
     except (ConfigError, FileNotFoundError) as error:
         yield f"{place}: {error}"
+
+
+def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
+    """Yields error messages about the settings of a prompt set. `name`: name of the setting that describes the set."""
+    yield from refusal_of(resolve, source, place=f"{name}: ")
+    try:
+        re.compile(source.answer_pattern or "")
+    except re.error as error:
+        yield f"{name}.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}"
+    path = f"{name}.path = {source.path!r}"
+    if generated_name(source.path) is None:
+        if source.generated is not None:
+            yield f"{name}.generated is set, but {path} is not generated: write reasoning_gym:NAME"
+        return
+    for key, value in {"settings": source.settings, "subset": source.subset, "file": source.file}.items():
+        if value is not None:
+            yield f"{name}.{key} = {value!r} with {path}: generated problems have none; set it to null"
+    if source.split not in (TRAIN, TEST, ALL):
+        yield f"{name}.split = {source.split!r}: generated problems have {TRAIN}, {TEST} and {ALL}"
+    if importlib.util.find_spec("reasoning_gym") is None:
+        yield f"{path}: reasoning-gym is not installed; run `pip install reasoning-gym`"
+
+
+def _overlaps(spec: RunSpec) -> list[str]:
+    """Returns an error message for each generated (reasoning-gym) training set that may contain questions of a set of
+    the evaluations."""
+    return [
+        f"{HELD_OUT}.{held.name} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
+        f"{name}.split to {TRAIN} and the split of {held.name} to {TEST}, which have none in common"
+        for name, source in spec.data.training.items()
+        for held in spec.data.held_out
+        if (common := generated_names(source) & generated_names(held.source))
+        and {source.split, held.source.split} != {TRAIN, TEST}
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -30,8 +30,10 @@ from megatron_rl.spec.run_spec import (
     RunSpec,
     SftSpec,
     Spec,
+    StageSpec,
     first_iterations,
 )
+from megatron_rl.spec.stages import config_of
 
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
 # Default of preflight.max_logprob_gap if engines hold weights or the key-value cache in 8 bits or fewer, in nats
@@ -97,11 +99,11 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         recipe = plugins.build(config.recipe)
     except ConfigError as error:
         problems.append(str(error))
-    shared["roles"] = _with_references(shared["roles"], {} if recipe is None else recipe.roles())
+    stages = _stages(shared["settings"], ranks, problems)
+    shared["roles"] = _with_references(shared["roles"], {} if recipe is None else recipe.roles(), stages)
     replay = Path(config.debug.replay) if config.debug.replay else None
     spec = RunSpec(
-        **shared,
-        recipe=recipe,
+        **shared, recipe=recipe, stages=stages,
         data=DataSpec(training=training, held_out=held_out, replay=replay),
         loop=LoopSpec(
             schedule=() if recipe is None else first_iterations(recipe.schedule(), config.run.iterations),
@@ -109,8 +111,24 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
             rollouts=config.rollouts,
             preflight=_preflight(config.preflight, enabled=replay is None, low_precision=config.engine.low_precision),
         ),
-    )
+    )  # fmt: skip
     return spec, problems
+
+
+def _stages(settings: Mapping[str, Any], ranks: int, problems: list[str]) -> list[StageSpec]:
+    """Returns the specification of each stage of a run, and appends error messages to `problems`. `settings`: the run's
+    config as plain values."""
+    found = list[StageSpec]()
+    for number, stage in enumerate(settings["stages"]):
+        try:
+            spec, wrong = specify(config_of(settings, stage["overrides"], f"stages[{number}]"), ranks)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"stages[{number}]: {line}" for line in wrong]
+        assert isinstance(spec, RunSpec), "a TrainConfig is specified by a RunSpec"
+        found.append(StageSpec(**stage, spec=spec))
+    return found
 
 
 def _preflight(own: Preflight, *, enabled: bool, low_precision: bool) -> Preflight:
@@ -143,9 +161,14 @@ def _evaluated(
         return (), [str(error)]
 
 
-def _with_references(roles: Mapping[str, RoleSpec], parts: Mapping[str, Any]) -> dict[str, RoleSpec]:
-    """Returns the roles with the field `reference` set. `parts`: the recipe's description of the roles, by name."""
+def _with_references(
+    roles: Mapping[str, RoleSpec], parts: Mapping[str, Any], stages: Sequence[StageSpec]
+) -> dict[str, RoleSpec]:  # fmt: skip
+    """Returns the roles with the field `reference` set. `parts`: the recipe's description of the roles, by name. A role
+    whose loss has a KL term only in some of the `stages` needs a reference too."""
     read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
+    for own in (stage.spec.roles for stage in stages):
+        read |= {n for n, part in parts.items() if part.trained and own[n].loss.kl_coef and not roles[n].loss.kl_coef}
     return {name: dataclasses.replace(role, reference=name in read) for name, role in roles.items()}
 
 

@@ -209,6 +209,15 @@ class SftSpec(TrainingSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """A part of a run with other settings."""
+
+    until: int  # number of iterations of the run after which the stage ends
+    overrides: Mapping[str, Any]  # {dotted name of a setting: value}
+    spec: RunSpec  # the specification of the stage's iterations, without stages
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec(TrainingSpec):
     """The specification of `megatron-rl train`."""
 
@@ -217,6 +226,12 @@ class RunSpec(TrainingSpec):
     data: DataSpec
     reward: Reward
     loop: LoopSpec
+    stages: Sequence[StageSpec] = ()
+
+    def at(self, iteration: int) -> RunSpec:
+        """Returns the specification of an iteration, counted from 0: that of its stage, or this one after all
+        stages."""
+        return next((stage.spec for stage in self.stages if iteration < stage.until), self)
 
     @property
     def rewards(self) -> dict[str, Reward]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megatron_rl.data.mixed_sources import MixedReader
-from megatron_rl.data.problems import PromptReader
+from megatron_rl.data.problems import ANY, Draw, PromptReader
 from megatron_rl.run.metrics import SECONDS, Stopwatch
 from megatron_rl.timing import named_range
 from megatron_rl.training.credit import CreditStage, RolloutError, as_json
@@ -45,16 +45,15 @@ class ReaderSource:
 
     `turn`: returns a context manager inside which the first `take` reads from a reader that other iterations use too.
     Later calls of `take` read the data set in a separate random order, which depends on `name`. If `turn` is None, all
-    calls of `take` read from the reader.
+    calls of `take` read from the reader. `draw`: weights and lengths of the iteration's stage.
     """
 
     def __init__(
         self, reader: PromptReader | MixedReader, prompts_per_iteration: int, *, turn: Turn | None = None,
-        name: str = "", weights: Mapping[str, float] | None = None,
+        name: str = "", draw: Draw = ANY,
     ) -> None:  # fmt: skip
-        """`weights`: the weights of the sources in this iteration; None: the reader's weights."""
         self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of prompts too long
-        self._reader, self._turn, self._name, self._weights = reader, turn, name, weights
+        self._reader, self._turn, self._name, self._draw = reader, turn, name, draw
         self._first: list[Prompt] | None = None  # result of the first `take`; None before
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
@@ -69,7 +68,7 @@ class ReaderSource:
 
     def _read(self, count: int, fits: Callable[[Prompt], bool]) -> list[Prompt]:
         before = self._reader.dropped
-        found = self._reader.take(count, fits, self._weights)
+        found = self._reader.take(count, fits, self._draw)
         self.dropped += self._reader.dropped - before
         return found
 
@@ -122,6 +121,7 @@ class RolloutMaker(IterationMaker):
     recipe: Recipe
     context: RolloutContext
     prompts_per_iteration: int
+    draw: Draw = ANY  # weights of sources and maximum length of prompts
     max_staleness: int = 0
     sessions: OpenSessions = field(default_factory=OpenSessions)  # open sessions with engines
     turns: GradeTurns | None = None  # grades earlier iterations first; None: `context.grade` is used
@@ -150,12 +150,12 @@ class RolloutMaker(IterationMaker):
             for role, engine in context.engines.items()
         }
         context = replace(context, engines=own)
-        source = ReaderSource(reader, self.prompts_per_iteration)
+        source = ReaderSource(reader, self.prompts_per_iteration, draw=self.draw)
         if self.max_staleness:
             recipe = copy.deepcopy(recipe)
             context = replace(context, watch=Stopwatch(context.watch.beat))
             name = f"iteration {iteration.number}"
-            source = ReaderSource(reader, self.prompts_per_iteration, turn=turn, name=name)
+            source = ReaderSource(reader, self.prompts_per_iteration, turn=turn, name=name, draw=self.draw)
         recipe.load_state_dict(recipe_state)
         found = recipe.rollout(iteration, source, context)
         with turn():
@@ -176,6 +176,22 @@ class RolloutMaker(IterationMaker):
         self.sessions.close()
         if self.turns is not None:
             self.turns.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedMaker(IterationMaker):
+    """Generates the rollouts of each iteration with the maker of its stage. The makers share readers and sessions."""
+
+    makers: Sequence[tuple[float, IterationMaker]]  # [(number of iterations after which the stage ends, maker)]
+
+    def make(
+        self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
+    ) -> tuple[Collected, State | None]:
+        maker = next(own for until, own in self.makers if iteration.number < until)
+        return maker.make(iteration, recipe_state, turn)
+
+    def close(self) -> None:
+        self.makers[0][1].close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ and the resulting rollouts are checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,11 +32,13 @@ class CreditStage:
     """
 
     def __init__(
-        self, recipe: Recipe, *, lag: int = 0, after_scores: bool = False, uncredited: Collection[str] = ()
-    ) -> None:
-        """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages."""
+        self, recipe: Recipe, *, lag: int = 0, after_scores: bool = False, uncredited: Collection[str] = (),
+        recipe_at: Callable[[int], Recipe] | None = None,
+    ) -> None:  # fmt: skip
+        """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages.
+        `recipe_at`: returns the recipe of an iteration, which has the arguments of its stage; None: always `recipe`."""
         self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
-        self.after_scores = after_scores
+        self.after_scores, self._recipe_at = after_scores, recipe_at
         self._states = {0: as_json(recipe.state_dict())}  # by number of credited iterations, oldest first
 
     @property
@@ -61,6 +63,9 @@ class CreditStage:
         Raises RolloutError if the rollouts cannot be trained on.
         """
         context = CreditContext(handed_over=collected.handed_over)
+        if self._recipe_at is not None and (recipe := self._recipe_at(iteration.number)) is not self.recipe:
+            recipe.load_state_dict(self.states[-1])
+            self.recipe = recipe
         found = self.recipe.credit(iteration, collected.rollouts, context)
         if problem := next(_problems(iteration, found, self._uncredited), None):
             raise RolloutError(f"iteration {iteration.number}{problem}")

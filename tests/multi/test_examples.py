@@ -465,7 +465,7 @@ def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path
     paths = [tmp_path / f"{number}.yaml" for number in range(len(blocks))]
     for path, block in zip(paths, blocks, strict=True):
         path.write_text(block)
-    fields, run, sources, sft = paths
+    fields, run, sources, stages, sft = paths
     shown, example = config_files.load(TrainConfig, [run]), load(TrainConfig, "published/grpo_chat_qwen2.5_7b")
     assert (shown.data, shown.evaluation, shown.recipe) == (example.data, example.evaluation, example.recipe)
     assert (shown.run, shown.reward) == (example.run, example.reward)
@@ -473,6 +473,7 @@ def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path
     assert mapped.fields == {"messages": "chat.turns", "answer": "labels.gold"}
     mixed = load(TrainConfig, "published/mixed_qwen2.5_7b")
     assert config_files.load(TrainConfig, [EXAMPLES / "published/mixed_qwen2.5_7b.yaml", sources]).data == mixed.data
+    assert config_files.load(TrainConfig, [EXAMPLES / "published/mixed_qwen2.5_7b.yaml", stages]).stages == mixed.stages
     assert config_files.load(SftConfig, [sft]).model.chat_template == "chatml.jinja"
     with GradePool(shown.reward) as pool:
         prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]

@@ -17,6 +17,17 @@ from megatron_rl.types import SOURCE
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 WEIGHTS, DRAWS = {"openai/gsm8k": 5.0, "code": 3.0, "puzzles": 2.0}, 1000
+STAGES = [
+    {"until": 1, "overrides": {"roles.generator.sampling": {"max_tokens": 3, "temperature": 0.7}}},
+    {
+        "until": 3,
+        "overrides": {
+            "data.sources.code.weight": 0, "run.prompts_per_iteration": 8, "recipe.args.group_size": 6,
+            "roles.generator.optimizer.lr": 1e-3, "roles.generator.loss.clip_high": 0.5,
+            "roles.generator.loss.kl_coef": 0.1, "roles.generator.max_prompt_tokens": 2,
+        },
+    },
+]  # fmt: skip
 CUTS = {0: 2, 2: 1}  # {rollouts.max_staleness: iterations after which the run is cut}
 
 
@@ -45,6 +56,12 @@ def mixed(base, name):
     return found | {"data": {"path": f"{base}/verl.jsonl", "sources": sources}}
 
 
+def staged(base, name):
+    found = mixed(base, name)
+    found["recipe"]["args"] |= {"updates": 5}
+    return found | {"stages": STAGES}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     base = tmp_path_factory.mktemp("sources")
@@ -52,7 +69,9 @@ def runs(tmp_path_factory):
     write(base)
     servers = cut_runs.start_servers()
     try:
-        cut_runs.run_all(base, cut_runs.cases(base, {f"mixed_{k}": (k, c) for k, c in CUTS.items()}, servers, mixed))
+        every = cut_runs.cases(base, {f"mixed_{k}": (k, cut) for k, cut in CUTS.items()}, servers, mixed)
+        every += cut_runs.cases(base, {f"staged_{k}": (k, k + 1) for k in (0, 1)}, servers, staged)
+        cut_runs.run_all(base, every)
     finally:
         for server in servers:
             server.close()
@@ -86,3 +105,21 @@ def test_a_run_draws_by_weights_and_has_metrics_of_each_source(runs):
 @pytest.mark.parametrize("staleness", CUTS)
 def test_a_run_of_several_sources_that_was_cut_goes_on_exactly(runs, staleness):
     cut_runs.assert_same(runs / f"mixed_{staleness}", runs / f"mixed_{staleness}_cut")
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_stages_change_weights_lengths_and_settings_and_are_resumed_exactly(runs, staleness):
+    """The run is cut where the second stage begins, or in the middle of it; rollouts ahead of training are of the stage
+    of their own iteration."""
+    run = runs / f"staged_{staleness}"
+    found = iterations(run, "generator")
+    rows = [row.metrics for row in read_metrics(run) if row.scope == "generator"]
+    assert [len(own) for own in found] == [40, 48, 48, 40, 40], "20 prompts with 2 samples, 8 with 6, and 20 with 2"
+    assert [row["lr"] for row in rows] == pytest.approx([2e-3, 1e-3, 1e-3, 2e-3, 2e-3])
+    for number, own in enumerate(found):
+        middle = number in (1, 2)
+        assert (max(rollout.length for rollout in own) <= 3) == (number == 0)
+        assert ("code" in {rollout.payload[SOURCE] for rollout in own}) != middle
+        assert (max(rollout.start for rollout in own) <= 2) == middle, "prompts of puzzles have three tokens"
+        assert ("kl" in rows[number]) == middle, "the reference is there from the beginning"
+    cut_runs.assert_same(run, runs / f"staged_{staleness}_cut")

@@ -1,0 +1,82 @@
+"""Resolves the stages of a run, parts of the run with other settings, and checks which settings a stage changes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.config import files
+from megatron_rl.config.base import ConfigError, refuse
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.spec.run_spec import RunSpec
+
+# Settings that may change during a run, and which of them may not
+CHANGING = (
+    "data.sources.*.weight", "recipe.args.*", "roles.*.loss.*", "roles.*.max_prompt_tokens",
+    *(f"roles.*.optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip_grad")),
+    "roles.*.samples_per_optimizer_step", "roles.*.sampling.*", "run.prompts_per_iteration",
+)  # fmt: skip
+FIXED = ("recipe.args.*template", "roles.*.loss.objective", "roles.*.loss.value_coef")
+LENGTHS = ("roles.*.max_prompt_tokens", "roles.*.sampling.max_tokens")  # settings that a stage may only lower
+
+
+def config_of(settings: Mapping[str, Any], overrides: Mapping[str, Any], place: str) -> TrainConfig:
+    """Returns the config of a stage, without stages. Raises ConfigError if a setting does not exist, has an invalid
+    value or cannot change during a run. `settings`: the run's config as plain values; `place`: the stage's name."""
+    before = {**settings, "stages": []}
+    trees = [("the config", before)]
+    for name, value in overrides.items():
+        tree: Any = value
+        for part in reversed(name.split(".")):
+            tree = {part: tree}
+        trees.append((place, tree))
+    own = files.load(TrainConfig, trees=trees)
+    changed = {name: pair for name, *pair in _changed(before, files.tree_of(own))}
+    fixed = [name for name in changed if not _matches(name, CHANGING) or _matches(name, FIXED)]
+    longer = {name: pair for name, pair in changed.items() if _matches(name, LENGTHS) and pair[1] > pair[0]}
+    if fixed:
+        more = f" and {len(fixed) - 3} more" if len(fixed) > 3 else ""
+        raise ConfigError(
+            f"{place}: {', '.join(fixed[:3])}{more} cannot change during a run; a stage may change "
+            f"{', '.join(CHANGING)}, without {', '.join(FIXED)}"
+        )
+    refuse(
+        *(
+            f"{place}: {name} = {new} is above {old}, for which memory and engines are set up: give the longest length "
+            "outside of `stages`, and shorter ones in stages"
+            for name, (old, new) in longer.items()
+        )
+    )
+    return own
+
+
+def _changed(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields (dotted name, value in the run, value in the stage) of each setting whose values differ."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in {**old, **new}:
+            yield from _changed(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def recipe_differences(spec: RunSpec, own: RunSpec) -> Iterator[str]:
+    """Yields an error message if the recipe of a stage has other roles or another schedule than the run's recipe."""
+    one, two = spec.recipe, own.recipe
+    if one is None or two is None:
+        return
+    kinds = {roles for cycle in one.schedule() for roles in cycle}
+    described = [
+        (
+            [(name, part.trained, part.head, part.paired) for name, part in recipe.roles().items()],
+            recipe.schedule(),
+            [recipe.scores_of(roles) for roles in sorted(kinds)],
+        )
+        for recipe in (one, two)
+    ]
+    if described[0] != described[1]:
+        yield "recipe.args: the recipe then has other roles, scores or iterations, which cannot change during a run"
