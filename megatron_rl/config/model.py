@@ -201,6 +201,9 @@ class LossConfig:
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
     clip_high: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability above 1 + clip_high are clipped
     kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty to the reference model; 0: no reference model is kept
+    # Number of iterations of the run after which the current weights become the reference, again and again, and the
+    # optimizer's moments begin at zero, as in ProRL (arXiv 2505.24864); a multiple of run.save_every; null: never.
+    reset_reference_every: PositiveInt | None = None
     # Estimator of the KL divergence per token (Schulman). k1: the log-ratio. k2: half the squared log-ratio. k3:
     # unbiased, low variance, never negative.
     kl: Literal["k1", "k2", "k3"] = "k3"

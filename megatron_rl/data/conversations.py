@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
 from megatron_rl.config.schema import PromptSet
-from megatron_rl.data.rows import DataError, NotThere, encodable, reach, reject
+from megatron_rl.data.rows import DataError, NotThere, encodable, not_json, reach, reject
+from megatron_rl.types import SOURCE, TEMPLATE
 
 MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # names of the fields of a problem
 ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
@@ -16,7 +17,8 @@ CONVERSATIONS = (MESSAGES, "conversations")  # keys of a whole conversation in a
 _PROMPT = "prompt"
 # Keys of the reference answer in a row; the first key that exists is used
 _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")
-_PASSED_ON = ("data_source", "extra_info")  # verl's columns for the reward function
+# Names of values that a run itself gives a problem or an answer
+_OF_RUN = (SOURCE, TEMPLATE, "agent", "correct", "episode", "grading", "review", "verdicts")
 _SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
 _UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
 # Keys of a message that determine whether its turn is trained: the keys of OpenAI, axolotl and ms-swift, in this order.
@@ -51,10 +53,14 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
     return fields
 
 
-def passed_on(source: PromptSet, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {column: column} of the columns in _PASSED_ON that the row has. They are verl's columns for the reward
-    function. Returns {} if the data set has ready-made settings."""
-    return {} if source.settings is not None else {key: row[key] for key in _PASSED_ON if key in row}
+def passed_on(source: PromptSet, row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the columns that prompt templates, reward functions and environments get in addition to `fields`: all
+    other columns of the row, without conversations, values that JSON cannot represent, and names that the run uses.
+    Returns {} if the data set has ready-made settings."""
+    others = row.keys() - {*fields, *fields.values(), *_OF_RUN} if source.settings is None else ()
+    return {
+        key: row[key] for key in row if key in others and not is_conversation(row[key]) and not [*not_json(row[key])]
+    }
 
 
 def is_conversation(value: Any) -> bool:

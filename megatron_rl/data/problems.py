@@ -342,7 +342,7 @@ def _mapped(
     missing = [f"{name} (from {fields[name]!r})" for name, value in values.items() if isinstance(value, NotThere)]
     if missing:
         raise DataError(f"no {', '.join(missing)}; the row has {', '.join(map(str, row))}: name keys by data.fields")
-    values = passed_on(source, row) | {name: value for name, value in values.items() if name != MESSAGES}
+    values = passed_on(source, row, fields) | {name: value for name, value in values.items() if name != MESSAGES}
     values |= _asked(row, source, fields)
     return values | ({ANSWER: _answer(row, source, fields[ANSWER], pattern)} if ANSWER in fields else {})
 

@@ -196,6 +196,16 @@ def apply_settings(role: RoleConfig, optimizer: Any, scheduler: Any) -> None:
                 group[name] = value
 
 
+def restart(optimizer: Any) -> None:
+    """Sets Adam's moments and step counts to zero. The schedule of the learning rate continues."""
+    for part in parts(optimizer):
+        for state in part.optimizer.state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+        for group in part.optimizer.param_groups:
+            group["step"] = 0
+
+
 def zero_grad(chunks: list[Any], optimizer: Any) -> None:
     """Sets all gradients to zero."""
     for chunk in chunks:

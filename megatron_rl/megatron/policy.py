@@ -65,6 +65,14 @@ class MegatronPolicy(RoleModel):
         """Copies the current weights to host memory, as the weights of the reference."""
         self._reference = offload.host_copies([p.detach() for p in self.trained()])
 
+    def reset_reference(self) -> None:
+        """Makes the current weights the reference, and sets the optimizer's moments to zero. The weights must be on the
+        device. Not collective."""
+        with self.memory.awake():
+            self._reference = None  # frees the host memory before more is allocated
+            self.keep_reference()
+            optimizer.restart(self.optimizer)
+
     def adopt(self, role: RoleConfig) -> None:
         """Replaces the role's settings by those of another stage of the run: the sampling temperature, and settings of
         the optimizer that may change during a run. Not collective."""

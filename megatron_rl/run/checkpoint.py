@@ -40,7 +40,8 @@ class Checkpoint:
 
 class Checkpoints:
     """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept, and
-    also those whose numbers are in `protected`, which are not counted.
+    also, uncounted, those whose numbers are in `protected`, and those that hold the reference of a kept checkpoint: it
+    is the newest one whose number is divisible by a number in `reference_every`.
 
     All ranks save into one temporary directory on a shared file system:
         rank 0:     begin(number)                 then a barrier
@@ -54,6 +55,7 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep = keep
         self.protected: frozenset[int] = frozenset()
+        self.reference_every: tuple[int, ...] = ()
 
     def path(self, number: int) -> Path:
         """Returns the directory of the finished checkpoint `number`."""
@@ -137,16 +139,18 @@ class Checkpoints:
     def prune(self, just_written: int | None = None) -> None:
         """Removes the oldest checkpoints if there are more than `keep` that are not protected. Only rank 0 calls this
         method. `just_written`: number of a checkpoint that is not removed."""
-        complete = 0
+        complete, references = 0, set[int]()
         for number, path in self._candidates():
-            if number in self.protected and not path.name.startswith("."):
-                continue
-            if complete >= self.keep and number != just_written:
+            if number in self.protected | references and not path.name.startswith("."):
+                pass
+            elif complete >= self.keep and number != just_written:
                 doomed = self.pending(number)  # an interrupted removal leaves a directory that `begin` removes
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
+                continue
             elif damage(path) is None:
                 complete += 1
+            references |= {number - number % every for every in self.reference_every}
 
 
 def sum_up(directory: Path, rank: int) -> None:

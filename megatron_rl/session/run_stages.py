@@ -9,17 +9,17 @@ from contextlib import AbstractContextManager
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session import builders
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.training.update import Trainee
+from megatron_rl.training.device_memory import DeviceMemory
 
 Around = Callable[[int], AbstractContextManager[None]]
 
 
 def in_stages(
-    spec: RunSpec, policies: Mapping[str, MegatronPolicy], trainees: dict[str, Trainee], *,
+    spec: RunSpec, policies: Mapping[str, MegatronPolicy], memory: DeviceMemory, *,
     say: Callable[[str], None], around: Around,
 ) -> Around:  # fmt: skip
     """Returns the callback `around` of the training loop (see loop.Hooks), which first gives the policies the settings
-    of the iteration's stage. `trainees`: loss and settings of each policy, which are replaced when a stage begins."""
+    of the iteration's stage, and replaces references that are due (loss.reset_reference_every)."""
     now = spec
 
     @contextlib.contextmanager
@@ -29,10 +29,14 @@ def in_stages(
             now = own
             for name, policy in policies.items():
                 policy.adopt(own.roles[name])
-                trainees[name] = builders.trainee(own.roles[name], own.run, policy, trainees[name].refit)
+                memory.trainees[name] = builders.trainee(own.roles[name], own.run, policy, memory.trainees[name].refit)
             changes = next((stage.overrides for stage in spec.stages if stage.spec is own), {})
             told = ", ".join(f"{name} = {value}" for name, value in changes.items())
             say(f"iteration {number + 1} begins a stage: {told or 'the settings outside of stages'}")
+        for name in [name for name, every in spec.reference_resets.items() if number and number % every == 0]:
+            with memory.weights(name):
+                policies[name].reset_reference()
+            say(f"iteration {number + 1}: the weights of {name} become its reference, and its optimizer begins anew")
         with around(number):
             yield
 

@@ -123,7 +123,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         }
         memory = DeviceMemory(trainees, run_engines.colocated)
         hooks = _hooks(parts, collector, memory)
-        around = in_stages(spec, parts.policies, trainees, say=driver.say, around=hooks.around)
+        around = in_stages(spec, parts.policies, memory, say=driver.say, around=hooks.around)
         hooks = dataclasses.replace(hooks, occupied_s=run_engines.occupied_s, served=run_engines.served, around=around)
         if listener is not None:
             hooks = listening(hooks, listener, parts.progress, iterations)
@@ -189,12 +189,12 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
     readers, held_out, rows = builders.prompts(spec, tokenizers)
     world.from_driver(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
+    driver.checkpoints.reference_every = tuple(spec.reference_resets.values())
     policies, progress, recipe_states = builders.policies(spec), loop.Progress(), list[dict[str, Any]]()
     if driver.resumed is not None:
         state = driver.resumed.read_state()
         for name in spec.trained_policies:
-            world.from_driver(refuse_code, driver.resumed.path / name)
-            policies[name].state.load(driver.resumed.path / name)
+            _restore(policies[name], name, world, driver, spec.reference_resets.get(name))
         recipe_states = state["recipe"]
         for name, reader in readers.items():
             reader.load_state_dict(state["data"][name])
@@ -204,6 +204,25 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
         spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
         held_out=held_out, policies=policies, progress=progress, recipe_states=recipe_states,
     )  # fmt: skip
+
+
+def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, reset_every: int | None) -> None:
+    """Restores a policy from the checkpoint with which the run resumes, and its reference from the checkpoint of the
+    last iteration at which the reference was replaced. Collective."""
+    assert driver.resumed is not None, "the run resumes"
+    paths, number = [driver.resumed.path / name], driver.resumed.number
+    if reset_every is not None and (last := number - number % reset_every) not in (0, number):
+        paths.insert(0, driver.checkpoints.path(last) / name)
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path} is missing, from which the reference of {name} is read: set roles.{name}.loss."
+                "reset_reference_every to its value when the run was stopped"
+            )
+        world.from_driver(refuse_code, path)
+        policy.state.load(path)
+        if path != paths[-1]:
+            policy.keep_reference()
 
 
 def _finish(parts: _Parts, *, finished: bool) -> None:

@@ -321,6 +321,12 @@ def recipe_problems(spec: RunSpec) -> list[str]:
             f"run.iterations = {spec.run.iterations}, but the recipe plans {planned} iterations: raise its updates "
             "(recipe.args), or set run.iterations to null"
         )
+    found += [
+        f"roles.{name}.loss.reset_reference_every = {every}: a resumed run reads the reference from the checkpoint of "
+        f"that iteration; give a multiple of run.save_every = {spec.run.save_every}"
+        for name, every in spec.reference_resets.items()
+        if not spec.run.save_every or every % spec.run.save_every
+    ]
     found += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
         found += refusal_of(loss_of, role, place=f"roles.{name}: ")

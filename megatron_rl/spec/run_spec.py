@@ -247,6 +247,12 @@ class RunSpec(TrainingSpec):
         return {name: self.roles[name].owner for name, part in self.recipe.roles().items() if part.trained}
 
     @property
+    def reference_resets(self) -> dict[str, int]:
+        """Returns {name of a policy: number of iterations after which its weights become the reference again}."""
+        every = {name: self.roles[name].loss.reset_reference_every for name in self.trained_policies}
+        return {name: number for name, number in every.items() if number is not None}
+
+    @property
     def evaluates_beside(self) -> bool:
         """Returns whether evaluations run while the next iteration is generated and trained."""
         own, ahead = self.loop.evaluation, self.loop.rollouts.ahead > 0 and self.data.replay is None

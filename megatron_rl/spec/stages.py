@@ -17,7 +17,10 @@ CHANGING = (
     *(f"roles.*.optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip_grad")),
     "roles.*.samples_per_optimizer_step", "roles.*.sampling.*", "run.prompts_per_iteration",
 )  # fmt: skip
-FIXED = ("recipe.args.*template", "roles.*.loss.objective", "roles.*.loss.value_coef")
+FIXED = (
+    "recipe.args.*template",
+    *(f"roles.*.loss.{name}" for name in ("objective", "value_coef", "reset_reference_every")),
+)
 LENGTHS = ("roles.*.max_prompt_tokens", "roles.*.sampling.max_tokens")  # settings that a stage may only lower
 
 

@@ -12,7 +12,7 @@ sleep are moved to host memory between their iterations. If the engines share th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from megatron_rl.training.update import Trainee
@@ -46,7 +46,7 @@ class DeviceMemory:
         that policies configured to sleep are off-loaded between their iterations.
     """
 
-    def __init__(self, trainees: Mapping[str, Trainee], engines: ColocatedEngines | None = None) -> None:
+    def __init__(self, trainees: dict[str, Trainee], engines: ColocatedEngines | None = None) -> None:
         self.trainees, self._engines = trainees, engines
         self._generating = engines is not None  # engines are awake after their start
         # names of the policies whose engines got the newest weights since the engines were put to sleep

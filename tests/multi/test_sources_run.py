@@ -10,7 +10,7 @@ from collections import Counter
 import cut_runs
 import pytest
 from cut_runs import PLAYERS, config, role
-from test_open_centre import iterations
+from test_open_centre import iterations, series, weights
 
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.types import SOURCE
@@ -34,13 +34,13 @@ CUTS = {0: 2, 2: 1}  # {rollouts.max_staleness: iterations after which the run i
 def write(base):
     """Writes rows in the form of verl, with all sources but one in a single file."""
     rows = [
-        {"data_source": name, "question": f"{letter}?", "answer": letter}
+        {"data_source": name, "question": f"{letter}? {more}", "answer": letter}
         for name in ("openai/gsm8k", "puzzles", "unused")
-        for letter in "abcdefghijk"
+        for letter, more in zip("abcdefghijkl", [""] * 6 + ["x"] * 6, strict=True)
     ]
     (base / "verl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (base / "code.jsonl").write_text("".join(json.dumps({"question": f"{c}!", "answer": c}) + "\n" for c in "abcdefg"))
-    (base / "other.txt").write_text("{question} b b")
+    (base / "other.txt").write_text("{question} b")
 
 
 def mixed(base, name):
@@ -62,6 +62,13 @@ def staged(base, name):
     return found | {"stages": STAGES}
 
 
+def reset(base, name, **run):
+    """After every two iterations the weights become the reference. One checkpoint is kept, and the reference's."""
+    found = mixed(base, name)
+    found["roles"]["generator"]["loss"] |= {"kl_coef": 0.1, "reset_reference_every": 2}
+    return found | {"run": found["run"] | {"keep": 1} | run}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     base = tmp_path_factory.mktemp("sources")
@@ -71,6 +78,8 @@ def runs(tmp_path_factory):
     try:
         every = cut_runs.cases(base, {f"mixed_{k}": (k, cut) for k, cut in CUTS.items()}, servers, mixed)
         every += cut_runs.cases(base, {f"staged_{k}": (k, k + 1) for k in (0, 1)}, servers, staged)
+        every += cut_runs.cases(base, {"reset_0": (0, 3)}, servers, reset)
+        every += [(reset(base, f"first_{count}", iterations=count), None) for count in (2, 3)]
         cut_runs.run_all(base, every)
     finally:
         for server in servers:
@@ -97,7 +106,7 @@ def test_a_run_draws_by_weights_and_has_metrics_of_each_source(runs):
             correct = sum(reward > 0.5 for reward in rewards)
             assert row.metrics[f"accuracy/{name}"] == pytest.approx(correct / len(rewards))
     prompts = {rollout.payload[SOURCE]: tuple(rollout.tokens[: rollout.start]) for rollout in found[0]}
-    assert len({prompt[-2:] for prompt in prompts.values()}) == 2, "the puzzles have a template of their own"
+    assert len({prompt[-1:] for prompt in prompts.values()}) == 2, "the puzzles have a template of their own"
     by_vowels = {rollout.rewards["outcome"] for rollout in found[0] if rollout.payload[SOURCE] == "code"}
     assert by_vowels - {0.0, 1.0}, "graded by its own function, with shares"
 
@@ -120,6 +129,21 @@ def test_stages_change_weights_lengths_and_settings_and_are_resumed_exactly(runs
         middle = number in (1, 2)
         assert (max(rollout.length for rollout in own) <= 3) == (number == 0)
         assert ("code" in {rollout.payload[SOURCE] for rollout in own}) != middle
-        assert (max(rollout.start for rollout in own) <= 2) == middle, "prompts of puzzles have three tokens"
+        assert (max(rollout.start for rollout in own) <= 2) == middle, "others have up to three tokens"
         assert ("kl" in rows[number]) == middle, "the reference is there from the beginning"
     cut_runs.assert_same(run, runs / f"staged_{staleness}_cut")
+
+
+def test_weights_become_the_reference_and_the_optimizer_begins_anew_and_both_are_resumed_exactly(runs):
+    """ProRL, arXiv 2505.24864: the KL term is 0 again, and a first step of Adam moves every weight by its rate."""
+    kl = series(runs / "reset_0", "generator", "kl")
+    assert kl[0] == kl[2] == pytest.approx(0, abs=1e-6) and min(kl[1], kl[3]) > 1e-5
+    cut_runs.assert_same(runs / "reset_0", runs / "reset_0_cut")
+    kept = sorted(path.name for path in (runs / "reset_0_cut/checkpoints").iterdir())
+    assert kept == ["iteration_000004"], "the checkpoint of the last reset is the newest one"
+    before, after = (weights(runs / f"first_{count}", "generator") for count in (2, 3))
+    lr, decay = series(runs / "first_3", "generator", "lr")[2], 0.01
+    for name in before:
+        own = before[name] if before[name].ndim < 2 else before[name] * (1 - lr * decay)
+        moved = (after[name] - own).abs()[after[name] != own]
+        assert ((moved / lr - 1).abs() < 0.05).float().mean() > 0.9, name

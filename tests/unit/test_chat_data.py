@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +40,7 @@ from megatron_rl.evaluation.sets import read_sets as read_eval_sets
 from megatron_rl.main import main
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.solutions import question_text
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.session.eval_engines import OpenModels
 from megatron_rl.spec.evaluated_sets import evaluated_sets
@@ -79,7 +81,7 @@ def test_verls_parquet_is_read_as_it_is(tmp_path):
     problems = read_problems(PromptSet(path=str(tmp_path / "train.parquet")))
     assert dict(problems[0].values) == {
         "question": "1 + 1?", "answer": "2", "messages": USER, "data_source": "openai/gsm8k",
-        "extra_info": {"split": "train", "index": 0},
+        "extra_info": {"split": "train", "index": 0}, "ability": "math", "reward_model": VERL["reward_model"],
     }  # fmt: skip
     tokenizer = chat_tokenizer()
     encode = encoder(Grpo(updates=1), tokenizer)
@@ -88,10 +90,19 @@ def test_verls_parquet_is_read_as_it_is(tmp_path):
         assert encode(problem.values) == as_verl
 
 
-def test_verls_further_columns_may_be_absent(tmp_path):
-    plain = {key: VERL[key] for key in ("prompt", "reward_model")}
-    found = read(tmp_path, VERL, plain)
-    assert found[0]["extra_info"]["index"] == 0 and set(found[1]) == {"question", "answer", "messages"}
+def test_further_columns_are_values_of_a_problem_and_may_be_absent(tmp_path):
+    plain = {key: VERL[key] for key in ("prompt", "reward_model")} | {"level": 3, "tests": {"inputs": ["1"]}}
+    odd = {"talk": USER, "grading": "of the run", "correct": True}
+    found = read(tmp_path, VERL, plain | odd)
+    assert found[0]["extra_info"]["index"] == 0 and found[0]["ability"] == "math"
+    kept = {"question", "answer", "messages", "reward_model", "level", "tests"}
+    assert set(found[1]) == kept and found[1]["tests"] == {"inputs": ["1"]}, "without conversations and names of a run"
+    (tmp_path / "t.txt").write_text("Level {level}: {question}")
+    [text] = read(tmp_path, {"question": "1 + 1?", "answer": "2", "level": 3})
+    assert question_text(str(tmp_path / "t.txt"), text) == "Level 3: 1 + 1?", "templates get them too"
+    pq.write_table(pa.Table.from_pylist([{**text, "when": datetime(2026, 1, 1)}]), tmp_path / "p.parquet")
+    [dated] = read_problems(PromptSet(path=str(tmp_path / "p.parquet")))
+    assert dated.values == text, "a column that no field names makes no bad row"
 
 
 FORMS = [  # a row -> where its prompt and answer are found, and whether it is a conversation
@@ -125,7 +136,7 @@ def test_a_prompt_only_set_has_no_answers(tmp_path):
 def test_the_configs_fields_win(tmp_path):
     row = {"prompt": USER, "talk": [said("user", "3?")], "text": "4?", "answer": "2", "gold": "3"}
     assert read(tmp_path, row, fields={"messages": "talk", "answer": "gold"})[0]["question"] == "3?"
-    assert read(tmp_path, row, fields={"question": "text"}) == [{"question": "4?", "answer": "2"}]
+    assert read(tmp_path, row, fields={"question": "text"}) == [{"question": "4?", "answer": "2", "gold": "3"}]
     assert read(tmp_path, row, fields={"question": "prompt.0.content"})[0].get("messages") is None
     eurus = {**VERL, "prompt": [said("system", "s"), *USER]}
     as_text = read(tmp_path, eurus, settings="eurus2_rl")
