@@ -321,16 +321,14 @@ def recipe_problems(spec: RunSpec) -> list[str]:
             f"run.iterations = {spec.run.iterations}, but the recipe plans {planned} iterations: raise its updates "
             "(recipe.args), or set run.iterations to null"
         )
-    found += [
-        f"roles.{name}.loss.reset_reference_every = {every}: a resumed run reads the reference from the checkpoint of "
-        f"that iteration; give a multiple of run.save_every = {spec.run.save_every}"
-        for name, every in spec.reference_resets.items()
-        if not spec.run.save_every or every % spec.run.save_every
-    ]
     found += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
         found += refusal_of(loss_of, role, place=f"roles.{name}: ")
+<<<<<<< HEAD
     found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
+=======
+    found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_reset_problems(spec)]
+>>>>>>> 8ebb499d (Checks, tests and pages of resets of the reference)
     return found or [*_signal_problems(spec)]
 
 
@@ -368,6 +366,7 @@ def _score_problems(spec: RunSpec) -> Iterator[str]:
             yield f"{place}which keeps no reference: set `reference` of the role in the recipe's method `roles`"
 
 
+<<<<<<< HEAD
 def _vote_problems(spec: RunSpec) -> Iterator[str]:
     """Yields an error message if labels are elected by votes, and the recipe has no groups of samples that can vote."""
     parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
@@ -379,6 +378,19 @@ def _vote_problems(spec: RunSpec) -> Iterator[str]:
         yield f"{place}, and recipe {target} has no groups of samples that vote: set it to known"
     elif parts[solver].per_prompt.get(solver, 1) < 2:
         yield f"{place} with one sample of a problem, which has no majority: set recipe.args.group_size to 2 or more"
+=======
+def _reset_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields an error message for each role whose reference cannot be replaced during the run as the setting asks."""
+    for name, every in spec.reference_resets.items():
+        place = f"roles.{name}.loss.reset_reference_every = {every}"
+        if not spec.roles[name].reference and "reference" not in loss_of(spec.roles[name]).needs:
+            yield f"{place}: nothing reads a reference; set kl_coef above 0, or reset_reference_every to null"
+        if not spec.run.save_every or every % spec.run.save_every:
+            yield (
+                f"{place}: a resumed run reads the reference from the checkpoint of that iteration; give a multiple of "
+                f"run.save_every = {spec.run.save_every}"
+            )
+>>>>>>> 8ebb499d (Checks, tests and pages of resets of the reference)
 
 
 def _signal_problems(spec: RunSpec) -> Iterator[str]:

@@ -181,3 +181,14 @@ def test_protected_checkpoints_stay_and_are_not_counted(tmp_path):
     checkpoints.protected = frozenset()
     checkpoints.prune()
     assert [path.name for path in tmp_path.iterdir()] == ["iteration_000005"]
+
+
+def test_checkpoints_that_hold_a_reference_stay_as_long_as_one_that_needs_them(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.reference_every = (4,)
+    kept = []
+    for number in range(1, 12):
+        checkpoints.write(number, save(b"x"))
+        kept.append(sorted(int(path.name[-6:]) for path in tmp_path.glob("iteration_*")))
+    wanted = [[3, 4], [3, 4, 5], [4, 5, 6], [4, 6, 7], [4, 7, 8], [4, 7, 8, 9], [8, 9, 10], [8, 10, 11]]
+    assert kept[3:] == wanted, "7 needs 4 as its reference; a reference is not counted"

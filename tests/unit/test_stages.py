@@ -62,3 +62,17 @@ def test_check_refuses_a_stage_whose_settings_are_invalid_or_cannot_change(overr
 def test_stages_follow_each_other():
     with pytest.raises(ConfigError, match=r"stages\[1\].until = 3: the stage before it ends at 3"):
         resolved((3, {"recipe.args.group_size": 8}), (3, {"recipe.args.group_size": 4}))
+
+
+def test_resets_of_the_reference_need_one_and_its_checkpoint():
+    def run(every, save_every, **loss):
+        role = BASE["roles"]["generator"] | {"loss": {"kl_coef": 0.1, "reset_reference_every": every, **loss}}
+        made = {"roles": {"generator": role}, "run": {"save_every": save_every}}
+        return resolve(files.load(TrainConfig, trees=[("run.yaml", BASE | made)]), 1)
+
+    assert run(6, 3).reference_resets == {"generator": 6}
+    for save_every in (0, 4):
+        with pytest.raises(ConfigError, match=f"= 6: a resumed .* give a multiple of run.save_every = {save_every}"):
+            run(6, save_every)
+    with pytest.raises(ConfigError, match="nothing reads a reference; set kl_coef above 0"):
+        run(6, 3, kl_coef=0.0)
