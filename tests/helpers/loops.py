@@ -41,7 +41,7 @@ class Questions:
     def __init__(self, place=0):
         self.place = place
 
-    def take(self, count, fits=None, weights=None):
+    def take(self, count, fits=None, draw=None):
         self.place += count
         return [self.prompt(i) for i in range(self.place - count, self.place)]
 

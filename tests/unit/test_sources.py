@@ -9,7 +9,7 @@ from scripted_rollouts import GROUP, context_of, ids, lucky
 from toys import graded
 
 from megatron_rl.data.mixed_sources import MixedReader
-from megatron_rl.data.problems import Problem, PromptReader, place_of, source_of
+from megatron_rl.data.problems import Draw, Problem, PromptReader, place_of, source_of
 from megatron_rl.recipes.curriculum import Curriculum, Rates
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling
@@ -80,9 +80,9 @@ def test_a_saved_position_goes_on_exactly(before):
 
 def test_weights_change_after_any_draw_and_a_source_without_weight_is_not_drawn():
     reader = reader_of()
-    first = reader.take(300, weights={"math": 1.0, "code": 0.0, "openai/gsm8k": 0.0})
+    first = reader.take(300, draw=Draw(weights={"math": 1.0, "code": 0.0, "openai/gsm8k": 0.0}))
     assert set(sources(first)) == {"math"}
-    counts = Counter(sources(reader.take(300, weights={"math": 1.0, "code": 1.0, "openai/gsm8k": 0.0})))
+    counts = Counter(sources(reader.take(300, draw=Draw(weights={"math": 1.0, "code": 1.0, "openai/gsm8k": 0.0}))))
     assert abs(counts["code"] - 150) <= 3 and counts["openai/gsm8k"] == 0
 
 
