@@ -151,7 +151,7 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
             f"{file}: roles.b.layout.tp = 0: give a value greater than or equal to 1",
             f"{file}: zzz: unknown key; known here: roles, families, recipe, data, evaluation, engine, reward, run, "
             "launch, refit, rollouts, "
-            "preflight, debug, sinks, job",
+            "preflight, stages, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
         ]
