@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from typing import Any
 from rich.progress import track
 
 from megatron_rl.chat_template import ASSISTANT, ChatError, problem_text, tokenizer_of
+from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, GenerateConfig
+from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.data.rows import BadRow, DataError, refuse, table_of, write_parquet
 from megatron_rl.engines.protocol import Engine, complete
@@ -42,6 +44,8 @@ from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.world import World
 
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
+# Values of a problem that output rows have; also those that data.fields names
+FIELDS = (QUESTION, MESSAGES, ANSWER, "data_source", "extra_info")
 BEAT_S = 600.0  # seconds between calls that keep the other ranks waiting
 
 
@@ -143,7 +147,7 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
     out, long, most = [], list[BadRow](), config.max_prompt_tokens
     vocabulary = vocabulary_of(config.model, tokenizer)
     for problem in problems:
-        values = {name: problem.values[name] for name in ("question", "messages") if name in problem.values}
+        values = {name: value for name, value in problem.values.items() if name != ANSWER}
         try:
             tokens = prompt_tokens(tokenizer, template, values, chat=config.chat)
         except ChatError as error:
@@ -161,12 +165,12 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
     return out
 
 
-def _row(answered: Answered) -> dict[str, Any]:
-    """Returns an output row: prompt, response and the problem's fields.
+def _row(answered: Answered, fields: Collection[str]) -> dict[str, Any]:
+    """Returns an output row: prompt, response and those of the problem's values that are in `fields`.
 
     If a conversation ends with an assistant message, the model has continued this message, and it becomes part of the
     response."""
-    values, text = dict(answered.problem.values), answered.text
+    values, text = {n: value for n, value in answered.problem.values.items() if n in fields}, answered.text
     prompt = list(values.pop("messages", ()))
     if not prompt:
         return {**values, "prompt": answered.prompt, "response": text}
@@ -245,7 +249,9 @@ class _Generation:
         pairs in each file.
 
         The validation split holds out whole problems, so that no problem has responses in both splits."""
-        config, rows = self.config, [_row(a) for a in found]
+        config = self.config
+        fields = {*FIELDS, *resolve(config.data).fields}
+        rows = [_row(a, fields) for a in found]
         problems = sorted({a.problem.row for a in found})
         chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
         files: dict[str, list[dict[str, Any]]] = {
