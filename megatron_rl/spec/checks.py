@@ -324,11 +324,9 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
         found += refusal_of(loss_of, role, place=f"roles.{name}: ")
-<<<<<<< HEAD
-    found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
-=======
-    found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_reset_problems(spec)]
->>>>>>> 8ebb499d (Checks, tests and pages of resets of the reference)
+    found += (
+        [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec), *_reset_problems(spec)]
+    )
     return found or [*_signal_problems(spec)]
 
 
@@ -366,7 +364,6 @@ def _score_problems(spec: RunSpec) -> Iterator[str]:
             yield f"{place}which keeps no reference: set `reference` of the role in the recipe's method `roles`"
 
 
-<<<<<<< HEAD
 def _vote_problems(spec: RunSpec) -> Iterator[str]:
     """Yields an error message if labels are elected by votes, and the recipe has no groups of samples that can vote."""
     parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
@@ -378,7 +375,8 @@ def _vote_problems(spec: RunSpec) -> Iterator[str]:
         yield f"{place}, and recipe {target} has no groups of samples that vote: set it to known"
     elif parts[solver].per_prompt.get(solver, 1) < 2:
         yield f"{place} with one sample of a problem, which has no majority: set recipe.args.group_size to 2 or more"
-=======
+
+
 def _reset_problems(spec: RunSpec) -> Iterator[str]:
     """Yields an error message for each role whose reference cannot be replaced during the run as the setting asks."""
     for name, every in spec.reference_resets.items():
@@ -390,7 +388,6 @@ def _reset_problems(spec: RunSpec) -> Iterator[str]:
                 f"{place}: a resumed run reads the reference from the checkpoint of that iteration; give a multiple of "
                 f"run.save_every = {spec.run.save_every}"
             )
->>>>>>> 8ebb499d (Checks, tests and pages of resets of the reference)
 
 
 def _signal_problems(spec: RunSpec) -> Iterator[str]:
