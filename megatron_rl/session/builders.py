@@ -13,7 +13,7 @@ from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.schema import HELD_OUT, SOURCES, RoleConfig, Run
 from megatron_rl.data.mixed_sources import MixedReader
-from megatron_rl.data.problems import Draw, PromptReader
+from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.protocol import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -22,7 +22,6 @@ from megatron_rl.rewards.source_grading import GradePools, by_source
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.session.run_setup import sampling_of
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
-from megatron_rl.training.collector import RolloutMaker
 from megatron_rl.training.iteration import Grade, RolloutContext
 from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import asked_tokenizers, read_sets, readers_of
@@ -146,21 +145,6 @@ def context(
         lowest_reward=spec.reward.range[0],
         max_failure_share=spec.reward.max_failure_share,
         voted=spec.loop.rollouts.labels == "votes",
-    )
-
-
-def stage_maker(maker: RolloutMaker, spec: RunSpec, tokenizers: Mapping[str, Any]) -> RolloutMaker:
-    """Returns a copy of a run's maker with the settings of one of its stages. `spec`: specification of the stage."""
-    base = maker.context
-    return dataclasses.replace(
-        maker,
-        recipe=spec.recipe,
-        context=context(spec, base.engines, tokenizers, base.grade, base.watch),
-        prompts_per_iteration=spec.run.prompts_per_iteration,
-        draw=Draw(
-            weights=spec.data.weights or None,
-            max_prompt_tokens=spec.roles[next(iter(spec.recipe.roles()))].max_prompt_tokens,
-        ),
     )
 
 

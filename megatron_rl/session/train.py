@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from megatron_rl.config import sources
 from megatron_rl.config.base import ConfigError
 from megatron_rl.conversion.trained import export_model
 from megatron_rl.data.mixed_sources import MixedReader
-from megatron_rl.data.problems import PromptReader
+from megatron_rl.data.problems import Draw, PromptReader
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.planning import schedule
@@ -40,12 +39,12 @@ from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import decode
 from megatron_rl.training import loop
-from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, StagedMaker, upcoming
+from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.held_out_sets import Answers, stopped_early
 from megatron_rl.training.iteration import Iteration, RolloutContext
-from megatron_rl.training.iteration_engines import GradeTurns
+from megatron_rl.training.iteration_engines import GradeTurns, OpenSessions
 from megatron_rl.training.progress import never_learned
 from megatron_rl.training.prompts import check_juniors
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
@@ -303,23 +302,21 @@ def _collector(
         recorded = open_replay(spec.data.replay, own=driver.directory.path)
         maker = ReplayMaker(readers=parts.readers, recorded=recorded)
     else:
-        maker = RolloutMaker(
-            recipe=recipe,
-            readers=parts.readers,
-            context=context,
-            prompts_per_iteration=spec.run.prompts_per_iteration,
-            max_staleness=ahead,
-            turns=turns,
-            ahead=store.ahead,
-        )
-        if spec.stages:
-            maker = StagedMaker(
+        sessions, makers = OpenSessions(), dict[int, RolloutMaker]()
+        for own in (spec, *(stage.spec for stage in spec.stages)):
+            longest = own.roles[next(iter(recipe.roles()))].max_prompt_tokens
+            makers[id(own)] = RolloutMaker(
+                recipe=own.recipe,
                 readers=parts.readers,
-                makers=[
-                    *((one.until, builders.stage_maker(maker, one.spec, parts.tokenizers)) for one in spec.stages),
-                    (math.inf, maker),
-                ],
+                context=builders.context(own, context.engines, parts.tokenizers, context.grade, context.watch),
+                prompts_per_iteration=own.run.prompts_per_iteration,
+                draw=Draw(weights=own.data.weights or None, max_prompt_tokens=longest),
+                max_staleness=ahead,
+                sessions=sessions,
+                turns=turns,
+                ahead=store.ahead,
             )
+        maker = dataclasses.replace(makers[id(spec)], at=lambda number: makers[id(spec.at(number))])
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
     return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
 

@@ -69,17 +69,11 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def recipe_differences(spec: RunSpec, own: RunSpec) -> Iterator[str]:
     """Yields an error message if the recipe of a stage has other roles or another schedule than the run's recipe."""
-    one, two = spec.recipe, own.recipe
-    if one is None or two is None:
-        return
-    kinds = {roles for cycle in one.schedule() for roles in cycle}
-    described = [
-        (
-            [(name, part.trained, part.head, part.paired) for name, part in recipe.roles().items()],
-            recipe.schedule(),
-            [recipe.scores_of(roles) for roles in sorted(kinds)],
-        )
-        for recipe in (one, two)
-    ]
-    if described[0] != described[1]:
+
+    def fixed(recipe: Any) -> tuple[object, ...]:
+        roles = [(name, part.trained, part.head, part.paired) for name, part in recipe.roles().items()]
+        kinds = sorted({roles for cycle in recipe.schedule() for roles in cycle})
+        return roles, recipe.schedule(), [recipe.scores_of(roles) for roles in kinds]
+
+    if None not in (spec.recipe, own.recipe) and fixed(spec.recipe) != fixed(own.recipe):
         yield "recipe.args: the recipe then has other roles, scores or iterations, which cannot change during a run"

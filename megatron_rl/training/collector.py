@@ -125,6 +125,8 @@ class RolloutMaker(IterationMaker):
     max_staleness: int = 0
     sessions: OpenSessions = field(default_factory=OpenSessions)  # open sessions with engines
     turns: GradeTurns | None = None  # grades earlier iterations first; None: `context.grade` is used
+    # returns the maker of an iteration, which has the settings of its stage; None: this maker generates all iterations
+    at: Callable[[int], RolloutMaker] | None = None
     ahead: WriteAhead | None = None  # files of finished samples and gradings; None: nothing is written ahead
 
     def __post_init__(self) -> None:
@@ -138,6 +140,8 @@ class RolloutMaker(IterationMaker):
 
         Raises RolloutError if the recipe changes its state.
         """
+        if self.at is not None:
+            return self.at(iteration.number).make(iteration, recipe_state, turn)
         recipe, context, reader = self.recipe, self.context, self.readers[iteration.role]
         priority = iteration.number + 1 if self.max_staleness else 0
         grade = context.grade if self.turns is None else self.turns.at(priority)
@@ -176,22 +180,6 @@ class RolloutMaker(IterationMaker):
         self.sessions.close()
         if self.turns is not None:
             self.turns.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedMaker(IterationMaker):
-    """Generates the rollouts of each iteration with the maker of its stage. The makers share readers and sessions."""
-
-    makers: Sequence[tuple[float, IterationMaker]]  # [(number of iterations after which the stage ends, maker)]
-
-    def make(
-        self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
-    ) -> tuple[Collected, State | None]:
-        maker = next(own for until, own in self.makers if iteration.number < until)
-        return maker.make(iteration, recipe_state, turn)
-
-    def close(self) -> None:
-        self.makers[0][1].close()
 
 
 @dataclass(frozen=True, kw_only=True)
