@@ -161,10 +161,11 @@ class RolloutMaker(IterationMaker):
             name = f"iteration {iteration.number}"
             source = ReaderSource(reader, self.prompts_per_iteration, turn=turn, name=name, draw=self.draw)
         recipe.load_state_dict(recipe_state)
+        before = as_json(recipe.state_dict())  # not `recipe_state`: a stage without a curriculum ignores its state
         found = recipe.rollout(iteration, source, context)
         with turn():
             pass  # ends the turn of an iteration that took no problem
-        if as_json(recipe.state_dict()) != recipe_state:
+        if as_json(recipe.state_dict()) != before:
             raise RolloutError(
                 f"iteration {iteration.number}: the recipe changed its state in the method rollout: change it in "
                 "credit, which is called for the iterations in order (context.handed_over takes values there)"

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from scripted_rollouts import GROUP, context_of, ids, lucky
@@ -178,6 +179,30 @@ def test_a_source_of_which_no_problem_is_left_leaves_its_draws_to_the_others(tem
         for due in itertools.islice(upcoming(recipe.schedule(), START), 4)
     ]
     assert drawn[0]["code"] and not drawn[-1]["code"] and drawn[-1].total() == 10 * GROUP
+
+
+def test_a_stage_may_leave_the_curriculum_out_and_take_it_in_again(template, tmp_path):
+    plain, chosen = (
+        Dapo(updates=8, group_size=GROUP, template=template, curriculum=own)
+        for own in (None, Curriculum(retire_at=0.5))
+    )
+    at = lambda number: plain if number == 1 else chosen  # noqa: E731
+    solved = lambda text, j, sampling: "yes" if text in ("Q0:", "Q1:") else "no"  # noqa: E731
+    makers = {
+        id(own): RolloutMaker(
+            recipe=own, readers={"generator": reader_of(rows=(9, 9, 9))}, context=context_of(solved),
+            prompts_per_iteration=10,
+        )
+        for own in (plain, chosen)
+    }  # fmt: skip
+    maker = replace(makers[id(chosen)], at=lambda number: makers[id(at(number))])
+    credit, schedule = CreditStage(chosen, recipe_at=at), upcoming(chosen.schedule(), START)
+    collector = Collector(maker, credit, schedule, IterationStore(tmp_path), max_staleness=0)
+    found = [
+        collector.take(due).metrics["generator"].get("retired")
+        for due in itertools.islice(upcoming(chosen.schedule(), START), 3)
+    ]
+    assert found[0] > 0 and found[1] is None and found[2] is not None
 
 
 @pytest.fixture
