@@ -130,13 +130,13 @@ def test_stages_change_weights_lengths_and_settings_and_are_resumed_exactly(runs
         assert (max(rollout.length for rollout in own) <= 3) == (number == 0)
         assert ("code" in {rollout.payload[SOURCE] for rollout in own}) != middle
         assert (max(rollout.start for rollout in own) <= 2) == middle, "others have up to three tokens"
-        assert ("kl" in rows[number]) == middle, "the reference is there from the beginning"
+        assert ("kl_ref" in rows[number]) == middle, "the reference is there from the beginning"
     cut_runs.assert_same(run, runs / f"staged_{staleness}_cut")
 
 
 def test_weights_become_the_reference_and_the_optimizer_begins_anew_and_both_are_resumed_exactly(runs):
     """ProRL, arXiv 2505.24864: the KL term is 0 again, and a first step of Adam moves every weight by its rate."""
-    kl = series(runs / "reset_0", "generator", "kl")
+    kl = series(runs / "reset_0", "generator", "kl_ref")
     assert kl[0] == kl[2] == pytest.approx(0, abs=1e-6) and min(kl[1], kl[3]) > 1e-5
     cut_runs.assert_same(runs / "reset_0", runs / "reset_0_cut")
     kept = sorted(path.name for path in (runs / "reset_0_cut/checkpoints").iterdir())
