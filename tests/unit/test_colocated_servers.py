@@ -280,18 +280,6 @@ def test_the_only_server_that_comes_back_in_an_iteration_gets_the_weights_while_
     assert asked[-4:] == ["/sleep", "/wake_up", "/update_weights", "/wake_up"]
 
 
-def test_servers_that_work_are_not_put_to_sleep_for_one_that_comes_back(run_engines):
-    first, second = run_engines.start(0), run_engines.start(1)
-    pool = run_engines.serving(2, colocate=True, replicas=2)
-    ColocatedServers(OneProcess(), {ROLE: pool}, [], discarding=[ROLE], start_timeout_s=5.0)
-    calls = run_engines.refreshes()
-    run_engines.beats[1].clear()
-    run_engines.announce(second.url, 1)  # another incarnation
-    until("the new server", lambda: len(pool.members.living()) == 2 and len(pool.members.serving()) == 1)
-    [[answer]] = complete(pool, [[1, 2, 3]], Sampling(max_tokens=4))
-    assert answer.versions == [(0, 1)] and calls == [] and "/sleep" not in first.seen
-
-
 def test_without_a_living_server_the_refit_is_left_to_those_that_come_back(run_engines):
     pool = run_engines.open(replicas=1, colocate=True)
     assert pool.begin_refit(3, ADDRESS, wait_s=1.0) == [] and pool.version == 3

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +22,6 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.pool.dispatch import LOST_UNDER
-from megatron_rl.engines.pool.membership import Limits, Member, Members
-from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
-from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
 from megatron_rl.engines.vllm.client import VllmServer
@@ -300,23 +296,6 @@ def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(run_engines: RunEngin
     run_engines.living(1)
     run_engines.refit(1)
     assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1]) and fake.count(GENERATE) == 1
-
-
-def test_a_request_that_a_server_failed_stays_in_the_queue_until_a_server_is_back():
-    async def served() -> tuple[Member, int]:
-        members = Members(ROLE, Limits(servers=1, at_once=4), servers=[SimpleNamespace(url="")])
-        queue, [member] = RequestQueue(members, SharedGpus()), members.living()
-        member.lost = "away"
-        waiter = Waiter(sequences=1, failed={member}, prefer=None, over=lambda: False)
-        waiting = asyncio.create_task(queue.wait(waiter))
-        await asyncio.sleep(0)
-        queue.look()
-        member.lost = None
-        queue.look()
-        assert (await asyncio.wait_for(waiting, 5.0)) == (member, 0)
-        return member.load, member.requests
-
-    assert asyncio.run(served()) == (1, 1)
 
 
 def test_waiting_ends_at_once_when_no_server_will_come(run_engines: RunEngines):
