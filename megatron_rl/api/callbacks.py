@@ -24,6 +24,7 @@ class RunState:
     # its name.
     history: list[dict[str, Any]] = field(default_factory=list)
     last: dict[str, dict[str, float]] = field(default_factory=dict)  # {scope: its newest metrics}
+    saved: int | None = None  # number of iterations in the newest complete checkpoint of this start; None if none
     stopping: bool = False  # whether a callback has called `stop`
 
     def stop(self) -> None:
@@ -49,6 +50,14 @@ class Callback:
     def on_iteration_end(self, state: RunState) -> None:
         """Is called after every iteration, including its update. `state.last` has the iteration's metrics."""
 
+    def on_log(self, state: RunState) -> None:
+        """Is called after every line of metrics: each role of an iteration, an evaluation, the preflight.
+        `state.history[-1]` is the line."""
+
+    def on_save(self, state: RunState) -> None:
+        """Is called when a checkpoint is complete. `state.saved` is the number of iterations in it; the checkpoint is
+        state.run/checkpoints/iteration_000012 for 12 iterations."""
+
     def on_evaluate(self, state: RunState) -> None:
         """Is called after every evaluation. `state.last["eval"]` has its metrics."""
 
@@ -68,9 +77,14 @@ def take_event(state: RunState, event: dict[str, Any], callbacks: Sequence[Callb
             iteration, cycle = event["iteration"] - before, event["cycle"] - before
             state.cycle, state.last[event["scope"]] = event["cycle"], metrics
             state.history.append({"iteration": iteration, "cycle": cycle, "scope": event["scope"]} | metrics)
-            if before:
-                for one in callbacks:
+            for one in callbacks:
+                one.on_log(state)
+                if before:
                     one.on_evaluate(state)
+        case "save":
+            state.saved = event["iteration"]
+            for one in callbacks:
+                one.on_save(state)
         case "iteration":
             state.iteration = event["iteration"]
             for one in callbacks:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.api.config import Config
 from megatron_rl.api.recipes import count_of
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.other_names import names_of
+from megatron_rl.config.other_names import named_elsewhere, names_of
 from megatron_rl.config.schema import TrainConfig
 
 UPDATES = "updates"
@@ -63,17 +63,19 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
         elif name in sections or "." in name:
             keys = [name]
         else:
-            raise ConfigError(f"{name} = {value!r}: {_unknown(name, sections)}")
+            raise ConfigError(f"{name} = {value!r}: {_unknown(name, value, sections)}")
         found = found | dict.fromkeys(keys, value)
     return found
 
 
-def _unknown(name: str, sections: set[str]) -> str:
+def _unknown(name: str, value: Any, sections: set[str]) -> str:
     if name in TRAINER:
         return f"this is TRL's name; here it is {TRAINER[name]}"
     if (key := names_of("TRL").get(name)) is not None:
         short = next((short for short, own in SHORT.items() if own == key), None)
         return "this is TRL's name; here it is " + (f"{short} ({key})" if short else key)
+    if found := [*named_elsewhere(name, value)]:
+        return "; ".join(f"{key}: {words}" for key, words in found)
     close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections], n=1)
     if close:
         return f"unknown setting; did you mean {close[0]!r}?"

@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
@@ -28,6 +28,9 @@ from megatron_rl.config.schema import EvalConfig, GenerateConfig, Run, TrainConf
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.rewards.reward_functions import CalledFunction
 from megatron_rl.run.atomic_files import write_text
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 INPUTS = "inputs"  # subdirectory of run.dir for the rows, reward functions and configs that Trainers write
 _DEFAULT_DIR = Run().dir
@@ -54,7 +57,7 @@ class Trainer:
         eval_dataset: data_files.Rows | str | Path | None = None,
         recipe: Any = None,
         config: Config | TrainConfig | Settings | str | Path | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback | TrainerCallback] = (),
         **settings: Any,
     ) -> None:
         """Builds the config, checks it, and writes the given rows and reward functions to RUN.DIR/inputs.
@@ -66,13 +69,13 @@ class Trainer:
             eval_dataset: The held-out problems, in the same forms as `dataset`.
             recipe: A short name such as ppo (default: grpo), package.module:Class, or a recipe object.
             config: A YAML file's path, a mapping or a Config. All other arguments override it.
-            callbacks: Callbacks that are called during `train`.
+            callbacks: Callbacks that are called during `train`, also those of Transformers.
             settings: Short names such as lr (see api.names.SHORT), sections (`run={"seed": 1}`), or dotted keys.
 
         Raises ConfigError for every config that `megatron-rl check` rejects.
         """
         process.refuse_ranks()
-        self.callbacks = list(callbacks)
+        self.callbacks = [_callback(one) for one in callbacks]
         base = _with_recipe(Config.of(config), recipe)
         target = base.get("recipe.target")
         given = settings_of(settings, target, ())
@@ -242,6 +245,22 @@ class Trainer:
             return list(prompts)
         system = [] if source.get("system") is None else [{"role": "system", "content": source["system"]}]
         return [[*system, {"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
+
+
+def _callback(given: Any) -> Callback:
+    """Returns a callback, or an object that calls a callback of Transformers. Raises ConfigError for other objects, and
+    for a callback with a method that would never be called."""
+    name = type(given).__name__
+    if not isinstance(given, Callback):
+        from megatron_rl.api.transformers_callbacks import TrainerCallback, TransformersCallback  # slow imports
+
+        if not isinstance(given, TrainerCallback):
+            raise ConfigError(f"callbacks: {name} is no class of megatron_rl.Callback or transformers.TrainerCallback")
+        return TransformersCallback(given)
+    known, own = ([event for event in dir(one) if event.startswith("on_")] for one in (Callback, given))
+    if unknown := [event for event in own if event not in known]:
+        raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called; there are {', '.join(known)}")
+    return given
 
 
 def _with_recipe(base: Config, recipe: Any) -> Config:

@@ -20,7 +20,7 @@ from rich.console import Console
 from megatron_rl.chat_template import ChatTokenizer
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import refusing
-from megatron_rl.config.schema import EvalConfig, Reward
+from megatron_rl.config.schema import EvalConfig
 from megatron_rl.data.rows import DataError
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
@@ -28,11 +28,12 @@ from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
 from megatron_rl.evaluation.samples import PARTIAL, Sample, Samples
 from megatron_rl.evaluation.set_metrics import SetMetrics, gradings, macro, metrics_of
 from megatron_rl.evaluation.sets import LoadedSet, read_sets
-from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
+from megatron_rl.evaluation.solve import SOLVE, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.report import evaluation_page as report
-from megatron_rl.rewards.grading_pool import GradePool, check_failures
+from megatron_rl.rewards.grading_pool import check_failures
+from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run import input_digests
 from megatron_rl.session.eval_engines import OpenModels, open_models
 from megatron_rl.session.launch_ranks import Place
@@ -89,16 +90,9 @@ class Evaluation:
             print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
         sets: list[SetMetrics] = []
         with contextlib.ExitStack() as stack:
-            pools = dict[str, GradePool]()  # one for each distinct reward, which its first use starts
-
-            def grade_of(reward: Reward) -> Grade:
-                key = f"{reward.target} {reward.args}"
-                if key not in pools:
-                    pools[key] = stack.enter_context(GradePool(reward))
-                return pools[key].grade
-
+            pools = GradePools(stack)
             for source, own in zip(sources, asked, strict=True):
-                for name, measure in self.measures(source, grade_of, samples):
+                for name, measure in self.measures(source, pools, samples):
                     _ask(own, name, measure, samples)
                     ks = source.settings.k
                     sets.append(metrics_of(samples, own.name, own.title, name, ks=ks, seed=config.seed))
@@ -137,11 +131,9 @@ class Evaluation:
         own = source.settings
         return ProblemSet(name=own.name, title=own.title, problems=source.problems, prompts=prompts)
 
-    def measures(
-        self, source: LoadedSet, grade_of: Callable[[Reward], Grade], samples: Samples
-    ) -> Iterator[tuple[str, Measure]]:
+    def measures(self, source: LoadedSet, pools: GradePools, samples: Samples) -> Iterator[tuple[str, Measure]]:
         """Yields (name, function) of each measure of a problem set, such as `solve`. A measure comes after those whose
-        samples it uses. `grade_of`: function that returns the grading function of a reward."""
+        samples it uses. `pools`: the graders of the sets' rewards."""
         config, models = self.config, self.models
         tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
         own = source.settings
@@ -151,7 +143,7 @@ class Evaluation:
         if source.judged:
             yield JUDGE, Judge(engine=engine, **common)
             return
-        grade, wanted = grade_of(own.reward), config.measures
+        grade, wanted = pools.of(own.reward).grade, config.measures
         if SOLVE in wanted:
             keep = bool({LEGIBILITY, DRIFT} & set(wanted))
             yield SOLVE, Solver(engine=engine, grade=grade, weigher=self.weigher(), keep_tokens=keep, **common)

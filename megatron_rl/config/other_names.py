@@ -28,6 +28,9 @@ RECIPES: Mapping[str, str] = {
 }
 
 
+VERL_ROOTS = ("actor_rollout_ref", "critic", "algorithm", "custom_reward_function", "trainer")
+
+
 @config
 class RecipeUse(Use):
     """A recipe: its class, and the arguments with which it is built."""
@@ -66,3 +69,5 @@ def named_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, Mapping):
         for inner, own in value.items():
             yield from named_elsewhere(f"{key}.{inner}", own)
+    elif key.partition(".")[0] in VERL_ROOTS:
+        yield key, "this is verl's name; list the settings here by `megatron-rl settings`, with a word of the name"

@@ -8,14 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, TypeGuard
+from typing import Any
 
 from megatron_rl.evaluation.samples import chosen_answers
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.report.reading import CELLS, SFT, WINDOW, Curve, RunMetrics, mean, metric_of
 from megatron_rl.run.console import COLUMNS, duration
 from megatron_rl.run.metrics import EVAL, SPEED
-from megatron_rl.run.run_directory import flatten
 
 # Patterns of the names of settings that are shown at the top of the page.
 FACTS = (
@@ -31,8 +30,6 @@ FACTS = (
     r"recipe\.args\.\w+",
     r"rollouts\.max_staleness",
 )
-# Limit of absolute values: larger integers may not fit into a float, and differences of larger floats may be infinite
-LARGEST = 1e300
 # Patterns that find the main metric of a role in an evaluation, in order of preference.
 MAIN = (
     r"(^|/)accuracy$",
@@ -133,7 +130,7 @@ def headline(run: RunMetrics) -> dict[str, Any]:
     metric of each role. `rest`: the other held-out metrics. `longest`: (phase that takes most time, its fraction of the
     time), or None.
     """
-    gains = evaluation_gains(run) or [Gain(name, *both, metric=name) for name, both in pairs(run.summary).items()]
+    gains = evaluation_gains(run)
     chosen = main_gains(gains)
     named = [gain.role for gain in chosen]
     roles = sorted(run.updates, key=lambda role: named.index(role) if role in named else len(named))
@@ -187,14 +184,6 @@ def evaluations(run: RunMetrics) -> dict[str, Any]:
                 chosen = chosen_answers([row for row in answers if row["set"] == name], SHOWN)
                 samples += [(name, row, bool(row.get("correct"))) for row in chosen]
     return {"tables": tables, "samples": samples, "best": run.record.best()}
-
-
-def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Returns {NAME: (start, end)} for every metric that a summary has as NAME_start and NAME_end."""
-    flat = flatten(summary)
-    names = [key.removesuffix("_start") for key in flat if key.endswith("_start")]
-    both = {name: (flat[f"{name}_start"], flat.get(f"{name}_end")) for name in names if "_num_" not in name}
-    return {name: (start, end) for name, (start, end) in both.items() if _is_number(start) and _is_number(end)}
 
 
 def confusions(run: RunMetrics) -> list[dict[str, Any]]:
@@ -323,7 +312,3 @@ def reward_gain(run: RunMetrics, role: str) -> Gain | None:
             metric = plain.rpartition("/")[2].replace("_", " ")
             return Gain(f"{role}/{plain}", *curve.ends, None, curve, held_out=False, metric=metric)
     return None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST

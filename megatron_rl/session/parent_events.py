@@ -34,7 +34,7 @@ class Listener:
         `gone` if the connection is lost.
 
         The events are "begin" (iterations, iteration), "metrics" (iteration, cycle, scope, metrics), "iteration"
-        (iteration) and "error" (type, message). `iteration`: number of iterations done.
+        (iteration), "save" (iteration) and "error" (type, message). `iteration`: number of iterations done.
         """
         with self._lock:
             try:
@@ -61,4 +61,12 @@ def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: 
     def iteration_done(number: int) -> None:
         listener.tell("iteration", iteration=number)
 
-    return replace(hooks, log=log, iteration_done=iteration_done, should_stop=should_stop)
+    def saved(number: int | None) -> int | None:
+        if number is not None:
+            listener.tell("save", iteration=number)
+        return number
+
+    return replace(
+        hooks, log=log, iteration_done=iteration_done, should_stop=should_stop,
+        save=lambda number: saved(hooks.save(number)), settle=lambda wait: saved(hooks.settle(wait)),
+    )  # fmt: skip

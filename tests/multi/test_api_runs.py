@@ -14,6 +14,7 @@ import pytest
 from api_starts import forked_start
 from conftest import ROOT, environment
 from limits import RUN_S
+from transformers import TrainerCallback
 
 from megatron_rl import Callback, RunFailed, Trainer
 from megatron_rl.api import process
@@ -46,7 +47,7 @@ class Diary(Callback):
     """Writes down what it is told, in this process, and stops the run after some iterations."""
 
     def __init__(self, stop_at=None):
-        self.told, self.stop_at = [], stop_at
+        self.told, self.lines, self.saved, self.stop_at = [], [], [], stop_at
 
     def on_train_begin(self, state):
         self.told.append(("begin", state.iteration, state.iterations))
@@ -55,6 +56,13 @@ class Diary(Callback):
         self.told.append(("iteration", state.iteration, state.last["generator"]["reward/trained"]))
         if state.iteration == self.stop_at:
             state.stop()
+
+    def on_log(self, state):
+        self.lines.append(state.history[-1]["scope"])
+
+    def on_save(self, state):
+        self.saved.append(state.saved)
+        assert (state.run / f"checkpoints/iteration_{state.saved:06d}").is_dir()
 
     def on_evaluate(self, state):
         self.told.append(("eval", state.cycle, state.last["eval"]["generator/accuracy"]))
@@ -88,6 +96,7 @@ def test_a_run_of_two_ranks_tells_callbacks_what_it_does_and_goes_on_after_a_sto
     row = history[0]
     assert row["reward/trained"] == pytest.approx(2.0 * row["reward/share"] + row["reward/lambda"])
     assert row["reward/lambda"] == 0.5 and row["reward/share/length_of_batch"] >= 1
+    assert diary.saved[-1] == 2 and diary.lines[:2] == ["preflight", "eval"] and diary.lines[2:] == ["generator"] * 2
     diary.stop_at = 3  # after the last iteration there is nothing to stop
     finished = trainer.train()
     assert [entry[:2] for entry in diary.told[5:]] == [("begin", 2), ("iteration", 3), ("eval", 3), ("end", 3)]
@@ -95,6 +104,29 @@ def test_a_run_of_two_ranks_tells_callbacks_what_it_does_and_goes_on_after_a_sto
     assert all(path.exists() for path in finished.paths.values()) and "model/generator" in finished.paths
     yaml = load(TrainConfig, [finished.paths["config"]])
     assert yaml == trainer.config.resolve(), "the run's own config is the Trainer's"
+
+
+def test_callbacks_of_transformers_are_called_and_stop_the_run(make):
+    told = []
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            told.append((state.global_step, state.max_steps, args.output_dir))
+            control.should_training_stop = state.global_step == 1
+            return control
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            assert logs is state.log_history[-1]
+            told.append(logs["scope"])
+
+        def on_save(self, args, state, control, **kwargs):
+            told.append("save")
+
+        def on_train_end(self, args, state, control, **kwargs):
+            told.append("end")
+
+    stopped = make(letters("e"), callbacks=[Stops()]).train()
+    assert told == ["preflight", "generator", (1, 3, str(stopped.run)), "save", "end"] and not stopped.finished
 
 
 def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_iteration(make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -124,6 +125,8 @@ def test_short_names_are_settings_that_exist():
         ("peft_config", "here it is roles.*.lora"),
         ("per_device_train_batch_size", "here it is run.prompts_per_iteration"),
         ("learning_rate", "here it is lr (roles.*.optimizer.lr)"),
+        ("load_best_model_at_end", "here it is evaluation.best"),
+        ("push_to_hub", "here it is no setting: call Trainer.push_to_hub"),
         ("update", "did you mean 'updates'?"),
         ("xyzzy", "unknown setting; there are updates"),
     ],
@@ -131,6 +134,21 @@ def test_short_names_are_settings_that_exist():
 def test_an_unknown_name_is_refused_with_the_one_that_is_meant(name, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         settings_of({name: 1}, RECIPES["grpo"], ["a"])
+
+
+def test_names_of_verl_are_answered_alike_in_python_and_in_overrides(tmp_path):
+    """The named ones with their setting, the others with the way to find it."""
+    tree = {"actor": {"optim": {"lr": 1.0}}, "hybrid_engine": True}
+    words = (
+        "actor_rollout_ref.actor.optim.lr: this is verl's name; here it is roles.NAME.optimizer.lr",
+        "actor_rollout_ref.hybrid_engine: this is verl's name; list the settings here by `megatron-rl settings`",
+    )
+    with pytest.raises(ConfigError) as caught:
+        settings_of({"actor_rollout_ref": tree}, RECIPES["grpo"], ["a"])
+    assert all(one in str(caught.value) for one in words)
+    with pytest.raises(ConfigError) as caught:
+        load(TrainConfig, [], ["recipe.target=grpo", f"actor_rollout_ref={json.dumps(tree)}"])
+    assert all(one.replace(": this", ": unknown key; this") in str(caught.value) for one in words)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +164,7 @@ def test_an_unknown_name_is_refused_with_the_one_that_is_meant(name, words):
             "algorithm.alpha_start=0.5",
             "this is verl's name; here it is recipe.args.alpha_start, with recipe.target=tango",
         ),
-        ("actor_rollout_ref.odd=1", "actor_rollout_ref: unknown key; known here: roles"),
+        ("actor_rollout_ref.odd=1", "actor_rollout_ref.odd: unknown key; this is verl's name; list the settings here"),
         ("recipe.target=grppo", "target = 'grppo' is no recipe; did you mean 'grpo'?"),
     ],
 )

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 
-from megatron_rl import Config, ConfigError, Trainer
+from megatron_rl import Callback, Config, ConfigError, Trainer
 from megatron_rl.api import process, push_to_hub
 from megatron_rl.commands import check
 from megatron_rl.commands.parser import build_parser
@@ -181,6 +181,18 @@ def test_the_words_are_those_of_check(make, tmp_path, model, capsys):
         with pytest.raises(ConfigError) as caught:
             make(**given)
         assert str(caught.value) == words
+
+
+def test_a_callback_that_would_never_be_called_is_refused(make):
+    class Steps(Callback):
+        def on_step_end(self, state): ...
+
+    with pytest.raises(
+        ConfigError, match=r"Steps\.on_step_end is never called; there are on_evaluate, on_iteration_end"
+    ):
+        make(callbacks=[Steps()])
+    with pytest.raises(ConfigError, match=r"callbacks: int is no class of megatron_rl\.Callback or transformers"):
+        make(callbacks=[1])
 
 
 def test_one_rank_of_several_is_no_place_for_a_trainer(make, monkeypatch):

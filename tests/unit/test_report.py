@@ -305,18 +305,6 @@ def test_metrics_stand_under_the_question_that_they_answer(scope, name, question
     assert curves.question_of(scope, name) == question
 
 
-def test_pairs_of_a_summary():
-    summary = {
-        "a_start": 1,
-        "a_end": 2.5,
-        "b_start": 1,
-        "eval": {"f1_start": 0.1, "f1_end": 0.2},
-        "name_start": "x",
-        "name_end": "y",
-    }
-    assert report_tables.pairs(summary) == {"a": (1, 2.5), "eval.f1": (0.1, 0.2)}
-
-
 def test_a_change_within_chance_is_not_called_learning():
     """Two shares p and q of n problems differ by chance by up to 1.96 sqrt(p(1-p)/n + q(1-q)/n), in 95 of 100 cases."""
     far, near = (report_tables.Gain("generator/accuracy", 0.2, end, 100) for end in (0.5, 0.25))
