@@ -17,6 +17,7 @@ CONVERSATIONS = (MESSAGES, "conversations")  # keys of a whole conversation in a
 _PROMPT = "prompt"
 # Keys of the reference answer in a row; the first key that exists is used
 _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")
+_OF_VERL = ("data_source", "extra_info")  # verl's columns for the reward function
 # Names of values that a run itself gives a problem or an answer
 _OF_RUN = (SOURCE, TEMPLATE, "agent", "correct", "episode", "grading", "review", "verdicts")
 _SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
@@ -55,11 +56,15 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 
 def passed_on(source: PromptSet, row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
     """Returns the columns that prompt templates, reward functions and environments get in addition to `fields`: all
-    other columns of the row, without conversations, values that JSON cannot represent, and names that the run uses.
-    Returns {} if the data set has ready-made settings."""
-    others = row.keys() - {*fields, *fields.values(), *_OF_RUN} if source.settings is None else ()
+    other columns of the row, without conversations, nulls, values that JSON cannot represent, and names that the run
+    uses. The columns in _OF_VERL are never left out. Returns {} if the data set has ready-made settings."""
+    if source.settings is not None:
+        return {}
+    left_out = {*fields, *fields.values(), *_OF_RUN}
     return {
-        key: row[key] for key in row if key in others and not is_conversation(row[key]) and not [*not_json(row[key])]
+        key: value
+        for key, value in row.items()
+        if key in _OF_VERL or not (key in left_out or value is None or is_conversation(value) or [*not_json(value)])
     }
 
 
