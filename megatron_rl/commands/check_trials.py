@@ -17,7 +17,7 @@ from megatron_rl.data.problems import PromptReader, asked
 from megatron_rl.data.rows import DataError
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.full_prompts import FullPrompts
-from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Session, Tokens, TopScores
+from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Session, Tokens
 from megatron_rl.recipes.episode_rollouts import OUTCOME, OverEpisodes
 from megatron_rl.rewards.grading_pool import Graded, RewardFailure
 from megatron_rl.rewards.source_grading import GradePools
@@ -109,9 +109,8 @@ def _reward_line(spec: RunSpec, prompt: Prompt, grade: Grade) -> str:
         right = fill(reward.answer_format, answer=str(prompt.payload["answer"]))
         texts = {f"the first prompt's known answer, as {right[:SHOWN]!r}": right} | texts
     graded = grade([*texts.values()], [prompt.payload] * len(texts))
-    line = f"reward{_of(prompt)}: " + "; ".join(
-        f"{_score(one)} for {name}" for name, one in zip(texts, graded, strict=True)
-    )
+    scores = [f"{_score(one)} for {name}" for name, one in zip(texts, graded, strict=True)]
+    line = f"reward{_of(prompt)}: {'; '.join(scores)}"
     if graded[-1].correct or len(graded) == 2 and graded[0].score <= graded[1].score:
         line += ". WARNING: an empty answer should earn less than a right one"
     return line
@@ -127,8 +126,10 @@ def _score(graded: Graded) -> str:
 
 def _episode_lines(spec: RunSpec, tokenizers: Mapping[str, Any], task: Prompt, grade: Grade) -> list[str]:
     """Plays one episode in which all answers are empty. Returns lines with the first prompt and the rewards."""
-    engines = {name: EmptyAnswers(min(vocabulary_of(r.model, tokenizers[name]).ends, default=0))
-               for name, r in spec.roles.items()}  # fmt: skip
+    engines: dict[str, Any] = {
+        name: EmptyAnswers(min(vocabulary_of(role.model, tokenizers[name]).ends, default=0))
+        for name, role in spec.roles.items()
+    }
     context = builders.context(spec, engines, tokenizers, grade, Stopwatch())
     try:
         found = spec.recipe.evaluate([task], replace(context, evaluation=EvaluationDraws(greedy=False)))
@@ -151,7 +152,7 @@ def _shown(tokenizer: Any, tokens: Tokens) -> str:
 
 
 class EmptyAnswers:
-    """An engine that answers every request with the end-of-text token `end` alone."""
+    """An engine that answers every request with the end-of-text token `end` alone. Environments need no scores."""
 
     version = 0
 
@@ -173,11 +174,5 @@ class EmptyAnswers:
             )
             for row in rows
         ]  # fmt: skip
-
-    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        return [np.zeros(len(tokens), np.float32) for tokens in sequences]
-
-    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        raise EngineError("check plays episodes without a model")
 
     def tend(self) -> None: ...
