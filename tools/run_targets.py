@@ -48,7 +48,9 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     "demo-vllm": "make demo ENGINE=vllm",
     "demo-sglang": "make demo ENGINE=sglang",
     # SGLang's real server, on stubbed kernels
-    "sglang": "make engines-sglang && python -m pytest tests/servers/test_engines_sglang.py",
+    "sglang": (
+        "make engines-sglang && python -m pytest tests/servers/test_engines_sglang.py tests/servers/test_fp8_sglang.py"
+    ),
     # dry runs, graphs and sweeps by NeMo-Run on this machine, and on real Slurm where it can be had
     "nemo-run": (
         "make nemo-run && make slurm && MEGATRON_RL_NEMO_PYTHON=$PWD/.venv-nemo/bin/python "

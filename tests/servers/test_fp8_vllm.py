@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ranks import ROOT
 from tiny_models import make_model
 
 from megatron_rl.models import registry
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.counting import staging_bytes
 from megatron_rl.weights.quantisation import SCALES, config_of, quantised_shapes
 from megatron_rl.weights.rank_layouts import EngineLayout, differences, engine_parameters
@@ -65,6 +67,21 @@ pytestmark = [
 ]
 
 
+def check_parameters(sizes: Sizes, found: Mapping[str, tuple[Sequence[int], str]], form: str, scales: str) -> None:
+    """Compares the parameters of an engine's model, {name: (shape, torch dtype)}, with those of the plan.
+
+    `scales`: torch dtype in which the engine holds the scales of the format `form`.
+    """
+    wanted = engine_parameters(sizes, EngineLayout(quantization=form), 0)
+    assert not [*differences({n: shape for n, (shape, _) in wanted.items()}, {n: s for n, (s, _) in found.items()})]
+    for name, (_, rects) in wanted.items():
+        kind = "float32" if name.endswith("e_score_correction_bias") else "bfloat16"
+        kind = (
+            scales if name.endswith(SCALES) else "float8_e4m3fn" if rects[0].tensor in quantised_shapes(sizes) else kind
+        )
+        assert found[name][1] == f"torch.{kind}", name
+
+
 def test_parameters_of_a_real_vllm_model_are_those_of_the_plan_fp8(tmp_path):
     shared = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128}
     paths = (
@@ -85,12 +102,7 @@ def test_parameters_of_a_real_vllm_model_are_those_of_the_plan_fp8(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     for own, found in zip(sizes, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        wanted = engine_parameters(own, EngineLayout(quantization="fp8"), 0)
-        assert not [*differences({n: shape for n, (shape, _) in wanted.items()}, {n: s for n, (s, _) in found.items()})]
-        for name, (_, rects) in wanted.items():
-            kind = "float32" if name.endswith((SCALES, "e_score_correction_bias")) else "bfloat16"
-            kind = "float8_e4m3fn" if rects[0].tensor in quantised_shapes(own) else kind
-            assert found[name][1] == f"torch.{kind}", name
+        check_parameters(own, found, "fp8", "float32")
         # torch rounds pinned memory, in which servers receive new weights, up to powers of two
         sizes_of = {
             n: prod(shape) * getattr(torch, kind.removeprefix("torch.")).itemsize for n, (shape, kind) in found.items()
