@@ -1,5 +1,5 @@
-"""Names, shapes and dtypes of the parameters of a real SGLang model with 8-bit weights, in the form in which weights are
-loaded and which a refit restores. Kernels are stubbed: no weight is processed and no product computed.
+"""Names, shapes and dtypes of the parameters of a real SGLang model with 8-bit weights, in the form in which weights
+are loaded and which a refit restores. Kernels are stubbed: no weight is processed and no product computed.
 
 Needs SGLang in an environment of its own: `make engines-sglang`, or another interpreter in MEGATRON_RL_SGLANG_PYTHON.
 """
