@@ -306,16 +306,11 @@ def _collector(
         for own in (spec, *(stage.spec for stage in spec.stages)):
             longest = own.roles[next(iter(recipe.roles()))].max_prompt_tokens
             makers[id(own)] = RolloutMaker(
-                recipe=own.recipe,
-                readers=parts.readers,
+                recipe=own.recipe, readers=parts.readers, prompts_per_iteration=own.run.prompts_per_iteration,
                 context=builders.context(own, context.engines, parts.tokenizers, context.grade, context.watch),
-                prompts_per_iteration=own.run.prompts_per_iteration,
-                draw=Draw(weights=own.data.weights or None, max_prompt_tokens=longest),
-                max_staleness=ahead,
-                sessions=sessions,
-                turns=turns,
-                ahead=store.ahead,
-            )
+                draw=Draw(weights=own.data.weights or None, max_prompt_tokens=longest), max_staleness=ahead,
+                sessions=sessions, turns=turns, ahead=store.ahead,
+            )  # fmt: skip
         maker = dataclasses.replace(makers[id(spec)], at=lambda number: makers[id(spec.at(number))])
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
     return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config import files
-from megatron_rl.config.base import ConfigError, refuse
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.spec.run_spec import RunSpec
 
@@ -44,13 +44,11 @@ def config_of(settings: Mapping[str, Any], overrides: Mapping[str, Any], place: 
             f"{place}: {', '.join(fixed[:3])}{more} cannot change during a run; a stage may change "
             f"{', '.join(CHANGING)}, without {', '.join(FIXED)}"
         )
-    refuse(
-        *(
+    for name, (old, new) in longer.items():
+        raise ConfigError(
             f"{place}: {name} = {new} is above {old}, for which memory and engines are set up: give the longest length "
             "outside of `stages`, and shorter ones in stages"
-            for name, (old, new) in longer.items()
         )
-    )
     return own
 
 
