@@ -11,6 +11,7 @@ import pydantic_core
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.other_names import RECIPES
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.run.atomic_files import write_text
 
@@ -40,6 +41,8 @@ class Config:
         given = {**(settings or {}), **sections}
         trees = [("Config", _nested(key, value)) for key, value in given.items()]
         self._tree = tree = config_files.read_tree(TrainConfig, trees=trees)
+        if isinstance(recipe := tree.get("recipe"), Mapping):  # a short name, such as grpo, becomes the recipe's class
+            tree["recipe"] = {k: RECIPES.get(v, v) if k == "target" else v for k, v in recipe.items()}
         config_files.load(TrainConfig, trees=[("Config", _with_stubs(tree))])
 
     @classmethod

@@ -111,7 +111,9 @@ def _reward_line(spec: RunSpec, prompt: Prompt, grade: Grade) -> str:
     graded = grade([*texts.values()], [prompt.payload] * len(texts))
     scores = [f"{_score(one)} for {name}" for name, one in zip(texts, graded, strict=True)]
     line = f"reward{_of(prompt)}: {'; '.join(scores)}"
-    if graded[-1].correct or len(graded) == 2 and graded[0].score <= graded[1].score:
+    if any(one.outcome is not Outcome.SCORE for one in graded):
+        line += ". WARNING: a sample without a score is replaced, and teaches nothing"
+    elif graded[-1].correct or len(graded) == 2 and graded[0].score <= graded[1].score:
         line += ". WARNING: an empty answer should earn less than a right one"
     return line
 

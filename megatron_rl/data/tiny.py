@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -25,12 +26,14 @@ def write_tiny_model(directory: str | Path, *, seed: int = 0) -> Path:
     """Writes a model with 0.1 million random weights, and a tokenizer with a chat template, into a directory, and
     returns the directory.
 
-    The tokens are lower-case letters, digits and punctuation; other characters are dropped. The same seed gives the
-    same weights.
+    The tokens are lower-case letters, digits and punctuation; capitals become lower-case letters, and other characters
+    are dropped. The same seed gives the same weights.
     """
     path = Path(directory)
     words = {word: i for i, word in enumerate([*SPECIAL, *CHARACTERS])}
     core = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[-1]))
+    others = Regex(f"[^{re.escape(CHARACTERS)}]")
+    core.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(others, "")])
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(SPECIAL)

@@ -181,3 +181,8 @@ BEHAVIOURS = {
 def agrees(response, payload):
     """Gives every answer the full reward."""
     return 1.0
+
+
+def beyond(response, payload):
+    """A penalty for an empty answer, which needs a wider `reward.range`."""
+    return 1.0 if response else -0.5

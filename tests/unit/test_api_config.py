@@ -13,6 +13,7 @@ import pytest
 from megatron_rl import Config, ConfigError
 from megatron_rl.api.names import SHORT, settings_of
 from megatron_rl.api.recipes import use_of
+from megatron_rl.api.trainer import _with_recipe
 from megatron_rl.commands import init
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.describe import settings_of as listed
@@ -24,6 +25,7 @@ from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
 from megatron_rl.main import main
 from megatron_rl.planning.workload import FILL
 from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.text import load_tokenizer
 from megatron_rl.training.iteration import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +177,15 @@ def test_a_config_with_a_name_of_another_library_says_the_name_here(override, wo
         load(TrainConfig, overrides=[override], trees=[("own", tree)])
 
 
+def test_a_config_may_name_its_recipe_by_a_word_and_keeps_its_arguments_beside_the_same_recipe(tmp_path):
+    (tmp_path / "my.yaml").write_text("recipe: {target: grpo, args: {updates: 15}}")
+    for own in (tmp_path / "my.yaml", {"recipe": {"target": "grpo", "args": {"updates": 15}}}):
+        config = Config.of(own)
+        assert config.settings["recipe"] == {"target": RECIPES["grpo"], "args": {"updates": 15}}
+        assert _with_recipe(config, "grpo").get("recipe.args.updates") == 15
+        assert _with_recipe(config, "ppo").get("recipe.args") == {}
+
+
 def test_recipes_are_words_names_or_objects():
     for word, target in RECIPES.items():
         assert issubclass(find(target), Recipe) and use_of(word) == {"target": target}
@@ -269,3 +280,10 @@ def test_settings_are_listed_by_their_beginning_or_a_word(capsys):
         said.startswith('rollouts.mixed = "keep"\n    What to do with a rollout')
         and max(map(len, said.splitlines())) <= 100
     )
+
+
+def test_a_tiny_model_reads_capitals_as_small_letters_and_leaves_out_what_it_does_not_know(tmp_path):
+    tokenizer = load_tokenizer(write_tiny_model(tmp_path))
+    chat = [{"role": "user", "content": "Hi, Élan; 7!"}]
+    text = tokenizer.decode(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    assert text == "<|user|>hi, lan 7!<|end|><|assistant|>"

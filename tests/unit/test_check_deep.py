@@ -94,6 +94,15 @@ def test_it_refuses_a_reward_that_agrees_with_everything_as_the_run_would(check)
     assert "reward:" not in told and "the first prompt" in told  # the reward is another machine's
 
 
+def test_it_warns_of_a_text_that_the_reward_cannot_grade(check):
+    status, told, errors = check("reward.target=bad_rewards:beyond", "preflight.reward=false")
+    assert status == 0, errors
+    assert "no score (returned -0.5: a reward returns a number in reward.range = [0, 1]) for an empty answer" in told
+    assert "WARNING: a sample without a score is replaced, and teaches nothing" in told
+    _, told, _ = check("reward.target=bad_rewards:beyond", "preflight.reward=false", "reward.range=[-0.5, 1]")
+    assert "-0.5 for an empty answer" in told and "WARNING: a sample without" not in told
+
+
 def test_it_plays_an_episode_with_empty_answers(check, monkeypatch):
     episodes = {
         "role": "agent",
