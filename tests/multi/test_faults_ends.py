@@ -98,8 +98,8 @@ def test_faults_a_role_that_never_learned_is_said_at_the_end(make, tmp_path, cap
     assert f"WARNING: {said}, as every group of its samples had equal rewards, or was left out" in log
     assert said in shown(tmp_path / "run") and "generator never learned" not in log
     page = write_report(tmp_path / "run").read_text()
-    [verdict] = page.split('<p class="verdict">')[1:]
-    assert verdict.startswith(f'<b class="bad">{said}.</b>'), "it is the first sentence of the report"
+    [signs] = page.split('<ul class="signs">')[1:]
+    assert signs.startswith(f"<li>{said}.</li>"), "it is the first sentence of the report"
     assert "2 idle iterations, 0 updates" in page and "2 generator iterations, 2 updates" in page
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["metrics"]["update"] for row in rows if row["scope"] == "idle"] == [0, 0]
