@@ -64,10 +64,12 @@ def trial_lines(spec: RunSpec, *, here: bool) -> list[str]:
 
 
 def _tokenizer_line(role: RoleConfig, name: str, tokenizer: Any, recipe: Any, first: Prompt) -> str:
-    """Returns a line that compares a role's tokenizer with its model, and says whether engines stop at the token with
-    which the chat template ends an assistant's turn."""
+    """Returns a line about a role's tokenizer: its number of tokens, the number of rows of the model's embedding, and
+    the special tokens. The line has a warning if the chat template ends an assistant's turn with a token at which
+    engines do not stop."""
     vocabulary = vocabulary_of(role.model, tokenizer)
-    told = lambda ids: ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(ids)) or "none"  # noqa: E731
+    token = lambda i: f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})"  # noqa: E731
+    told = lambda ids: ", ".join(map(token, sorted(ids))) or "none"  # noqa: E731
     line = (
         f"{name}: {len(tokenizer)} tokens in the tokenizer, {vocabulary.rows} rows in the model's embedding; answers "
         f"end at {told(vocabulary.ends)}; pad {told({tokenizer.pad_token_id} - {None})}; "

@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,9 +133,12 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], in
     """Imports the module of the command, which imports torch. Returns the function that runs the command: (spec, place)
     -> exit status."""
     gc.disable()  # during imports, garbage collection takes a sixth of the time and frees almost nothing
+    # Ctrl-C ends the process at once: a KeyboardInterrupt in a destructor that runs during imports would be ignored
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         module = importlib.import_module(f"megatron_rl.{MODULES[args.command]}")
     finally:
+        signal.signal(signal.SIGINT, before)
         gc.enable()
     given = {name: value for name, value in vars(args).items() if name in ("fresh", "events", "updates") and value}
     if args.command in ("generate", "eval"):

@@ -39,7 +39,7 @@ class Sources:
     path: str = ""  # data of the sources that have no `path`: rows with a column `data_source`
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about names of sources, sources without data, and weights."""
+        """Yields an error message for each source with an invalid name or without data, and if all weights are 0."""
         for name, own in self.sources.items():
             if not re.fullmatch(r"[\w./-]+", name):
                 yield f"data.sources: {name!r}: name a source by letters, digits and . _ - /"
@@ -49,7 +49,7 @@ class Sources:
             yield "data.sources: no source has a weight above 0: give at least one"
 
     def __post_init__(self) -> None:
-        """Gives the sources without `path` their rows of `data.path`."""
+        """Sets the path of sources without a path to `data.path`, and selects the rows that name the source."""
         refuse(*self.problems())
         own = {
             name: source if source.path else replace(

@@ -46,11 +46,11 @@ class Curriculum(Rates):
     sources: dict[str, Rates] = field(default_factory=dict)
 
     def of(self, row: int | str) -> Rates:
-        """Returns the rates that apply to a row of the data (see data.problems.place_of)."""
+        """Returns the success rates at which a problem is skipped. `row`: the problem (see data.problems.place_of)."""
         return self.sources.get(_source(row), self)
 
     def check(self, spec: RunSpec) -> None:
-        """Raises ConfigError if `sources` names a source that the run does not have."""
+        """Raises ConfigError if the argument `sources` has a key that is not a name in the setting data.sources."""
         known = spec.data.weights
         refuse(
             *(

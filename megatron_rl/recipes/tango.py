@@ -62,12 +62,13 @@ class BaseTango(WithCritics):
     verifications: Count = 5
     alpha_start: Share = 0.1  # alpha, the weight of the step advantages, at the first generator update
     alpha_min: Share = 1e-3
-    # none: no mixture by alpha; the advantage is outcome_weight * outcome advantage + process_weight * step advantage
+    # How alpha changes. none: alpha is not used, and an advantage is
+    # outcome_weight * (outcome advantage) + process_weight * (step advantage).
     alpha_schedule: WeightSchedule | Literal["none"] = "exponential"
     # share of generator_updates after which alpha reaches alpha_min, with the exponential schedule
     exp_target_frac: PositiveShare = 1.0
-    outcome_weight: NotNegative = 1.0  # weight of the outcome advantages, with alpha_schedule = none
-    process_weight: NotNegative = 1.0  # weight of the step advantages, with alpha_schedule = none
+    outcome_weight: NotNegative = 1.0  # weight of the outcome advantages; only for alpha_schedule = none
+    process_weight: NotNegative = 1.0  # weight of the step advantages; only for alpha_schedule = none
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
     reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see Reviews
     # Upper bound of the moving share of groups whose outcomes differ; null: no bound.

@@ -54,7 +54,7 @@ class RegisteredMemory:
         settings = self._api.nixl_agent_config(backends=["UCX"])
         self._agent: Any = self._api.nixl_agent(uuid.uuid4().hex, settings)
         self._registered: dict[int, Any] = {}  # address of a slot's first byte -> its registration
-        self._landing: Tensor | None = None  # registered memory that messages are read into
+        self._landing: Tensor | None = None  # memory into which NIXL writes the messages that this process receives
         self._peers: dict[str, tuple[str, str]] = {}  # agent's name -> its metadata when it was last loaded
         self._unfinished: list[Any] = []  # reads that failed or are under way, with the memory that NIXL writes
 
@@ -104,7 +104,7 @@ class RegisteredMemory:
             self._agent.deregister_memory(self._registered.pop(address))
 
     def stop(self) -> None:
-        """Ends the agent. No other process reads this process's slots afterwards."""
+        """Ends this process's NIXL agent. From then on no other process can read the memory of this process."""
         self._agent = None
         self._unfinished.clear()
 

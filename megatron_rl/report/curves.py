@@ -123,11 +123,12 @@ class Sorted:
 
 
 def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
-    """Returns charts of all metrics that change.
+    """Distributes the metrics of one or several runs over charts. A metric that never changes gets no chart and is
+    returned as text.
 
-    For one run, a chart of a metric has a line for each role, and a family of metrics `a/b` (reward/outcome,
-    reward/format) has a chart for each role and unit. For several runs, each metric of each role has a chart with a
-    line for each run.
+    One run: a chart shows one metric, with a line for each role. But metrics whose names have the same part before the
+    slash (reward/outcome, reward/format) share a chart, which then shows one role and one unit. Several runs: a chart
+    shows one metric of one role, with a line for each run.
     """
     charts: dict[tuple[str, ...], Chart] = {}
     constants: dict[str, dict[str, list[str]]] = {}  # {question: {"name = value": scopes}}

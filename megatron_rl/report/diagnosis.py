@@ -10,15 +10,18 @@ from megatron_rl.report.reading import Curve, RunMetrics
 from megatron_rl.report.run_sections import Gain, evaluation_gains, main_gains, reward_gain
 from megatron_rl.report.shown_rollouts import Picked
 
-NEARLY_ALL, FEW = 0.9, 0.1  # shares from which on, or up to which, something is said of nearly all or of few
-# a text that is correct for so many known answers is suspicious, and such a share of the correct answers is reported
+# In the sentences, a share above NEARLY_ALL is called "nearly all". An entropy below FEW of its first value has
+# collapsed.
+NEARLY_ALL, FEW = 0.9, 0.1
+# A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers. Suspicious texts are
+# reported if their share of the answers that were graded correct is above SAME_SHARE.
 SAME_ANSWERS, SAME_SHARE = 3, 0.02
 MOST_BROKEN = 3  # maximum number of metrics with values that are not finite that are named
 
 
 def signs(run: RunMetrics, picked: Picked) -> list[str]:
-    """Returns a sentence for each sign that the run went wrong, each with what to look at. First and last iterations
-    are the first and the last fifth of a run. `picked`: the rollouts of the run alone."""
+    """Returns a sentence for each sign that the run went wrong; a sentence also says what to look at. "First" and
+    "last" iterations are the first and the last fifth of the run. `picked`: rollouts of this run."""
     found = [*_broken(run), *_blind_reward(picked)]
     held_out = main_gains(evaluation_gains(run))
     for role in run.updates:

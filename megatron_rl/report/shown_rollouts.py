@@ -28,7 +28,8 @@ MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
 MAX_FILES = 400
 CHUNK = 64  # number of rollouts whose HTML is compressed together
 MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated
-SHOWN_CHARACTERS = 160  # number of characters of the question and of the model's text that a closed rollout shows
+# Maximum number of characters of the question, and of the model's text, in the title line of a rollout on the page
+SHOWN_CHARACTERS = 160
 MAX_PIECES = 400  # maximum number of pieces of a conversation that the page shows
 # Pattern of tool calls as models write them: in tags, or as a block of code. The last call may be cut short.
 CALL = re.compile(

@@ -36,8 +36,8 @@ def packages() -> dict[str, str]:
 
 
 def commit_of(directory: Path) -> str | None:
-    """Returns the commit of the git checkout of a directory, such as `1a2b3c` or `1a2b3c, with changes`. Returns
-    None outside of a checkout and without git."""
+    """Returns the hash of the git commit that is checked out in a directory, followed by `, with changes` if tracked
+    files were edited. Returns None if the directory is in no git checkout, or if git is not installed."""
     found = []
     for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:

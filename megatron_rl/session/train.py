@@ -98,7 +98,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         pools = GradePools(stack)
         if world.rank == 0:
             for reward in spec.rewards.values():
-                pools.of(reward).start()  # the workers import the reward function while this process loads models
+                # now, so that the workers import the reward function while this process loads the models
+                pools.of(reward).start()
         for line in explain_recipe(spec):
             driver.say(line)
         if world.rank == 0:

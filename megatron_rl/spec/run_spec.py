@@ -82,7 +82,7 @@ class DataSpec:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """Returns the sources by name; {} if the run has one data set."""
+        """Returns {name: source} of the setting data.sources; {} if the run has a single data set."""
         named = {name.removeprefix(f"{SOURCES}."): own for name, own in self.training.items()}
         return {name: own for name, own in named.items() if isinstance(own, Source)}
 

@@ -11,7 +11,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.spec.run_spec import RunSpec
 
-# Settings that may change during a run, and which of them may not
+# Patterns of the settings that a stage may change (CHANGING), and exceptions that no stage may change (FIXED)
 CHANGING = (
     "data.sources.*.weight", "recipe.args.*", "roles.*.loss.*", "roles.*.max_prompt_tokens",
     *(f"roles.*.optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip_grad")),

@@ -108,7 +108,8 @@ def read_sets(
 
 
 def _refuse_form(name: str, problem: Problem, recipe: Recipe) -> None:
-    """Raises ConfigError if the recipe cannot make a prompt of a set's conversations or with a set's own template."""
+    """Raises ConfigError if `problem`, of the data set `name`, is a conversation and the recipe cannot make prompts of
+    conversations, or if the data set has a prompt template of its own and the recipe does not use it."""
     chat = MESSAGES in problem.values
     if chat and not isinstance(recipe.prompt(problem.values), UserText):
         first = next(iter(recipe.roles()))
@@ -123,8 +124,8 @@ def _refuse_form(name: str, problem: Problem, recipe: Recipe) -> None:
 
 
 def _of_source(name: str, source: PromptSet) -> list[Problem]:
-    """Reads the training problems of the set `name`. The problems of a source get the name and the template of the
-    source as values."""
+    """Reads the training problems of the data set `name`. If it is one of several sources, its name and its prompt
+    template are added to the values of each problem."""
     added = {SOURCE: name.removeprefix(f"{SOURCES}."), TEMPLATE: source.template} if isinstance(source, Source) else {}
     return _with_values(read_problems(source), added)
 

@@ -127,7 +127,10 @@ def test_thoughts_are_not_judged_and_an_open_thought_is_no_answer(texts):
         "Q0": ["<think>ae</think>xx", "<think>xx</think>\nae", "<think>ae", "ae"],
         "Q1<think>\n": ["ae</think>xx", "ae"] * 2,
     }
-    thinks = lambda prompt, key, j: f"<think>\\boxed{{0}} or \\boxed{{1}}?</think>{judges(prompt, key, j)}"  # noqa: E731
+
+    def thinks(prompt, key, j):
+        return f"<think>\\boxed{{0}} or \\boxed{{1}}?</think>{judges(prompt, key, j)}"
+
     context = context_of(generator=lambda prompt, key, j: words[prompt][j], judge=thinks)
     given = problems(2, rubric=[RUBRIC[0], {**RUBRIC[2], "weight": 1.0}])
     given[1] = replace(given[1], tokens=[*given[1].tokens, *ids("<think>\n")])
