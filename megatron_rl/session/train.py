@@ -98,8 +98,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         pools = GradePools(stack)
         if world.rank == 0:
             for reward in spec.rewards.values():
-                # now, so that the workers import the reward function while this process loads the models
-                pools.of(reward).start()
+                pools.of(reward).start()  # its worker processes import the function while the models are loaded here
         for line in explain_recipe(spec):
             driver.say(line)
         if world.rank == 0:
