@@ -42,7 +42,7 @@ class Config:
         trees = [("Config", _nested(key, value)) for key, value in given.items()]
         self._tree = tree = config_files.read_tree(TrainConfig, trees=trees)
         if isinstance(recipe := tree.get("recipe"), Mapping):  # a short name, such as grpo, becomes the recipe's class
-            tree["recipe"] = {k: RECIPES.get(v, v) if k == "target" else v for k, v in recipe.items()}
+            tree["recipe"] = {k: RECIPES.get(str(v), v) if k == "target" else v for k, v in recipe.items()}
         config_files.load(TrainConfig, trees=[("Config", _with_stubs(tree))])
 
     @classmethod

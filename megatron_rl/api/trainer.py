@@ -252,15 +252,17 @@ def _callback(given: Any) -> Callback:
     for a callback with a method that would never be called."""
     name = type(given).__name__
     if not isinstance(given, Callback):
-        from megatron_rl.api.transformers_callbacks import TrainerCallback, TransformersCallback  # slow imports
+        from megatron_rl.api import transformers_callbacks as others  # slow imports
 
-        if not isinstance(given, TrainerCallback):
+        if not isinstance(given, others.TrainerCallback):
             raise ConfigError(f"callbacks: {name} is no class of megatron_rl.Callback or transformers.TrainerCallback")
-        return TransformersCallback(given)
-    known, own = ([event for event in dir(one) if event.startswith("on_")] for one in (Callback, given))
+        base, known = others.TrainerCallback, [*others.EVENTS]
+        own = [one for one in dir(base) if getattr(type(given), one) is not getattr(base, one) and one[:3] == "on_"]
+    else:
+        known, own = ([event for event in dir(one) if event.startswith("on_")] for one in (Callback, given))
     if unknown := [event for event in own if event not in known]:
         raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called; there are {', '.join(known)}")
-    return given
+    return given if isinstance(given, Callback) else others.TransformersCallback(given)
 
 
 def _with_recipe(base: Config, recipe: Any) -> Config:

@@ -10,6 +10,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from megatron_rl.api.callbacks import Callback, RunState
 from megatron_rl.run.metrics import EVAL
 
+# events of Transformers that are called
+EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
+
 
 class TransformersCallback(Callback):
     """Calls a `transformers.TrainerCallback`. A step is an iteration.

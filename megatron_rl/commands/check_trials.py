@@ -94,7 +94,7 @@ def _prompt_lines(
     """Returns lines about repeated problems, held-out problems that are trained on, and the longest prompt."""
     questions, lines = reader.questions, list[str]()
     if twice := len(questions) - len({*questions}):
-        lines.append(f"data: {twice} of {len(questions)} problems ask what another one asks")
+        lines.append(f"data: {twice} of {len(questions)} problems repeat the question of another problem")
     for name, prompts in held_out.items():
         if known := sum(asked(prompt.payload) in {*questions} for prompt in prompts):
             lines.append(f"WARNING: {known} of {len(prompts)} problems of {HELD_OUT}.{name} are in data, too")

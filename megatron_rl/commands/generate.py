@@ -44,7 +44,7 @@ from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.world import World
 
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
-# Values of a problem that output rows have; also those that data.fields names
+# Columns that are copied from a problem to its output rows, in addition to those in data.fields
 FIELDS = (QUESTION, MESSAGES, ANSWER, "data_source", "extra_info")
 BEAT_S = 600.0  # seconds between calls that keep the other ranks waiting
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
+import sys
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+from megatron_rl.config.base import ConfigError
 from megatron_rl.report.html_page import WATCH
 from megatron_rl.report.pages import SCRIPTS, write_report
 from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS
 from megatron_rl.run.metrics import FILE_NAME
 
 HOST = "127.0.0.1"
-CHANGING = (FILE_NAME, f"*/{FILE_NAME}", "summary.json", "evaluations")  # what changes while a run or a sweep goes on
+# Patterns of the files that change while a run, or a sweep of runs, goes on
+CHANGING = tuple(f"{place}{name}" for place in ("", "*/") for name in (FILE_NAME, "summary.json", "evaluations"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves the report until Ctrl-C. Returns 0. Raises ConfigError if there is no such run."""
     from megatron_rl.commands.report import refuse_paths
 
+    if args.run.is_file():
+        raise ConfigError(f"{args.run} is no run directory: give the directory of a run or a sweep")
     refuse_paths([args.run])
     with tempfile.TemporaryDirectory() as directory, open_server(args.run, Path(directory), args.port) as server:
         print(f"the report of {args.run}, until Ctrl-C: {server.address}", flush=True)
@@ -34,15 +40,22 @@ def run(args: argparse.Namespace) -> int:
 class ReportServer(ThreadingHTTPServer):
     """A server of one report on the loopback interface.
 
-    `address`: the report's address, which has a random part, because other users of the machine can reach the port.
+    `address`: the URL of the report. Its path has a random token, so that other users of the machine, who can reach the
+    port, cannot read the report.
     """
 
     address: str
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores that a browser closed a connection before its answer. Prints the traceback of other errors."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
-    """Opens a server of the report of the run or sweep `watched`. The report is written to `directory`, again whenever
-    it is asked for and the run has gone on. `port`: 0 for a free one. Raises OSError if the port is taken."""
+    """Opens a server of the report of the run or sweep `watched`. The report is written to `directory`. A request
+    writes it again if the run has changed since. `port`: 0 for a free one. Raises ConfigError if the port cannot be
+    used."""
     token, lock, page = secrets.token_urlsafe(), threading.Lock(), directory / "report.html"
     written = ""  # version of the run that the page shows
 
@@ -56,15 +69,20 @@ def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
             if (now := version()) != written or not page.exists():
                 write_report(watched, page, rollouts=MAX_ROLLOUTS, scripts=(*SCRIPTS, WATCH))
                 written = now
-            return page.read_bytes()
+            return page.read_bytes().replace(b"<head>", f'<head><meta name="version" content="{written}">'.encode(), 1)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answers = {f"/{token}/": report, f"/{token}/version": lambda: version().encode()}
-            answer = answers.get(self.path)
-            body = b"not found" if answer is None else answer()
-            self.send_response(404 if answer is None else 200)
-            self.send_header("Content-Type", f"text/{'html' if answer is report else 'plain'}; charset=utf-8")
+            status, kind = 200, "html" if self.path == f"/{token}/" else "plain"
+            try:
+                body = answers[self.path]()
+            except KeyError:
+                status, body = 404, b"not found"
+            except (OSError, ConfigError) as error:  # the run's directory is gone
+                status, kind, body = 500, "plain", str(error).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
@@ -73,6 +91,9 @@ def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
         def log_message(self, format: str, *args: object) -> None:
             """Logs no requests."""
 
-    server = ReportServer((HOST, port), Handler)
+    try:
+        server = ReportServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port {port}: {error}; leave it out for a free port") from error
     server.address = f"http://{HOST}:{server.server_port}/{token}/"
     return server

@@ -312,7 +312,8 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     sequences = max(0.0, cache) * settings.tp / copies / token / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
     where = case.spec.engine.refit.staging
-    staged = role.has_policy and (where == "host" or (where == "off" and settings.stages_experts))
+    adapters = role.lora is not None and settings.serves_adapters  # these servers never receive other weights
+    staged = role.has_policy and not adapters and (where == "host" or (where == "off" and settings.stages_experts))
     layout = EngineLayout(
         tp=settings.tp, expert_parallel=settings.expert_parallel, quantization=settings.quantization if form else None
     )

@@ -22,8 +22,8 @@ POLL_S = 5e-5  # interval in seconds at which a reader checks whether its read h
 
 
 class Nixl(Slots):
-    """A transport whose messages are read by the receiver, without a part of the sender's Python code. Implements
-    transport.Transport. Arguments: see Slots.
+    """A transport in which the receiver reads each message from the sender's memory. The sender's Python code does
+    nothing during the read. Implements transport.Transport. Arguments: see Slots.
     """
 
     def __init__(self, store: RefitStore, rank: int) -> None:
@@ -105,8 +105,10 @@ class RegisteredMemory:
 
     def stop(self) -> None:
         """Ends this process's NIXL agent. From then on no other process can read the memory of this process."""
-        self._agent = None
+        memory = [landing for _, landing in self._unfinished]
         self._unfinished.clear()
+        self._agent = None
+        del memory  # only now, because NIXL may have written into it until its reads and its agent were gone
 
     def _has_ended(self, read: Any, seconds: float) -> bool:
         """Waits up to `seconds` seconds until a read has ended or failed. Returns whether it has."""

@@ -45,11 +45,12 @@ _SORTED = (
 )
 # [(unit, pattern)]: a metric has the unit of the first pattern that matches its name.
 _UNITS = (
+    ("reward", r"^reward(/|$)"),
     ("seconds", r"seconds|_s$"),
     ("tokens a second", r"tokens_per_second"),
     ("TFLOP/s", r"tflops"),
     ("tokens", r"tokens|length"),
-    ("nats", r"entropy|(^|[/_])kl|logprob|^engine_gap"),
+    ("nats", r"entropy|(^|[/_])kl(?!_coef)|logprob|^engine_gap"),
     (
         "count",
         r"^(graded|episodes|replaced)/|answers|tool_calls|^cuts|^update|_lag|^staleness|samples$|_steps",

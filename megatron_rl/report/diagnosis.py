@@ -59,11 +59,14 @@ def _blind_reward(picked: Picked) -> Iterator[str]:
 
 
 def _hacked(role: str, reward: Gain | None, held_out: list[Gain]) -> Iterator[str]:
-    """Yields a sentence if the reward rose in training and the main held-out metric of the role fell or stayed low."""
+    """Yields a sentence if the reward rose in training and the main held-out metric of the role fell, or is an accuracy
+    that stayed low. An accuracy is compared only with a reward between 0 and 1, and stayed low if it rose, even at the
+    upper end of its interval, by less than a quarter of the reward's rise."""
     for gain in held_out if reward is not None and reward.rose else ():
         assert reward is not None
-        low = "accuracy" in gain.name and gain.end < reward.end / 2
-        if gain.better is False or low and gain.end - gain.start < (reward.end - reward.start) / 4:
+        low = "accuracy" in gain.name and reward.start >= 0 and reward.end <= 1 and gain.end < reward.end / 2
+        most = gain.end - gain.start + (gain.error or 0.0)
+        if gain.better is False or low and most < (reward.end - reward.start) / 4:
             yield (
                 f"{role}: the reward in training went from {reward.start:.3g} to {reward.end:.3g}, and the held-out "
                 f"{gain.metric} from {gain.start:.3g} to {gain.end:.3g}: the reward may be exploited. Read the last "

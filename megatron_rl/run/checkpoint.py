@@ -39,9 +39,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept, and
-    also, uncounted, those whose numbers are in `protected`, and those that hold the reference of a kept checkpoint: it
-    is the newest one whose number is divisible by a number in `reference_every`.
+    """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
+    Two kinds are kept in addition and do not count: checkpoints whose numbers are in `protected`, and checkpoints that
+    hold the reference of a kept checkpoint. For each n in `reference_every`, checkpoint k - k % n holds the reference
+    of checkpoint k.
 
     All ranks save into one temporary directory on a shared file system:
         rank 0:     begin(number)                 then a barrier

@@ -37,9 +37,10 @@ def packages() -> dict[str, str]:
 
 def commit_of(directory: Path) -> str | None:
     """Returns the hash of the git commit that is checked out in a directory, followed by `, with changes` if tracked
-    files were edited. Returns None if the directory is in no git checkout, or if git is not installed."""
+    files were edited. Returns None if git tracks no file of the directory, or is not installed."""
     found = []
-    for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+    status = ["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]  # takes no lock of the checkout
+    for words in (["ls-files", "--error-unmatch", "."], ["rev-parse", "HEAD"], status):
         try:
             done = subprocess.run(["git", "-C", directory, *words], capture_output=True, text=True, timeout=GIT_S)
         except (OSError, subprocess.TimeoutExpired):
@@ -47,7 +48,7 @@ def commit_of(directory: Path) -> str | None:
         if done.returncode != 0:
             return None
         found.append(done.stdout.strip())
-    return found[0] + (", with changes" if found[1] else "")
+    return found[1] + (", with changes" if found[2] else "")
 
 
 def record_start(directory: RunDirectory, inputs: Mapping[str, Mapping[str, Any]], devices: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ def test_it_shows_the_first_prompt_the_data_the_tokenizer_and_the_reward(check):
     status, told, errors = check()
     assert status == 0, errors
     for line in (
-        "data: 1 of 3 problems ask what another one asks",
+        "data: 1 of 3 problems repeat the question of another problem",
         "WARNING: 1 of 1 problems of evaluation.sets.held are in data, too",
         "data: the longest prompt has 25 tokens; roles.generator.max_prompt_tokens = ",
         "<|im_start|>user\\n1 + 1?<|im_end|>\\n<|im_start|>assistant\\n'",

@@ -47,4 +47,13 @@ def test_each_environment_of_a_run_is_recorded_once(tmp_path, monkeypatch):
 
 
 def test_a_directory_outside_of_a_checkout_has_no_commit(tmp_path):
+    """A package that is installed in a user's checkout had the commit of that checkout."""
     assert commit_of(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    installed = tmp_path / "venv/lib/megatron_rl"
+    installed.mkdir(parents=True)
+    (installed / "run.py").touch()
+    (tmp_path / ".gitignore").write_text("venv\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "own work")
+    assert commit_of(installed) is None and commit_of(tmp_path) == git(tmp_path, "rev-parse", "HEAD").strip()

@@ -19,7 +19,7 @@ CONFIG = "run: {name: wrong, seed: 7}\nroles: {solver: {model: {path: models/tin
 ITERATIONS = 20
 SOUND = {
     "reward": (0.2, 0.7), "accuracy": (0.2, 0.6), "entropy": (1.0, 0.4), "alike": (0.2, 0.3), "right": (0.5, 0.9),
-    "wrong": (0.5, 0.8),
+    "wrong": (0.5, 0.8), "problems": 200.0,
 }  # fmt: skip
 
 
@@ -27,6 +27,7 @@ def wrong_run(tmp_path, *, text=(), **changes):
     """A run whose metrics move between the two values of SOUND, or of `changes`. `text`: tokens of every answer."""
     run, curves = open_run(Run(dir=str(tmp_path), name="wrong"), CONFIG), SOUND | changes
     tracker, store = Tracker(run.metrics), IterationStore(run.rollouts, decode=say)
+    problems = curves.pop("problems")
     for i in range(ITERATIONS):
         now = {name: start + (end - start) * i / (ITERATIONS - 1) for name, (start, end) in curves.items()}
         metrics = {"reward/trained": now["reward"], "entropy": now["entropy"], "groups_without_signal": now["alike"]}
@@ -34,7 +35,7 @@ def wrong_run(tmp_path, *, text=(), **changes):
         metrics |= {f"confusion/{name}": 10 * value for name, value in cells.items()}
         tracker.log(i, "solver", metrics, iteration=i)
         for suffix in ("", "_greedy"):
-            evaluated = {f"solver/accuracy{suffix}": now["accuracy"], "solver/num_problems": 200.0}
+            evaluated = {f"solver/accuracy{suffix}": now["accuracy"], "solver/num_problems": problems}
             tracker.log(i, "eval", evaluated, iteration=i)
         own = Iteration(cycle=i, index=0, roles=("solver",), number=i)
         rollouts = [
@@ -52,6 +53,10 @@ FAILURES = {
         ["of the answers that were graded correct in the last iterations, 100% are texts that were correct for any "
          "problem, such as 'a&b = 9' for 4 different known answers",
          "the reward in training went from 0.262 to 0.918, and the held-out sampled accuracy from 0.6 to 0.1"],
+    ),
+    "an accuracy that stays low": (
+        {"reward": (0.2, 0.98), "accuracy": (0.1, 0.12)},
+        ["the held-out sampled accuracy from 0.1 to 0.12: the reward may be exploited"],
     ),
     "collapse of entropy": (
         {"entropy": (1.0, 0.0), "alike": (0.1, 1.0), "reward": (0.2, 0.5)},
@@ -91,6 +96,8 @@ def test_a_seeded_failure_is_named(tmp_path, failure):
         },  # it solved the task
         {"reward": (0.3, 0.9), "accuracy": (0.5, 0.48)},  # a fall by chance
         {"reward": (0.5, 0.9), "accuracy": (0.2, 0.35)},  # held-out problems that are harder
+        {"reward": (0.4, 0.7), "accuracy": (0.033, 0.067), "problems": 30.0},  # so few that the rise may be larger
+        {"reward": (3.0, 7.0), "accuracy": (0.4, 0.55)},  # a reward that is no share
     ],
 )
 def test_a_sound_run_has_no_sign_of_a_failure(tmp_path, changes):

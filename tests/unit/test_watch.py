@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -78,6 +81,38 @@ def test_whoever_does_not_know_the_address_sees_nothing(address):
 def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
     assert main(["watch", str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
+
+
+def test_a_file_and_a_port_that_cannot_be_used_are_refused(run, address, capsys):
+    assert main(["watch", str(run.config)]) == 2
+    assert "give the directory of a run or a sweep" in capsys.readouterr().err
+    for port in ("70000", "-1", address.split(":")[2].partition("/")[0]):
+        assert main(["watch", str(run.path), "--port", port]) == 2
+        assert f"--port {port}: " in capsys.readouterr().err
+
+
+def test_a_run_of_a_sweep_that_fails_is_seen(run, address, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep.page").mkdir()
+    run.path.rename(tmp_path / "sweep/one")
+    with open_server(tmp_path / "sweep", tmp_path / "sweep.page", 0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        before = get(f"{server.address}version")
+        (tmp_path / "sweep/one/summary.json").write_text('{"failed": "boom"}')
+        assert get(f"{server.address}version") != before
+        server.shutdown()
+
+
+def test_a_run_that_is_gone_is_said_and_a_browser_that_leaves_is_not(run, address, capfd):
+    shutil.rmtree(run.path)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(address)
+    assert caught.value.code == 500 and run.path.name in caught.value.read().decode()
+    host, port = address.split("/")[2].split(":")
+    with socket.create_connection((host, int(port))) as left:
+        left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
+        left.sendall(f"GET /{address.split('/')[3]}/version HTTP/1.1".encode())
+    assert get(f"{address}version") == "" and "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.skipif(chromium() is None, reason="there is no Chromium here (Debian: apt-get install chromium)")

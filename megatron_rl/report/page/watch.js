@@ -3,12 +3,11 @@
 
 (() => {
   const EVERY_MS = 3000;
-  let shown = null;
+  const shown = document.querySelector("meta[name=version]").content;
 
   async function look() {
     const answer = await fetch("version").catch(() => null);
     const version = answer?.ok ? await answer.text() : shown;
-    shown ??= version;
     if (version !== shown && document.querySelector("#rollout-page .sample[open]") === null) location.reload();
   }
 
