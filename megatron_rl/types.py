@@ -21,6 +21,9 @@ STEP = "step"  # label of the annotations that mark reasoning steps
 # keys of a payload: the name of the problem's source (data.sources), and the prompt template that the problem's data
 # set names in place of the recipe's
 SOURCE, TEMPLATE = "source_name", "source_template"
+# Keys in the payload of a rollout: the name of the agent that wrote it, the index of its episode within the iteration,
+# as text, and, in a rollout whose text was tokenized again for another role, the role that wrote the text
+AGENT, EPISODE, WRITTEN_BY = "agent", "episode", "written_by"
 
 
 class Stop(enum.Enum):

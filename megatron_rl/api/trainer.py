@@ -252,17 +252,15 @@ def _callback(given: Any) -> Callback:
     for a callback with a method that would never be called."""
     name = type(given).__name__
     if not isinstance(given, Callback):
-        from megatron_rl.api import transformers_callbacks as others  # slow imports
+        from megatron_rl.api.transformers_callbacks import TrainerCallback, TransformersCallback  # slow imports
 
-        if not isinstance(given, others.TrainerCallback):
+        if not isinstance(given, TrainerCallback):
             raise ConfigError(f"callbacks: {name} is no class of megatron_rl.Callback or transformers.TrainerCallback")
-        base, known = others.TrainerCallback, [*others.EVENTS]
-        own = [one for one in dir(base) if getattr(type(given), one) is not getattr(base, one) and one[:3] == "on_"]
-    else:
-        known, own = ([event for event in dir(one) if event.startswith("on_")] for one in (Callback, given))
+        return TransformersCallback(given)
+    known, own = ([event for event in dir(one) if event.startswith("on_")] for one in (Callback, given))
     if unknown := [event for event in own if event not in known]:
         raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called; there are {', '.join(known)}")
-    return given if isinstance(given, Callback) else others.TransformersCallback(given)
+    return given
 
 
 def _with_recipe(base: Config, recipe: Any) -> Config:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from megatron_rl.api.callbacks import Callback, RunState
+from megatron_rl.config.base import ConfigError
 from megatron_rl.run.metrics import EVAL
 
 # events of Transformers that are called
@@ -22,6 +23,12 @@ class TransformersCallback(Callback):
     """
 
     def __init__(self, callback: TrainerCallback) -> None:
+        """Raises ConfigError if the callback has a method that would never be called."""
+        kind, base = type(callback), TrainerCallback
+        own = [name for name in dir(base) if name.startswith("on_") and getattr(kind, name) is not getattr(base, name)]
+        if unknown := [name for name in own if name not in EVENTS]:
+            known = ", ".join(EVENTS)
+            raise ConfigError(f"callbacks: {kind.__name__}.{unknown[0]} is never called; there are {known}")
         self._callback, self._control = callback, TrainerControl()
 
     def _call(self, event: str, state: RunState, **others: Any) -> None:

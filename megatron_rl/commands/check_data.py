@@ -63,8 +63,8 @@ def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
     sets = {name: _first(source, rows) for name, source in spec.sets.items() if _has_rows(source)}
     problems = prompts.read_sets(sets, recipe, tokenizers.get(role), held_out=spec.data.held_out, vocabulary=vocabulary)
     if role in tokenizers:
-        longest = spec.roles[role].max_prompt_tokens
-        prompts.readers_of(recipe, tokenizers[role], sets, problems, max_prompt_tokens=longest, seed=spec.run.seed)
+        limits = spec.prompt_limits(role)
+        prompts.readers_of(recipe, tokenizers[role], sets, problems, limits=limits, seed=spec.run.seed)
     model, chat = spec.roles[role].model, spec.roles[role].chat
     tried = role in tokenizers
     named = {f"{HELD_OUT}.{own.name}": own.title for own in spec.data.held_out if own.benchmark is not None}

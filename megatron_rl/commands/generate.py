@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.progress import track
 
-from megatron_rl.chat_template import ASSISTANT, ChatError, problem_text, tokenizer_of
+from megatron_rl.chat_template import ASSISTANT, ChatError, problem_text, thought_opening, tokenizer_of
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION
@@ -107,7 +107,8 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
         def work() -> None:
             with _beats(world):
-                made[0].write(made[0].grade(made[0].answer(engines[name], tokenizer)))
+                answers = made[0].answer(engines[name], tokenizer)
+                made[0].write(made[0].grade(answers, tokenizer))
                 shutil.rmtree(made[0].parts)
 
         world.from_driver(work)
@@ -233,14 +234,15 @@ class _Generation:
                 print(f"{min(start + CHUNK, len(asked))} of {len(asked)} prompts", file=sys.stderr, flush=True)
         return out
 
-    def grade(self, found: list[Answered]) -> list[Answered]:
+    def grade(self, found: list[Answered], tokenizer: Any) -> list[Answered]:
         """Returns the responses with their grades; unchanged if the config has no reward. Raises RewardFailure if too
         many gradings fail."""
         reward = self.config.reward
         if reward is None:
             return found
+        opened = {one.problem.row: thought_opening(tokenizer, one.tokens) for one in self.asked}
         with GradePool(reward) as pool:
-            graded = pool.grade([a.text for a in found], [a.problem.values for a in found])
+            graded = pool.grade([opened[a.problem.row] + a.text for a in found], [a.problem.values for a in found])
         check_failures(graded, reward.max_failure_share)
         return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
 

@@ -259,7 +259,7 @@ class SamplingConfig:
 
 @config
 class TandemConfig:
-    """Tandem RL: two models write each rollout in turns: a frozen junior, the trained senior (docs/how_to/tandem.md).
+    """Tandem RL: a frozen junior and the trained senior write each rollout in turns (docs/how_to/tandem.md).
 
     The senior is the role's model. The senior is trained on the tokens that it wrote itself, and with weight
     `junior_weight` on the junior's tokens.

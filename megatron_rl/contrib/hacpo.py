@@ -20,7 +20,7 @@ from megatron_rl.batches.packed_batch import Batch, Statistics
 from megatron_rl.config.base import Count, NotNegative, Share, refuse
 from megatron_rl.contrib.judged import put
 from megatron_rl.recipes.answers import accuracies, accuracies_of_fitting
-from megatron_rl.recipes.retokenised import WRITTEN_BY, rewritten
+from megatron_rl.recipes.retokenised import rewritten
 from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for, solve
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import (
@@ -33,7 +33,7 @@ from megatron_rl.training.iteration import (
     RolloutsByRole,
     Schedule,
 )
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import WRITTEN_BY, Prompt, Rollout
 
 FIRST, SECOND = "first", "second"
 OTHER = {FIRST: SECOND, SECOND: FIRST}

@@ -49,11 +49,12 @@ class Speaker:
 
 def answer_text(context: RolloutContext, rollout: Rollout) -> str | None:
     """Returns the part of a response that a judge reads: the text without thoughts (see rewards.tags.after_thinking).
-    Returns None if the text has no answer, such as a response that was truncated in a thought.
+    Returns "" for an empty response, which the judge reads. Returns None if another response has no answer, such as one
+    that was truncated in a thought.
     """
     tokenizer = context.tokenizers[rollout.role]
     text = thought_opening(tokenizer, rollout.prompt) + decode(tokenizer, rollout.response).text
-    return after_thinking(text) or (None if text else text)
+    return (after_thinking(text) or None) if text else ""
 
 
 def put(

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
 from megatron_rl.config.schema import PromptSet
 from megatron_rl.data.rows import DataError, NotThere, encodable, not_json, reach, reject
-from megatron_rl.types import SOURCE, TEMPLATE
+from megatron_rl.types import AGENT, EPISODE, SOURCE, TEMPLATE, WRITTEN_BY
 
 MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # names of the fields of a problem
 ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
@@ -19,7 +19,8 @@ _PROMPT = "prompt"
 _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")
 _OF_VERL = ("data_source", "extra_info")  # verl's columns for the reward function
 # Names of values that a run itself gives a problem or an answer
-_OF_RUN = (SOURCE, TEMPLATE, "agent", "correct", "episode", "grading", "review", "verdicts")
+_OF_RUN = (SOURCE, TEMPLATE, AGENT, EPISODE, WRITTEN_BY, "correct", "grading", "review", "verdicts")
+_OF_REWARDS = ("answers",)  # names that a reward of the package reads, only if data.fields has them
 _SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
 _UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
 # Keys of a message that determine whether its turn is trained: the keys of OpenAI, axolotl and ms-swift, in this order.
@@ -57,10 +58,11 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 def passed_on(source: PromptSet, row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
     """Returns the columns that prompt templates, reward functions and environments get in addition to `fields`: all
     other columns of the row, without conversations, nulls, values that JSON cannot represent, and names that the run
-    uses. The columns in _OF_VERL are never left out. Returns {} if the data set has ready-made settings."""
+    or a reward of the package uses. The columns in _OF_VERL are never left out. Returns {} if the data set has
+    ready-made settings."""
     if source.settings is not None:
         return {}
-    left_out = {*fields, *fields.values(), *_OF_RUN}
+    left_out = {*fields, *fields.values(), *_OF_RUN, *_OF_REWARDS}
     return {
         key: value
         for key, value in row.items()

@@ -31,9 +31,7 @@ class MixedReader:
         """The number of prompts that were longer than the maximum."""
         return sum(reader.dropped for reader in self._readers.values())
 
-    def take(
-        self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY
-    ) -> list[Prompt]:  # fmt: skip
+    def take(self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY) -> list[Prompt]:
         """Returns `count` prompts of the stream for which `fits` returns True. A prompt that does not fit is replaced
         by the next prompt of the same source. A source of which no problem is left is omitted until the end of the
         call. Raises NothingLeft if no source is left, and DataError if all prompts of a source are too long.
@@ -50,10 +48,10 @@ class MixedReader:
                     raise
         return out
 
-    def beside(self, name: object, taken: Collection[Prompt]) -> MixedReader:
+    def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> MixedReader:
         """Returns a new reader over the same sources in other random orders (see PromptReader.beside)."""
         readers = {
-            source: reader.beside(name, [prompt for prompt in taken if source_of(prompt) == source])
+            source: reader.beside(name, [p for p in taken if source_of(p) == source], state["sources"][source])
             for source, reader in self._readers.items()
         }
         return MixedReader(readers, self._weights, seed=f"{self._seed}/{name}")

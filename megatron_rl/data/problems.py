@@ -172,15 +172,9 @@ class PromptReader:
     """
 
     def __init__(
-        self,
-        problems: Sequence[Problem],
-        encode: Callable[[Mapping[str, Any]], list[int]],
-        *,
-        seed: int | str,
-        shuffle: bool,
-        max_prompt_tokens: int,
-        source: str = "",
-    ) -> None:
+        self, problems: Sequence[Problem], encode: Callable[[Mapping[str, Any]], list[int]], *, seed: int | str,
+        shuffle: bool, max_prompt_tokens: int, source: str = "",
+    ) -> None:  # fmt: skip
         if not problems:
             raise DataError("the data set has no problems: look at data.path and data.filters")
         self._problems, self._encode = list(problems), encode
@@ -208,16 +202,16 @@ class PromptReader:
         other._epoch, other._position, other._order = 0, 0, self._order_of(0)
         return other.take(count)
 
-    def beside(self, name: object, taken: Collection[Prompt]) -> PromptReader:
+    def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> PromptReader:
         """Returns a new reader over this reader's problems in another random order, which depends only on the seed and
-        `name`. The new reader begins in the epoch of the last prompt of `taken`, with the problems that are not in
-        `taken`. The position of this reader has no effect and is not changed.
+        `name`. The new reader begins in the epoch of `state`, which is this reader's `state_dict` after `taken` was
+        taken, with the problems that are not in `taken`. The present position of this reader has no effect and is not
+        changed.
         """
         other = copy.copy(self)
         other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
-        places = [map(int, prompt.id.rsplit("/", 2)[-2:]) for prompt in taken]
-        epochs, rows = ({*own} for own in zip(*places, strict=True)) if places else ({0}, set[int]())
-        other._epoch, other._position = max(epochs), 0
+        rows = {int(prompt.id.rpartition("/")[2]) for prompt in taken}
+        other._epoch, other._position = state["epoch"], 0
         other._order = [i for i in other._order_of(other._epoch) if self._problems[i].row not in rows]
         return other
 
@@ -232,9 +226,7 @@ class PromptReader:
             for problem, tokens in itertools.islice(kept, count)
         ]
 
-    def take(
-        self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY
-    ) -> list[Prompt]:  # fmt: skip
+    def take(self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY) -> list[Prompt]:
         """Returns the next `count` prompts of the stream for which `fits` returns True, and skips the others. Raises
         DataError if all prompts of an epoch are too long. Weights of `draw` have no effect: there is one data set.
         """

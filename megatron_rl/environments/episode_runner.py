@@ -20,11 +20,11 @@ from megatron_rl.engines.protocol import Completion, Sampling
 from megatron_rl.environments.agent_conversation import AgentConversation
 from megatron_rl.environments.dialogue import UNREADABLE, Dialogue, dialogue_of
 from megatron_rl.environments.engine_answers import EngineAnswers
-from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Said
+from megatron_rl.environments.episode_types import EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Said
 from megatron_rl.environments.validation import check_request, checked_end, checked_requests, failed, refused
 from megatron_rl.loop_thread import LoopThread
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.types import Outcome, Prompt
+from megatron_rl.types import AGENT, Outcome, Prompt
 from megatron_rl.user_code import told
 
 if TYPE_CHECKING:

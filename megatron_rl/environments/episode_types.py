@@ -11,8 +11,6 @@ from typing import Any, Literal
 from megatron_rl.chat_template import QUOTED, Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
 
-AGENT = "agent"  # key in a rollout's payload: the name of the agent that the rollout belongs to
-
 
 def quoting(role: str, template: str, **values: str) -> Message:
     """Returns a message whose content is a template with each `{name}` replaced by a quoted text.

@@ -13,7 +13,6 @@ from typing import get_args
 from megatron_rl.chat_template import QUOTED
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import (
-    AGENT,
     EnvironmentFailure,
     Episode,
     EpisodeEnd,
@@ -22,7 +21,7 @@ from megatron_rl.environments.episode_types import (
     Tool,
 )
 from megatron_rl.rewards.reward_functions import finite
-from megatron_rl.types import Outcome
+from megatron_rl.types import AGENT, Outcome
 from megatron_rl.user_code import place_of, traceback_of
 
 MESSAGE = '{"role": "user", "content": "..."}'  # example of a chat message, quoted in error messages

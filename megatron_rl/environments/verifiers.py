@@ -22,12 +22,12 @@ import numpy as np
 from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings
-from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, Episode
+from megatron_rl.environments.episode_types import EnvironmentFailure, Episode
 from megatron_rl.environments.line_process import LineProcess
 from megatron_rl.environments.token_route import RoutedPlay, TokenRoute
 from megatron_rl.loop_thread import LoopThread
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
+from megatron_rl.types import AGENT, NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
 HOST = Path(__file__).with_name("verifiers_host.py")
 REWARD = "reward"  # name of the reward that is the sum of an agent's rewards; all agents of an environment have it

@@ -97,13 +97,9 @@ class HandOff:
 
 
 def write(
-    chains: Sequence[Chain],
-    engines: Sequence[Engine],
-    tokenizer: Any,
-    sampling: Sampling,
-    *,
-    max_rounds: int = MAX_ROUNDS,
-) -> None:
+    chains: Sequence[Chain], engines: Sequence[Engine], tokenizer: Any, sampling: Sampling, *, max_rounds: int =
+    MAX_ROUNDS,
+) -> None:  # fmt: skip
     """Completes all chains (answers that two models generate in turns) in place. Each of the two engines has at most
     `max_rounds` turns.
 

@@ -41,15 +41,9 @@ class MegatronPolicy(RoleModel):
     """
 
     def __init__(
-        self,
-        role: RoleConfig,
-        groups: Groups,
-        *,
-        trainable: bool = True,
-        seed: int = 0,
-        deterministic: bool = False,
+        self, role: RoleConfig, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False,
         base: MegatronPolicy | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(role, groups, trainable=trainable, seed=seed, deterministic=deterministic, base=base)
         self.export = WeightExport(self)
         self.state = PolicyState(self, self.export)

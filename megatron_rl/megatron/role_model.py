@@ -42,15 +42,9 @@ class RoleModel:
     """
 
     def __init__(
-        self,
-        role: RoleConfig,
-        groups: Groups,
-        *,
-        trainable: bool = True,
-        seed: int = 0,
-        deterministic: bool = False,
+        self, role: RoleConfig, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False,
         base: RoleModel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.role, self.groups, self.trainable = role, groups, trainable
         self.timer = Timer(cuda=torch.cuda.is_available())
         self.arch = hf_model.read_architecture(role.model.path, role.head)

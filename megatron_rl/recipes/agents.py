@@ -8,7 +8,7 @@ from megatron_rl.algorithms.advantages import TRAINED, EstimatorName, assign_adv
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
 from megatron_rl.config.base import Count, Decay, refuse
 from megatron_rl.recipes.critics import Critics, WithCritics
-from megatron_rl.recipes.episode_rollouts import EPISODE, OverEpisodes
+from megatron_rl.recipes.episode_rollouts import OverEpisodes
 from megatron_rl.recipes.solutions import check_arguments, sampling_for
 from megatron_rl.training.iteration import (
     CreditContext,
@@ -19,7 +19,7 @@ from megatron_rl.training.iteration import (
     RolloutsByRole,
     Schedule,
 )
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import EPISODE, Prompt, Rollout
 
 
 @dataclass(kw_only=True)

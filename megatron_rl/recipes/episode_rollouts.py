@@ -16,7 +16,7 @@ from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.dialogue import TEXT, check_dialogue
 from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings, estimates, problems
-from megatron_rl.environments.episode_types import AGENT, Episode
+from megatron_rl.environments.episode_types import Episode
 from megatron_rl.environments.validation import check_agents, with_rewards
 from megatron_rl.recipes.answers import Answer, GradedAnswer, answer_metrics, answers_of
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
@@ -25,9 +25,8 @@ from megatron_rl.run.metrics import REPLACED
 from megatron_rl.text import decode
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import evaluated, greedy
-from megatron_rl.types import Outcome, Prompt, Rollout
+from megatron_rl.types import AGENT, EPISODE, Outcome, Prompt, Rollout
 
-EPISODE = "episode"  # payload key of the episode's index within the iteration, as text
 # name of the reward computed by the run's reward function, if the environment does not compute the rewards itself
 OUTCOME = "outcome"
 CURE = "Mend the environment or its tools, or raise recipe.args.step_timeout_s or reward.max_failure_share"

@@ -37,13 +37,9 @@ class BalancedSet:
     draw: Draw  # samples one solution of each problem
 
     def metrics(
-        self,
-        context: RolloutContext,
-        reviewer: Reviewer,
-        prompts: Sequence[Prompt],
-        first: Sequence[Solution],
-        labels: StepLabels | None,
-    ) -> dict[str, float]:
+        self, context: RolloutContext, reviewer: Reviewer, prompts: Sequence[Prompt], first: Sequence[Solution], labels:
+        StepLabels | None,
+    ) -> dict[str, float]:  # fmt: skip
         """Evaluates the reviewer on the set and returns the metrics. The first call of a run chooses the set from the
         given solutions `first` and, if these are not enough, from further samples for the same problems.
         """

@@ -16,9 +16,7 @@ import numpy as np
 from megatron_rl.chat_template import tokenize
 from megatron_rl.text import decode
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.types import NO_VERSION, Author, Rollout, Stop, spans_of
-
-WRITTEN_BY = "written_by"  # key in the payload of a rewritten rollout: the role that generated the text
+from megatron_rl.types import NO_VERSION, WRITTEN_BY, Author, Rollout, Stop, spans_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

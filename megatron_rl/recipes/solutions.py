@@ -72,14 +72,9 @@ def pass_over(place: int, solution: Solution) -> None:
 
 
 def solve(
-    context: RolloutContext,
-    role: str,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    then: Then = pass_over,
-    *,
-    voted: bool | None = None,
-) -> tuple[list[Solution], dict[str, float]]:
+    context: RolloutContext, role: str, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over, *, voted:
+    bool | None = None,
+) -> tuple[list[Solution], dict[str, float]]:  # fmt: skip
     """Samples n solutions of each of [P] prompts, and grades each solution while other solutions are still being
     generated. Returns the graded solutions in order, and metrics: graded/timeout and graded/error (number of samples
     without a score), steps_per_solution, and, unless they are 0, graded/repeated (number of gradings that failed once)
@@ -252,7 +247,7 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     refuse(
         *(
             f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it to the "
-            "name of the column"
+            "name of the column, also if the column has this name"
             for place, source in sets.items()
             for name, reader in fields.items()
             if name not in resolve(source).fields

@@ -12,11 +12,10 @@ import numpy as np
 
 from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.control_tokens import ControlTokens
-from megatron_rl.environments.episode_types import AGENT
-from megatron_rl.recipes.episode_rollouts import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_agent
+from megatron_rl.recipes.episode_rollouts import OUTCOME, EpisodesGraded, OverEpisodes, by_agent
 from megatron_rl.recipes.solutions import Solution
 from megatron_rl.text import decode, fill
-from megatron_rl.types import STEP, Annotations, Author, Outcome, Rollout
+from megatron_rl.types import AGENT, EPISODE, STEP, Annotations, Author, Outcome, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

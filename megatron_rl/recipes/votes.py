@@ -16,6 +16,9 @@ from megatron_rl.rewards.tags import answer_text
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Outcome, Prompt
 
+# Values of a problem, besides `answer`, in which data sets keep the known answer; reward functions must not read them
+KNOWN = ("answers", "reward_model", "ground_truth")
+
 
 @dataclass(frozen=True)
 class Label:
@@ -65,8 +68,9 @@ class VotedLabels:
             groups.setdefault(place // self.group_size, []).append(text)
         self.labels |= {index: elect(own) for index, own in groups.items() if index not in self.labels}
         labels = [self.labels[place // self.group_size] for place in places]
+        unknown = [{key: value for key, value in p.items() if key not in KNOWN} for p in payloads]
         voted: list[Mapping[str, Any]] = [
-            {**p, "answer": own.answer if own else None} for p, own in zip(payloads, labels, strict=True)
+            {**p, "answer": own.answer if own else None} for p, own in zip(unknown, labels, strict=True)
         ]
         asked = [i for i, own in enumerate(labels) if own is not None]
         unanswered = Graded(Outcome.SCORE, score=context.lowest_reward, threshold=context.threshold)

@@ -51,9 +51,7 @@ def prompts(
     sets = {**data.training, **{places[own.name]: own.source for own in evaluated}}
     vocabulary = vocabulary_of(spec.roles[role].model, tokenizers[role])
     problems = read_sets(sets, recipe, tokenizer, held_out=evaluated, vocabulary=vocabulary)
-    readers = readers_of(
-        recipe, tokenizer, sets, problems, max_prompt_tokens=spec.roles[role].max_prompt_tokens, seed=spec.run.seed
-    )
+    readers = readers_of(recipe, tokenizer, sets, problems, limits=spec.prompt_limits(role), seed=spec.run.seed)
     shared: PromptReader | MixedReader
     if sources := {name: readers[f"{SOURCES}.{name}"] for name in data.sources}:
         shared = MixedReader(sources, data.weights, seed=spec.run.seed)

@@ -26,7 +26,7 @@ from megatron_rl.run.parent_death import end_with_parent
 
 LOCAL = "127.0.0.1"
 GRACE_S = 30.0  # after a rank has failed: seconds between asking the other ranks to exit and killing them
-LOOK_S = 1.0  # seconds between two looks whether a rank has ended
+LOOK_S = 1.0  # maximum number of seconds until the launcher notices that a rank has ended
 FIRST_RANK_S = 2.0  # seconds to wait for rank 0 to exit after another rank has failed
 
 

@@ -41,8 +41,13 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
     """
     found = [*_problems(spec, to_come)]
     if isinstance(spec, RunSpec):
+        found += [] if found or spec.recipe is None else _reset_problems(spec)
+        begins = 0
         for number, stage in enumerate(spec.stages):
             lines = [*_problems(stage.spec, to_come), *recipe_differences(spec, stage.spec)]
+            if begins >= (count := spec.loop.num_iterations) > 0:
+                lines.append(f"the stage begins after {begins} iterations, and the run has {count}: leave it out")
+            begins = stage.until
             found += [f"stages[{number}]: {line}" for line in lines if line not in found]
     return found
 
@@ -324,9 +329,7 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     found += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
         found += refusal_of(loss_of, role, place=f"roles.{name}: ")
-    found += (
-        [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec), *_reset_problems(spec)]
-    )
+    found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
     return found or [*_signal_problems(spec)]
 
 

@@ -58,7 +58,7 @@ def _source_problems(spec: RunSpec) -> Iterator[str]:
     """Yields error messages about the reward functions and the prompt templates of the sources."""
     for name, own in spec.data.sources.items():
         place, reward = f"{SOURCES}.{name}", own.reward or spec.reward
-        yield from _grading_problems(place, reward, own.template)
+        yield from _grading_problems(place, own.reward, own.template)
         for key in ("range", "max_failure_share"):
             if (found := vars(reward)[key]) != (wanted := vars(spec.reward)[key]):
                 yield (
@@ -67,11 +67,12 @@ def _source_problems(spec: RunSpec) -> Iterator[str]:
                 )
 
 
-def _grading_problems(place: str, reward: Reward, template: str | None) -> Iterator[str]:
-    """Yields error messages about the reward function and the prompt template of a set of problems, for a template that
-    does not exist or has no {question}. `place`: name of the set for the messages."""
+def _grading_problems(place: str, reward: Reward | None, template: str | None) -> Iterator[str]:
+    """Yields error messages about a reward function that does not exist or does not take its arguments, and about a
+    prompt template that does not exist or has no {question}. `place`: name of the problem set for the messages."""
+    if reward is not None:
+        yield from refusal_of(plugins.look_at, Use(target=reward.target, args=reward.args), place=f"{place}: ")
     try:
-        plugins.look_at(Use(target=reward.target, args=reward.args))
         if template is not None and "{question}" not in read_template(template):
             yield f"{place}: template = {template!r}: the text has no {{question}}"
     except (ConfigError, FileNotFoundError) as error:

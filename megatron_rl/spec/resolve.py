@@ -168,7 +168,8 @@ def _with_references(
     whose loss has a KL term only in some of the `stages` needs a reference too."""
     read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
     for own in (stage.spec.roles for stage in stages):
-        read |= {n for n, part in parts.items() if part.trained and own[n].loss.kl_coef and not roles[n].loss.kl_coef}
+        trained = [name for name, part in parts.items() if part.trained and own[name].loss.kl_coef]
+        read |= {roles[name].owner for name in trained if not roles[name].loss.kl_coef}
     return {name: dataclasses.replace(role, reference=name in read) for name, role in roles.items()}
 
 

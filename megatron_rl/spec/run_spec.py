@@ -233,12 +233,19 @@ class RunSpec(TrainingSpec):
         stages."""
         return next((stage.spec for stage in self.stages if iteration < stage.until), self)
 
+    def prompt_limits(self, role: str) -> dict[str, int]:
+        """Returns {setting: maximum prompt length in tokens} of a role, in the run and in each stage."""
+        stages = {f"stages[{number}].": stage.spec for number, stage in enumerate(self.stages)}
+        name = f"roles.{role}.max_prompt_tokens"
+        return {f"{place}{name}": own.roles[role].max_prompt_tokens for place, own in {"": self, **stages}.items()}
+
     @property
     def rewards(self) -> dict[str, Reward]:
         """Returns the reward functions of the training problems by the setting that names them: `reward`, unless every
-        source has a reward function of its own, and `data.sources.NAME.reward`."""
-        sources = self.data.sources
-        shared = {"reward": self.reward} if not sources or any(own.reward is None for own in sources.values()) else {}
+        problem is of a source with a reward function of its own, and `data.sources.NAME.reward`."""
+        sources, own_sets = self.data.sources, len(self.data.training) > len(self.data.sources)  # roles.NAME.data
+        used = own_sets or any(own.reward is None for own in sources.values())
+        shared = {"reward": self.reward} if used else {}
         return shared | {f"{SOURCES}.{name}.reward": own.reward for name, own in sources.items() if own.reward}
 
     @property

@@ -55,15 +55,16 @@ class ReaderSource:
         self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of prompts too long
         self._reader, self._turn, self._name, self._draw = reader, turn, name, draw
         self._first: list[Prompt] | None = None  # result of the first `take`; None before
+        self._state: Mapping[str, Any] = {}  # the reader's position after the first `take`
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
         count = self.prompts_per_iteration if count is None else count
         if self._first is not None:
             if self._turn is not None:
-                self._reader, self._turn = self._reader.beside(self._name, self._first), None
+                self._reader, self._turn = self._reader.beside(self._name, self._first, self._state), None
             return self._read(count, fits)
         with contextlib.nullcontext() if self._turn is None else self._turn():
-            self._first = self._read(count, fits)
+            self._first, self._state = self._read(count, fits), self._reader.state_dict()
         return list(self._first)
 
     def _read(self, count: int, fits: Callable[[Prompt], bool]) -> list[Prompt]:

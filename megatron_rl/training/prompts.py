@@ -63,13 +63,9 @@ def read_set(source: PromptSet, benchmark: Benchmark | None) -> list[Problem]:
 
 
 def read_sets(
-    sets: Mapping[str, PromptSet],
-    recipe: Recipe,
-    tokenizer: Any | None,
-    *,
-    held_out: Sequence[EvaluatedSet] = (),
+    sets: Mapping[str, PromptSet], recipe: Recipe, tokenizer: Any | None, *, held_out: Sequence[EvaluatedSet] = (),
     vocabulary: Vocabulary | None = None,
-) -> dict[str, list[Problem]]:
+) -> dict[str, list[Problem]]:  # fmt: skip
     """Reads the problem sets of a run. Returns the problems of each set by its name in the settings. If a tokenizer is
     given, encodes one prompt of each form (sequence of message roles) as a test.
 
@@ -117,7 +113,9 @@ def _refuse_form(name: str, problem: Problem, recipe: Recipe) -> None:
             f"{name} holds conversations, and this recipe fills a template of its own with the question: set "
             f"{name}.chat to false, and roles.{first}.chat to true where that text shall be a user's message"
         )
-    if TEMPLATE in problem.values and not chat:
+    if chat and TEMPLATE in problem.values:
+        raise ConfigError(f"{name}.template: its problems are conversations, which have none: set it to null")
+    if TEMPLATE in problem.values:
         texts = {recipe.prompt({**problem.values, TEMPLATE: template}) for template in ("plain", "boxed_answer")}
         if len(texts) == 1:
             raise ConfigError(f"{name}.template: this recipe makes its prompts without it: set it to null")
@@ -150,27 +148,31 @@ def _as_trained(problems: list[Problem], own: EvaluatedSet, *, chat: bool) -> li
 
 def readers_of(
     recipe: Recipe, tokenizer: Any, sets: Mapping[str, PromptSet], problems: Mapping[str, Sequence[Problem]], *,
-    max_prompt_tokens: int, seed: int,
+    limits: Mapping[str, int], seed: int,
 ) -> dict[str, PromptReader]:  # fmt: skip
     """Returns a prompt reader for each problem set, by the name of the set in the settings.
 
-    `max_prompt_tokens`: maximum prompt length of the recipe's first role. Raises DataError if the share of longer
-        prompts in a set is above the set's setting max_bad_share.
+    `limits`: maximum prompt lengths (see RunSpec.prompt_limits), the first that of the run. Raises DataError if the
+        share of prompts in a set that are longer than the run's maximum is above the set's setting max_bad_share, or if
+        all prompts are longer than the maximum of a stage.
     """
-    role, encode = next(iter(recipe.roles())), encoder(recipe, tokenizer)
+    encode, run = encoder(recipe, tokenizer), next(iter(limits))
     readers = {
         name: PromptReader(
             problems[name],
             encode,
             seed=seed if not isinstance(source, Source) else f"{seed}/{name}",
             shuffle=source.shuffle,
-            max_prompt_tokens=max_prompt_tokens,
+            max_prompt_tokens=limits[run],
             source=name.removeprefix(f"{SOURCES}.") if isinstance(source, Source) else "",
         )
         for name, source in sets.items()
     }
     for name, reader in readers.items():
-        reader.refuse_long(f"roles.{role}.max_prompt_tokens", sets[name].max_bad_share, f"{name} ({sets[name].path})")
+        reader.refuse_long(run, sets[name].max_bad_share, f"{name} ({sets[name].path})")
+        shortest = min(tokens for _, tokens in reader.lengths)
+        for setting in [setting for setting, most in limits.items() if most < shortest]:
+            raise DataError(f"{setting} = {limits[setting]}: every prompt of {name} is longer, the shortest {shortest}")
     return readers
 
 

@@ -22,9 +22,8 @@ from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
 from megatron_rl.contrib import hacpo
 from megatron_rl.contrib.hacpo import FIRST, LOW, OBJECTIVE, SECOND, SOURCE, Hacpo, capability_advantages
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.recipes.retokenised import WRITTEN_BY
 from megatron_rl.training.iteration import CreditContext, Iteration, RolloutContext
-from megatron_rl.types import Author, Prompt, Rollout, spans_of
+from megatron_rl.types import WRITTEN_BY, Author, Prompt, Rollout, spans_of
 
 ALPHABET = "abcdefghnoys? Q:0123456789"
 ALPHA = 1.5

@@ -45,7 +45,7 @@ class Questions:
         self.place += count
         return [self.prompt(i) for i in range(self.place - count, self.place)]
 
-    def beside(self, name, taken):
+    def beside(self, name, taken, state):
         return Questions(1000 + int(name.split()[1]))
 
     def state_dict(self):

@@ -20,7 +20,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.refit.nixl_transport import RegisteredMemory
 from megatron_rl.refit.transport import Deadline, TransportError
 
-NIXL = ["nixl"] if importlib.util.find_spec("nixl") else []
+MISSING = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL: make test-more ONLY=nixl")
+NIXL = [pytest.param("nixl", marks=MISSING)]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.multi
 
@@ -69,7 +70,8 @@ def test_messages_are_read_from_slots_of_growing_size(transport, sender, monkeyp
     reader.stop()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "closed"] if NIXL else [])
+@MISSING
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "closed"])
 def test_a_read_from_a_sender_that_is_gone_ends_in_time_nixl(how, sender, monkeypatch):
     """A sender that has closed its transport lives on, although its memory is gone."""
     monkeypatch.setenv("UCX_TLS", "tcp")

@@ -139,8 +139,11 @@ def test_weights_become_the_reference_and_the_optimizer_begins_anew_and_both_are
     kl = series(runs / "reset_0", "generator", "kl_ref")
     assert kl[0] == kl[2] == pytest.approx(0, abs=1e-6) and min(kl[1], kl[3]) > 1e-5
     cut_runs.assert_same(runs / "reset_0", runs / "reset_0_cut")
-    kept = sorted(path.name for path in (runs / "reset_0_cut/checkpoints").iterdir())
-    assert kept == ["iteration_000004"], "the checkpoint of the last reset is the newest one"
+    kept = {
+        name: sorted(path.name for path in (runs / name / "checkpoints").iterdir()) for name in ("first_3", "reset_0")
+    }
+    assert kept["first_3"] == ["iteration_000002", "iteration_000003"], "one, and the one that holds its reference"
+    assert kept["reset_0"] == ["iteration_000004"], "which holds its own reference"
     before, after = (weights(runs / f"first_{count}", "generator") for count in (2, 3))
     lr, decay = series(runs / "first_3", "generator", "lr")[2], 0.01
     for name in before:

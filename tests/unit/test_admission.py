@@ -424,17 +424,15 @@ def test_an_order_of_an_iterations_own_begins_with_what_it_has_not_taken_and_mov
     reader = reader_of(10, shuffle=True)
     taken = reader.take(13)[10:]  # the second epoch
     state = reader.state_dict()
-    first, again, other = (
-        reader.beside(name, taken).take(20) for name in ("iteration 3", "iteration 3", "iteration 4")
-    )
+    names = ("iteration 3", "iteration 3", "iteration 4")
+    first, again, other = (reader.beside(name, taken, state).take(20) for name in names)
     ids = [prompt.id for prompt in first]
     rows = [int(name.split("/")[1]) for name in ids]
     assert {*rows[:7]} == {*range(10)} - {int(p.id.split("/")[1]) for p in taken} and {*rows[7:17]} == {*range(10)}
     assert [name.split("/")[0] for name in ids] == ["1"] * 7 + ["2"] * 10 + ["3"] * 3
     assert [p.id for p in again] == ids != [p.id for p in other] and reader.state_dict() == state
-    assert [p.id for p in reader.beside("x", []).take(10)][0].startswith("0/") and reader_of(2).beside("x", taken).take(
-        5
-    )
+    assert reader.beside("x", [], state).take(1)[0].id.startswith("1/"), "nothing was taken of this epoch"
+    assert reader_of(2).beside("x", taken, state).take(5)
 
 
 def test_copies_of_a_recipe_share_the_environment_and_nothing_else(methods):

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from transformers import TrainerCallback
 
 from megatron_rl import Callback, Config, ConfigError, Trainer
 from megatron_rl.api import process, push_to_hub
@@ -191,6 +192,13 @@ def test_a_callback_that_would_never_be_called_is_refused(make):
         ConfigError, match=r"Steps\.on_step_end is never called; there are on_evaluate, on_iteration_end"
     ):
         make(callbacks=[Steps()])
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args, state, control, **others):
+            pass
+
+    with pytest.raises(ConfigError, match=r"Begins\.on_step_begin is never called; there are on_train_begin"):
+        make(callbacks=[Begins()])
     with pytest.raises(ConfigError, match=r"callbacks: int is no class of megatron_rl\.Callback or transformers"):
         make(callbacks=[1])
 

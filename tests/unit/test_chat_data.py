@@ -92,11 +92,11 @@ def test_verls_parquet_is_read_as_it_is(tmp_path):
 
 def test_further_columns_are_values_of_a_problem_and_may_be_absent(tmp_path):
     plain = {key: VERL[key] for key in ("prompt", "reward_model")} | {"level": 3, "tests": {"inputs": ["1"]}}
-    odd = {"talk": USER, "grading": "of the run", "correct": True}
+    odd = {"talk": USER, "grading": "of the run", "correct": True, "written_by": "human", "answers": ["1", "2", "3"]}
     found = read(tmp_path, VERL, plain | odd)
     assert found[0]["extra_info"]["index"] == 0 and found[0]["ability"] == "math"
     kept = {"question", "answer", "messages", "reward_model", "level", "tests"}
-    assert set(found[1]) == kept and found[1]["tests"] == {"inputs": ["1"]}, "without conversations and names of a run"
+    assert set(found[1]) == kept and found[1]["tests"] == {"inputs": ["1"]}, "names of a run are left out"
     (tmp_path / "t.txt").write_text("Level {level}: {question}")
     [text] = read(tmp_path, {"question": "1 + 1?", "answer": "2", "level": 3})
     assert question_text(str(tmp_path / "t.txt"), text) == "Level 3: 1 + 1?", "templates get them too"

@@ -297,7 +297,7 @@ class Numbers:
         self.place += count
         return [Prompt(id=f"{self.name}{i}", tokens=[i]) for i in range(self.place - count, self.place)]
 
-    def beside(self, name: str, taken: list[Prompt]) -> Numbers:
+    def beside(self, name: str, taken: list[Prompt], state: object) -> Numbers:
         other = Numbers(self.name)
         other.place = int(taken[-1].tokens[0]) + 1
         return other

@@ -18,10 +18,10 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.contrib.calculator import Calculator
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.environments.environment import Environment, EpisodeSettings
-from megatron_rl.environments.episode_types import AGENT, EnvironmentFailure, EpisodeEnd, NextRequest, Said
+from megatron_rl.environments.episode_types import EnvironmentFailure, EpisodeEnd, NextRequest, Said
 from megatron_rl.environments.validation import check_request
 from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.types import Author, Outcome, Prompt, Stop
+from megatron_rl.types import AGENT, Author, Outcome, Prompt, Stop
 
 TEXT = characters()
 

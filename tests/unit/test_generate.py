@@ -84,6 +84,17 @@ def test_answers_that_were_cut_are_set_aside_unless_they_are_kept(settings, tmp_
     assert len(kept["validation"]) == 2
 
 
+def test_graders_see_the_thought_that_a_prompt_opened_and_pairs_do_not(settings, tmp_path, fake, monkeypatch):
+    (tmp_path / "opened.py").write_text("def grade(response, payload): return float(response.startswith('<think>'))")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokenizer = characters()
+    tokenizer.chat_template = "[{{ messages[0].content }}]{% if add_generation_prompt %}<think>{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    reward = ["reward.target=opened:grade", "chat=true", "keep_truncated=true", "validation_share=0.0"]
+    found = generated(tmp_path, *settings, *served(tmp_path, fake), *reward)
+    assert len(found["train"]) == COUNT and not any("think" in row["response"] for row in found["train"])
+
+
 def test_long_prompts_are_left_out(settings, tmp_path, fake, caplog):
     limit = len("ask q5xxxxx")
     words = [*settings, *served(tmp_path, fake), "keep_truncated=true", "data.max_bad_share=0.7"]

@@ -20,10 +20,10 @@ from megatron_rl.batches.packed_batch import at, pack
 from megatron_rl.config.schema import CorrectionConfig
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.distil import Distil
-from megatron_rl.recipes.retokenised import WRITTEN_BY, Retokenised, align, retokenise, rewritten, score_texts
+from megatron_rl.recipes.retokenised import Retokenised, align, retokenise, rewritten, score_texts
 from megatron_rl.text import decode
 from megatron_rl.training.iteration import Iteration, RolloutContext
-from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
+from megatron_rl.types import NO_VERSION, WRITTEN_BY, Author, Prompt, Rollout, Stop, spans_of
 
 GOLD = json.loads((Path(__file__).parents[1] / "oracles/trl_gold.json").read_text())
 ALPHABET = "abcdefgh? \n"

@@ -97,12 +97,23 @@ def test_an_order_beside_has_the_shares_and_none_of_the_problems_that_were_taken
     reader = reader_of()
     taken = reader.take(20)
     before = reader.state_dict()
-    beside = reader.beside("iteration 3", taken)
+    beside = reader.beside("iteration 3", taken, before)
     others = beside.take(20)
     assert not {p.id for p in others} & {p.id for p in taken} and reader.state_dict() == before
-    assert [p.id for p in others] == [p.id for p in reader.beside("iteration 3", taken).take(20)]
-    assert [p.id for p in others] != [p.id for p in reader.beside("iteration 4", taken).take(20)]
+    assert [p.id for p in others] == [p.id for p in reader.beside("iteration 3", taken, before).take(20)]
+    assert [p.id for p in others] != [p.id for p in reader.beside("iteration 4", taken, before).take(20)]
     assert abs(Counter(sources(beside.take(1000)))["math"] - 500) <= 3
+
+
+def test_an_order_beside_of_a_source_that_was_not_drawn_from_begins_in_its_present_epoch():
+    """It began in the first epoch, so that a curriculum's rests were counted from there."""
+    reader = reader_of(rows=(1000, 3, 3), weights={"math": 0.98, "code": 0.01, "puzzles": 0.01})
+    reader.take(1000)
+    taken = reader.take(20)
+    assert not any(source_of(prompt) == "code" for prompt in taken)
+    state = reader.state_dict()
+    others = [prompt.id for prompt in reader.beside("x", taken, state).take(400) if prompt.id.startswith("code/")]
+    assert state["sources"]["code"]["epoch"] >= 2 and others[0].startswith(f"code/{state['sources']['code']['epoch']}/")
 
 
 def test_a_position_of_other_sources_or_of_one_set_begins_anew():

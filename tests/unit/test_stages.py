@@ -76,3 +76,33 @@ def test_resets_of_the_reference_need_one_and_its_checkpoint():
             run(6, save_every)
     with pytest.raises(ConfigError, match="nothing reads a reference; set kl_coef above 0"):
         run(6, 3, kl_coef=0.0)
+
+
+def test_a_stage_without_a_kl_term_may_interrupt_resets_of_the_reference():
+    role = BASE["roles"]["generator"] | {"loss": {"kl_coef": 0.1, "reset_reference_every": 6}}
+    stages = [{"until": 5, "overrides": {"roles.generator.loss.kl_coef": 0}}]
+    made = {"roles": {"generator": role}, "run": {"save_every": 3}, "stages": stages}
+    spec = resolve(files.load(TrainConfig, trees=[("run.yaml", BASE | made)]), 1)
+    assert spec.reference_resets == {"generator": 6}
+
+
+def test_a_stage_that_never_begins_is_refused():
+    own = {"recipe.args.group_size": 8}
+    assert resolved((4, own), (99, own)).at(9).recipe.group_size == 8
+    with pytest.raises(ConfigError, match=r"stages\[1\]: the stage begins after 10 iterations, and the run has 10"):
+        resolved((10, own), (20, own))
+
+
+def test_each_stage_has_a_longest_prompt():
+    spec = resolved((3, {"roles.generator.max_prompt_tokens": 64}))
+    name = "roles.generator.max_prompt_tokens"
+    assert spec.prompt_limits("generator") == {name: 2048, f"stages[0].{name}": 64}
+
+
+def test_data_that_no_source_reads_is_refused():
+    data = {"path": "all", "sources": {"math": {"path": "m"}, "code": {"path": "c"}}}
+    with pytest.raises(ConfigError, match="data.path = 'all': every source has a path of its own; leave data.path out"):
+        files.load(TrainConfig, trees=[("run.yaml", BASE | {"data": data})])
+    data["sources"]["code"].pop("path")
+    again = files.tree_of(files.load(TrainConfig, trees=[("run.yaml", BASE | {"data": data})]))
+    assert files.tree_of(files.load(TrainConfig, trees=[("again", again)])) == again

@@ -52,18 +52,10 @@ class EmbeddedEngine:
     """
 
     def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        max_batch: int = 256,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
-        tokenizer: Any = None,
-        junior: str | Path | None = None,
-        tells_experts: bool = False,
-        quantization: str | None = None,
-        cuda_graphs: bool = True,
-    ) -> None:
+        self, model_dir: str | Path, *, max_batch: int = 256, dtype: torch.dtype = torch.float32, device: torch.device |
+        None = None, tokenizer: Any = None, junior: str | Path | None = None, tells_experts: bool = False, quantization:
+        str | None = None, cuda_graphs: bool = True,
+    ) -> None:  # fmt: skip
         if max_batch < 1:
             raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
         self.version = -1
