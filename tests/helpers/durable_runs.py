@@ -191,10 +191,11 @@ class KilledRun:
         assert process.exitcode == 0, self._log()
         self.ended = True
 
-    def kill(self, who: str, rng: random.Random, servers: Servers | None) -> None:
-        """Starts the run, and kills at a random instant after its first request. The run may have ended before."""
+    def kill(self, who: str, rng: random.Random, servers: Servers | None, *, after: str = "") -> None:
+        """Starts the run, and kills at a random instant after its first request, or its first note that begins with
+        `after`. The run may have ended before."""
         process, before = self._start(notes=True), len(self._lines())
-        while len(self._lines()) == before and process.exitcode is None:
+        while not any(line.startswith(after) for line in self._lines()[before:]) and process.exitcode is None:
             process.join(0.01)
         process.join(rng.random() * WITHIN_S)
         if process.exitcode is not None:

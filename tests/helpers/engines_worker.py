@@ -198,9 +198,12 @@ class Scenario:
         if self.pool is not None:
             for member in self.pool.members.living():
                 member.server._pause = mode
+            begun = time.monotonic()
+            complete(self.pool, prompts(self.vocab)[:3], Sampling(max_tokens=1))
+            one_token_s = time.monotonic() - begun  # on this machine, with all that runs beside
             thread.start()
             wait_for("requests under way", lambda: all(m.load for m in self.pool.members.living()))
-            time.sleep(0.3)  # for first tokens
+            time.sleep(max(0.3, 3 * one_token_s))  # for first tokens
         self.refit(version)
         self.keep_weights(f"v{version}")
         if self.pool is not None:

@@ -10,7 +10,7 @@ import random
 
 import cut_runs
 import pytest
-from durable_runs import KilledRun, single, trained_again
+from durable_runs import LOGGED, KilledRun, single, trained_again
 from test_engines_vllm import PYTHON
 from tiny_models import make_model
 
@@ -30,7 +30,7 @@ def test_a_killed_run_with_a_real_server_loses_no_finished_sample(tmp_path):
     own["run"] |= {"save_every": 2, "save_rollouts_every": 1}
     own |= {"engine": {"kind": "vllm", "python": str(PYTHON), "wait_s": 600.0}, "rollouts": {"max_staleness": 1}}
     run, rng = KilledRun(tmp_path, own), random.Random(0)
-    run.kill("all", rng, None)
+    run.kill("all", rng, None, after=LOGGED)
     assert run.written, "samples were written before the kill"
     run.finish()
     run.check()
