@@ -46,7 +46,7 @@ class Sources:
             if not (own.path or self.path):
                 yield f"data.sources.{name} has no path: give one, or set data.path to data with a column data_source"
         if self.path and all(own.path not in ("", self.path) for own in self.sources.values()):
-            yield f"data.path = {self.path!r}: every source has a path of its own; leave data.path out"
+            yield f"data.path = {self.path!r}: every source has a path of its own; leave data.path out, or set it to ''"
         if not any(own.weight for own in self.sources.values()):
             yield "data.sources: no source has a weight above 0: give at least one"
 
