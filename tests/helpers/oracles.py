@@ -68,37 +68,37 @@ def correct(kind: str, level: str = "token", *, low: float | None = None, high: 
 
 WIDE = gspo(0.125, 0.25)
 TIS = correct("truncate")
-ALWAYS_COUNTED = "TRL divides by all rollouts, ours by those with a token in the loss: 6 of 8 here"
+ALWAYS_COUNTED = "TRL divides by all 8 rollouts, ours by the 6 rollouts with a token in the loss"
 LOSSES: Mapping[str, Ours] = {
     "grpo": Ours(MEAN),
     "grpo_clip_higher": Ours(MEAN | HIGHER),
-    "grpo_2_micro_batches": Ours(MEAN, "TRL takes a mean over micro-batches; theirs are of equal size"),
+    "grpo_2_micro_batches": Ours(MEAN, "TRL takes a mean over micro-batches, which have equal size here"),
     "grpo_masked_truncated": Ours(MEAN, ALWAYS_COUNTED, factor=6 / 8),
     "grpo_delta": Ours(MEAN | {"objective_args": {"dual_clip": 1.5}}, "TRL's delta is the dual clip"),
-    "bnpo": Ours({}, "one micro-batch: with several TRL takes the mean of their means"),
-    "bnpo_micro_batch_per_prompt": Ours({"aggregation": "prompt_mean"}, "a micro-batch of TRL's is a prompt here"),
+    "bnpo": Ours({}, "one micro-batch; with several, TRL takes the mean of the micro-batches' means"),
+    "bnpo_micro_batch_per_prompt": Ours({"aggregation": "prompt_mean"}, "each micro-batch of TRL holds one prompt"),
     "dapo": Ours(HIGHER),
-    "dapo_first_step": Ours({}, "the old log-probs are the live ones, as in TRL"),
+    "dapo_first_step": Ours({}, "the old log-probs equal the current ones"),
     "dapo_4_micro_batches": Ours(HIGHER),
     "dapo_2_steps": Ours(
-        HIGHER, "each of n steps on one batch: TRL divides by the batch's tokens / n, ours by the step's own", factor=2
+        HIGHER, "with n steps per batch, TRL divides by the batch's tokens / n, ours by the step's tokens", factor=2
     ),
     "dapo_masked_truncated": Ours({}, "the truncated rollouts have no trained token"),
     "dr_grpo": Ours(CONSTANT, "loss.max_tokens is TRL's max_completion_length"),
     "dr_grpo_2_micro_batches": Ours(CONSTANT),
     "dr_grpo_masked_truncated": Ours(CONSTANT, "rollouts without a trained token count in both denominators"),
-    "cispo": Ours(cispo(5.0), "cap is the ratio itself, TRL's epsilon_high too; in NeMo-RL and verl it is 1 + epsilon"),
+    "cispo": Ours(cispo(5.0), "cap and TRL's epsilon_high bound the ratio; NeMo-RL and verl bound it by 1 + epsilon"),
     "cispo_tight": Ours(cispo(1.125)),
     "gspo": Ours(gspo(3e-4, 4e-4) | MEAN, "the numbers of GSPO's paper"),
     "gspo_wide": Ours(WIDE | MEAN),
-    "gspo_dapo": Ours(WIDE, "a token mean: long rollouts weigh more than in the paper"),
+    "gspo_dapo": Ours(WIDE, "a mean over tokens: long rollouts have more weight than in the paper"),
     "luspo": Ours(WIDE | {"aggregation": "constant", "max_tokens": 1}, "GSPO summed over tokens"),
     "sapo": Ours({"objective": "sapo"} | MEAN),
     "vespo": Ours({"objective": "vespo"}),
     "vespo_token_truncate": Ours(
-        {"objective": "vespo"} | correct("truncate", high=2.0), "neither weighs the loss besides"
+        {"objective": "vespo"} | correct("truncate", high=2.0), "neither TRL nor ours applies a further weight"
     ),
-    "grpo_kl": Ours(MEAN | KL, "TRL with use_bias_correction_kl=False"),
+    "grpo_kl": Ours(MEAN | KL, "TRL's bias correction is off"),
     "dapo_kl": Ours(KL),
     "dr_grpo_kl": Ours(CONSTANT | KL),
     "cispo_kl": Ours(cispo(5.0) | KL),
@@ -108,15 +108,17 @@ LOSSES: Mapping[str, Ours] = {
     "dapo_entropy": Ours({"entropy_coef": 0.125}),
     "grpo_entropy": not_offered("TRL's bonus is a mean over tokens; ours follows loss.aggregation"),
     "dapo_high_entropy_tokens": not_offered(
-        "the bound is a quantile over the batch, which a loss of micro-batches does not see"
+        "the threshold is a quantile over the batch, which a micro-batch's loss cannot compute"
     ),
     "dapo_off_policy_mask": Ours({"off_policy_mask": 0.0625}),
     "dapo_token_truncate": Ours(TIS),
     "grpo_token_truncate": Ours(TIS | MEAN),
     "cispo_token_truncate": Ours(TIS | cispo(5.0)),
-    "dapo_kl_token_truncate": Ours(TIS | KL, "neither weighs the KL term"),
+    "dapo_kl_token_truncate": Ours(TIS | KL, "neither TRL nor ours weights the KL term"),
     "gspo_token_truncate": Ours(
-        TIS | WIDE | MEAN, "ours weighs each token's gradient, TRL all of a rollout's by their mean", gradient="rollout"
+        TIS | WIDE | MEAN,
+        "ours weights each token's gradient, TRL all tokens of a rollout by the mean weight",
+        gradient="rollout",
     ),
     "dapo_token_truncate_both": Ours(correct("truncate", low=0.75)),
     "dapo_token_mask": Ours(correct("mask", low=0.75)),
@@ -126,7 +128,7 @@ LOSSES: Mapping[str, Ours] = {
     "dapo_sequence_mask": Ours(correct("mask", "sequence", low=0.75)),
     "dapo_sequence_mask_default": Ours(correct("mask", "sequence", high=3.0), "TRL's default for vLLM"),
     "grpo_sequence_mask": Ours(
-        MEAN | correct("mask", "sequence", low=0.75), "rollouts that are masked stay in both means"
+        MEAN | correct("mask", "sequence", low=0.75), "masked rollouts still count in both denominators"
     ),
 }
 ESTIMATED: Mapping[str, tuple[str, str]] = {
