@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,10 +18,13 @@ from pathlib import Path
 import common
 import torch
 
-from megatron_rl.conversion import compare, convert
+from megatron_rl.conversion import convert
 from megatron_rl.conversion.weight_source import find, read_sizes
 from megatron_rl.weights.hf_writer import HfWriter, Planned
 from megatron_rl.weights.parameter_mapping import hf_shapes
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from compare_checkpoints import compare  # noqa: E402
 
 LIMITS = {"to_megatron/peak_mib": 2048 + 250, "to_hf/peak_mib": 2048 + 250, "compare/peak_mib": 2048 + 250}
 CONFIG = {
@@ -69,7 +73,7 @@ def measure(what: str, first: Path, second: Path, shard_bytes: int) -> tuple[flo
         elif what == "to_hf":
             convert.to_hf(find(first), second, shard_bytes=shard_bytes)
         else:
-            assert all(row["equal"] for row in compare.compare(find(first), find(second)))
+            assert all(row["equal"] for row in compare(find(first), find(second)))
     return time.perf_counter() - start, peak.mib
 
 

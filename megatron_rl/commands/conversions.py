@@ -1,15 +1,10 @@
-"""Implementation of `megatron-rl convert` and of the scripts in tools/."""
+"""Implementation of `megatron-rl convert`."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_rl.commands.parser import FORMS, add_arguments
-from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.output_directory import stoppable
 from megatron_rl.models import registry
 
@@ -51,15 +46,3 @@ def _run(command: str, args: argparse.Namespace) -> int:
     merged = f" with {source.adapter}" if source.adapter is not None else ""
     print(f"{source.path}{merged} -> {args.target}{f' (verified bit for bit; {said})' if args.verify else ''}")
     return 0
-
-
-def script(command: str, text: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs a conversion as a standalone script. Returns the exit status. `text`: help text of the script."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, FORMS["convert"][command])
-    args = parser.parse_args(arguments, argparse.Namespace(form=command))
-    try:
-        return run(args)
-    except ConfigError as error:
-        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
-        return 2

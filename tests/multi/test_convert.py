@@ -41,6 +41,12 @@ def tool(name, *arguments, status=0):
     return done.stdout + done.stderr
 
 
+def to_hf(*arguments, status=0):
+    done = program("convert", "to-hf", *map(str, arguments), check=False)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def test_weights_of_a_run_went_to_its_engines_along_a_plan(run):
     lines = [json.loads(line) for line in (run / "refits.jsonl").read_text().splitlines()]
     assert {(line["role"], line["version"]) for line in lines} >= {
@@ -60,7 +66,7 @@ def test_weights_of_a_run_went_to_its_engines_along_a_plan(run):
 def test_weights_of_a_converted_checkpoint_are_the_trained_model_bit_for_bit(run, tmp_path):
     for role in ("generator", "verifier"):
         target = tmp_path / role
-        text = tool("convert_megatron_to_hf.py", run, target, "--role", role, "--verify", "--shard-gb", "0.0001")
+        text = to_hf(run, target, "--role", role, "--verify", "--shard-gb", "0.0001")
         assert "verified bit for bit; logits differ from those of transformers by" in text
         exported = load_file(run / "models" / role / "model.safetensors")
         index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
@@ -87,10 +93,10 @@ def test_weights_are_cast_to_a_dtype_that_is_written_into_the_config(run, tmp_pa
 
 
 def test_weights_that_cannot_be_converted_are_refused_and_nothing_is_left(run, tmp_path):
-    assert "name one by --role" in tool("convert_megatron_to_hf.py", run, tmp_path / "x", status=2)
-    assert "no directory" in tool("convert_megatron_to_hf.py", tmp_path / "none", tmp_path / "x", status=2)
+    assert "name one by --role" in to_hf(run, tmp_path / "x", status=2)
+    assert "no directory" in to_hf(tmp_path / "none", tmp_path / "x", status=2)
     (tmp_path / "there").mkdir()
-    assert "exists" in tool("convert_megatron_to_hf.py", run, tmp_path / "there", "--role", "generator", status=2)
+    assert "exists" in to_hf(run, tmp_path / "there", "--role", "generator", status=2)
     newest = find(run, role="generator").path
     copy = tmp_path / "cut" / "generator"
     shutil.copytree(newest, copy)

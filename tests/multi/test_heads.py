@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compare_checkpoints import compare
 from layouts_worker import make_batch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from megatron_rl.conversion.compare import compare
 from megatron_rl.conversion.convert import to_hf, to_megatron
 from megatron_rl.conversion.reshard import reshard
 from megatron_rl.conversion.weight_source import find

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from compare_checkpoints import compare
 from conftest import ROOT, environment, program
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -27,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_rl.commands import conversions
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion import convert, parity, reshard
-from megatron_rl.conversion.compare import compare
 from megatron_rl.conversion.output_directory import fresh
 from megatron_rl.conversion.weight_source import find, read_sizes
+from megatron_rl.main import main
 from megatron_rl.models.registry import families
 from megatron_rl.run.checkpoint import damage, seal
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
@@ -145,7 +146,7 @@ def test_weights_and_moments_of_another_layout_are_the_same(tmp_path, family, la
 )
 def test_weights_of_experts_are_cut_by_etp_which_is_tp_if_not_said(tmp_path, words, etp):
     convert.to_megatron(find(tiny(tmp_path / "model", "qwen3_moe")), tmp_path / "ck")
-    assert conversions.script("reshard", "", [str(tmp_path / "ck"), str(tmp_path / "cut"), *words.split()]) == 0
+    assert main(["convert", "reshard", str(tmp_path / "ck"), str(tmp_path / "cut"), *words.split()]) == 0
     stored = FileSystemReader(tmp_path / "cut").read_metadata().state_dict_metadata
     [columns] = {
         c.sizes[-1] for key, s in stored.items() if "experts" in key and "linear_fc2.weight" in key for c in s.chunks
@@ -156,10 +157,8 @@ def test_weights_of_experts_are_cut_by_etp_which_is_tp_if_not_said(tmp_path, wor
 
 def test_weights_without_experts_are_cut_by_tp_alone(tmp_path):
     convert.to_megatron(find(tiny(tmp_path / "model", "qwen2")), tmp_path / "ck")
-    assert conversions.script("reshard", "", [str(tmp_path / "ck"), str(tmp_path / "cut"), "--tp", "2"]) == 0
-    assert (
-        conversions.script("reshard", "", [str(tmp_path / "ck"), str(tmp_path / "x"), "--tp", "2", "--etp", "2"]) == 2
-    )
+    assert main(["convert", "reshard", str(tmp_path / "ck"), str(tmp_path / "cut"), "--tp", "2"]) == 0
+    assert main(["convert", "reshard", str(tmp_path / "ck"), str(tmp_path / "x"), "--tp", "2", "--etp", "2"]) == 2
 
 
 def test_weights_that_the_optimizer_does_not_belong_to_are_not_cut_anew(tmp_path):
@@ -178,13 +177,8 @@ def test_weights_of_a_whole_run_checkpoint_are_cut_anew_with_its_state(tmp_path)
     seal(step, 12)
     with pytest.raises(ConfigError, match="call it iteration_000012"):
         reshard.reshard(tmp_path / "run", tmp_path / "x", TrainerLayout(tp=2))
-    assert (
-        conversions.script(
-            "reshard", "", [str(tmp_path / "run"), str(tmp_path / "new/iteration_000012"), "--tp", "2", "--pp", "2"]
-        )
-        == 0
-    )
     made = tmp_path / "new/iteration_000012"
+    assert main(["convert", "reshard", str(tmp_path / "run"), str(made), "--tp", "2", "--pp", "2"]) == 0
     assert damage(made) is None and json.loads((made / "state.json").read_text()) == {"iterations": 12}
     assert all(row["equal"] for role in ("one", "two") for row in compare(find(made, role=role), find(step, role=role)))
 
@@ -223,7 +217,7 @@ def in_child(arguments: list[object], log: Path, prepare: Callable[[], object]) 
         try:
             sys.stderr = log.open("w", buffering=1)
             prepare()
-            os._exit(conversions.script(str(arguments[0]), "", [str(word) for word in arguments[1:]]))
+            os._exit(main(["convert", *map(str, arguments)]))
         finally:
             traceback.print_exc()
             os._exit(99)
@@ -263,7 +257,7 @@ def test_weights_of_a_killed_conversion_do_not_look_complete_and_the_next_one_su
     assert [p.name for p in (tmp_path / "made").iterdir()] == [".out.partial"] and any(
         (tmp_path / "made/.out.partial").iterdir()
     )
-    assert conversions.script(form, "", [str(word) for word in words[1:]]) == 0
+    assert main(["convert", *map(str, words)]) == 0
     assert [p.name for p in (tmp_path / "made").iterdir()] == ["out"]
     assert all(row["equal"] for row in compare(find(forms["to-hf"]), find(tmp_path / "made/out")))
 
@@ -306,16 +300,12 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
     assert "of memory are free" in str(parity.obstacle(read_sizes(forms["to-megatron"])))
 
 
-def test_weights_conversion_scripts_and_command_are_the_same(forms, tmp_path):
+def test_weights_conversions_of_the_command(forms, tmp_path):
     no_torch = (
         "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    scripts = [
-        [ROOT / "tools" / f"{name}.py"]
-        for name in ("convert_hf_to_megatron", "convert_megatron_to_hf", "reshard_checkpoint")
-    ]
-    for words in (*scripts, *([ROOT / "megatron_rl/main.py", "convert", form] for form in forms)):
+    for words in ([ROOT / "megatron_rl/main.py", "convert", form] for form in forms):
         command = [sys.executable, "-c", no_torch, *map(str, words), "--help"]
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
         assert "the directory to make" in done.stdout
