@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.report.reading import PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics, metric_of
+from megatron_rl.report.reading import METRICS, PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics, metric_of
 from megatron_rl.run.metrics import EVAL
 
 # Maximum number of values of one line of a chart; a downsampled line has two values, minimum and maximum, for each
@@ -18,83 +18,8 @@ from megatron_rl.run.metrics import EVAL
 MAX_POINTS = 2000
 PAGE_POINTS = 400_000  # maximum number of values of all lines of an HTML page together
 FEWEST = 100  # on a page with many lines, the limit of values per line is not lowered below this number
-LEARN, VERIFY, UPDATE, TIME, REST = "learn", "verify", "update", "time", "rest"
-QUESTIONS = {
-    LEARN: "Does it learn?",
-    VERIFY: "Is the verifier correct?",
-    UPDATE: "Is the update sane?",
-    TIME: "Where does the time go?",
-    REST: "Other metrics",
-}
-# [(question, pattern)]: a metric belongs to the question of the first pattern that matches the metric's name.
-_SORTED = (
-    (TIME, r"^seconds|^speed"),
-    (
-        LEARN,
-        r"^reward|^answers|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution"
-        r"|^length",
-    ),
-    (VERIFY, r"confusion|f1|aligned|predicted_positive|verdict|agree|review|judge|^says_|^rests$|^signal$"),
-    (LEARN, r"accuracy|outcome|score|success|exploitab|validation_loss|train_loss"),
-    (
-        UPDATE,
-        r"^loss|^kl|^value|^returns|entropy|clip|^ratio|grad|^engine_|^lr$|skipped|optimizer_steps|alpha|staleness|^trained_late|version|advant",
-    ),
-    (UPDATE, r"logprob|mask|reject|truncat|weight|^preflight"),
-    (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
-)
-# [(unit, pattern)]: a metric has the unit of the first pattern that matches its name.
-_UNITS = (
-    ("reward", r"^reward(/|$)"),
-    ("seconds", r"seconds|_s$"),
-    ("tokens a second", r"tokens_per_second"),
-    ("TFLOP/s", r"tflops"),
-    ("tokens", r"tokens|length"),
-    ("nats", r"entropy|(^|[/_])kl(?!_coef)|logprob|^engine_gap"),
-    (
-        "count",
-        r"^(graded|episodes|replaced)/|answers|tool_calls|^cuts|^update|_lag|^staleness|samples$|_steps",
-    ),
-    ("share", r"accura|f1|pass@|maj@|frac|share|finished|mfu|idle|^trained_late|^says_|positive|aligned|agree|match"),
-    ("share", r"without_signal|alike|success|verdict|signal$|mixed_versions|truncat|skipped|rests$"),
-    ("reward", r"reward|score"),
-)
+LEARN, UPDATE, REST = "learn", "update", "rest"  # keys of METRICS["questions"]
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
-_FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
-# {metric or family of metrics: description}, for metrics whose names are not clear enough.
-MEANINGS = {
-    "answers": "answers in an episode, of all its agents",
-    "tool_calls": "calls of tools in an episode",
-    "cuts": "cut transcripts in an episode",
-    "episodes": "episodes that failed",
-    "reward": "mean over the rollouts of an iteration",
-    "groups_without_signal": "share of groups whose rewards are all equal: nothing is learned from them",
-    "signal": "moving share of groups whose rewards differ, in the generator's iterations",
-    "rests": "1: the verifier's iteration was empty, as nobody asks it while outcomes suffice",
-    "skipped": "1: no update, as nothing in the iteration's rollouts says what is better",
-    "finished": "share of rollouts that ended by themselves",
-    "engine_gap": "mean |log-prob of trainer - log-prob of engine| of the sampled tokens; near 0 is sound",
-    "engine_kl": "KL between engine and trainer, from the sampled tokens",
-    "kl_ref": "KL from the reference, from the sampled tokens",
-    "value": "mean of a critic's values",
-    "returns": "mean of the returns that a critic's values should be",
-    "value_error": "mean squared difference of value and return; below the returns' variance, the critic has learned",
-    "value_clip_frac": "share of trained tokens whose value is clipped",
-    "clip_frac": "share of trained tokens whose ratio is clipped",
-    "ratio": "mean of new over old probability of the trained tokens",
-    "entropy": "mean entropy of the next token, in nats",
-    "grad_norm": "norm of the gradient before clipping",
-    "predicted_positive": "share that the verifier calls correct",
-    "says_correct_of_correct": "share of correct solutions that the verifier calls correct",
-    "says_wrong_of_wrong": "share of wrong solutions that the verifier calls wrong",
-    "verdicts_match": "share of verifications with one verdict for each step",
-    "step_agreement": "share of the verdicts on steps that are true",
-    "staleness": "updates that a rollout has missed since it was written",
-    "trained_late": "share of rollouts by the number of updates that they have missed since they were begun",
-    "length": "tokens that a model wrote, mean",
-    "seconds": "measured seconds of an iteration",
-    "speed": "of an update: operations and tokens a second of one device, and seconds of its parts; idle shares",
-}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,10 +71,10 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
             constants.setdefault(question, {}).setdefault(f"{key[1]} = {least:.4g}", []).append(key[0])
             continue
         title, name = _place(key, evaluated, alone=len(runs) == 1)
-        unit = next((unit for unit, pattern in _UNITS if re.search(pattern, key[1])), "")
+        unit = next((unit for unit, pattern in METRICS["units"] if re.search(pattern, key[1])), "")
         own_chart = Chart(question=question, title=title, unit=unit, dots=key[0] == EVAL)
         chart = charts.setdefault((question, title, unit), own_chart)
-        about = MEANINGS.get(key[1], MEANINGS.get(key[1].partition("/")[0], ""))
+        about = METRICS["meanings"].get(key[1], METRICS["meanings"].get(key[1].partition("/")[0], ""))
         chart.about = chart.about or ("" if chart.dots else about)
         for place, curve in found:
             same = [i for i, (other, _, drawn) in enumerate(chart.lines) if other == place and drawn == curve]
@@ -160,20 +85,20 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
     texts = {q: [f"{', '.join(scopes)}: {text}" for text, scopes in own.items()] for q, own in constants.items()}
 
     def rank(chart: Chart) -> tuple[int, bool, int, str]:
-        place = next((i for i, word in enumerate(_FIRST) if word in chart.title), len(_FIRST))
-        return list(QUESTIONS).index(chart.question), not chart.dots, place, chart.title
+        place = next((i for i, word in enumerate(METRICS["first"]) if word in chart.title), len(METRICS["first"]))
+        return list(METRICS["questions"]).index(chart.question), not chart.dots, place, chart.title
 
     return Sorted(sorted(charts.values(), key=rank), texts)
 
 
 def question_of(scope: str, name: str) -> str:
-    """Returns the question that a metric answers, a key of QUESTIONS."""
+    """Returns the question that a metric answers, a key of METRICS["questions"]."""
     last = name.rpartition("/")[2]
     if scope == PREFLIGHT:
         return UPDATE
     if scope == SFT and last in ("loss", "validation_loss"):
         return LEARN
-    for question, pattern in _SORTED:
+    for question, pattern in METRICS["sorted"]:
         if re.search(pattern, name if scope != EVAL else last):
             return question
     return LEARN if scope == EVAL else REST

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.report import diagnosis, flips, run_sections
-from megatron_rl.report.curves import PALETTE, QUESTIONS, Sorted, plain_charts, sort_curves, thin_clock
+from megatron_rl.report.curves import PALETTE, Sorted, plain_charts, sort_curves, thin_clock
 from megatron_rl.report.html_page import as_json, write_page
-from megatron_rl.report.reading import RunMetrics, is_run, read_run
+from megatron_rl.report.reading import METRICS, RunMetrics, is_run, read_run
 from megatron_rl.report.run_comparison import Arm, arms, differences_table, means_table, read_runs, runs_table
 from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS, Picked, pick
 from megatron_rl.run.console import duration
@@ -123,7 +123,7 @@ def _write(
     """Writes a page, and logs a warning if files are damaged. `values`: further values for the template."""
     found = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
-    shown = {"sorted": found, "questions": QUESTIONS, "left_out": damage, "picked": content.picked}
+    shown = {"sorted": found, "questions": METRICS["questions"], "left_out": damage, "picked": content.picked}
     shown |= {"palette": PALETTE, "flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
     write_page(target, template, {**values, **shown}, styles=STYLES, scripts=scripts, data=content.data(found))
     if damage:

@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 from megatron_rl.run.run_directory import flatten
 
+# How reports show metrics: questions, units, descriptions, and which of them are shown first
+METRICS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "page/metrics.yaml").read_text(encoding="utf-8"))
 PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not names of roles; EVAL is another one
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged

@@ -12,34 +12,10 @@ from typing import Any
 
 from megatron_rl.evaluation.samples import chosen_answers
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.report.reading import CELLS, SFT, WINDOW, Curve, RunMetrics, mean, metric_of
+from megatron_rl.report.reading import CELLS, METRICS, SFT, WINDOW, Curve, RunMetrics, mean, metric_of
 from megatron_rl.run.console import COLUMNS, duration
 from megatron_rl.run.metrics import EVAL, SPEED
 
-# Patterns of the names of settings that are shown at the top of the page.
-FACTS = (
-    r"recipe\.target",
-    r"(roles\.\w+\.)?model\.(path|init)",
-    r"(roles\.\w+\.)?layout\.(tp|pp)",
-    r"(roles\.\w+\.)?optimizer\.lr",
-    r"roles\.\w+\.sampling\.(temperature|max_tokens)",
-    r"data\.(path|train)",
-    r"run\.(seed|iterations|prompts_per_iteration)",
-    r"(samples_per_step|epochs)",
-    r"launch\.nproc",
-    r"recipe\.args\.\w+",
-    r"rollouts\.max_staleness",
-)
-# Patterns that find the main metric of a role in an evaluation, in order of preference.
-MAIN = (
-    r"(^|/)accuracy$",
-    r"(^|/)reward$",
-    r"accuracy$",
-    r"outcome_f1$",
-    r"exploitability$",
-    r"processbench_f1$",
-    r"accuracy|outcome|score|reward",
-)
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
 # Pattern of the metrics for which it is known whether higher or lower values are better. For other metrics, such as the
 # number of answers, it is unknown.
@@ -271,7 +247,7 @@ def refits(run: RunMetrics) -> dict[str, list[str]]:
 
 def facts(run: RunMetrics) -> list[tuple[str, Any]]:
     """Returns [(setting, value)] of the settings that are shown at the top of the page."""
-    chosen = [(key, run.settings[key]) for pattern in FACTS for key in run.settings if re.fullmatch(pattern, key)]
+    chosen = [(key, run.settings[key]) for p in METRICS["facts"] for key in run.settings if re.fullmatch(p, key)]
     return [(key, value) for key, value in chosen if value is not None]
 
 
@@ -286,13 +262,13 @@ def subtitle(run: RunMetrics) -> str:
 
 
 def main_gains(gains: Sequence[Gain]) -> list[Gain]:
-    """Returns the change of the main metric of each role (see MAIN), at most MAX_CARDS."""
+    """Returns the change of the main metric of each role (see METRICS), at most MAX_CARDS."""
     by_role: dict[str, list[Gain]] = {}
     for gain in gains:
         by_role.setdefault(gain.role, []).append(gain)
     chosen = []
     for own in by_role.values():
-        found = (gain for pattern in MAIN for gain in own if re.search(pattern, gain.name))
+        found = (gain for pattern in METRICS["main"] for gain in own if re.search(pattern, gain.name))
         chosen += [*found][:1]
     return (chosen or list(gains))[:MAX_CARDS]
 

@@ -22,7 +22,7 @@ from megatron_rl.report import curves
 from megatron_rl.report import run_sections as report_tables
 from megatron_rl.report.html_page import as_json, write_page
 from megatron_rl.report.pages import write_report
-from megatron_rl.report.reading import Curve, read_run
+from megatron_rl.report.reading import METRICS, Curve, read_run
 from megatron_rl.report.shown_rollouts import opinion, pick
 from megatron_rl.run.metrics import Tracker
 from megatron_rl.run.run_directory import open_run
@@ -159,7 +159,7 @@ def test_a_whole_run_makes_one_page_that_needs_nothing_else(tmp_path):
     assert found.problems == [] and all(link.startswith("#") for link in found.links), found.links
     assert "url(http" not in text and "@import" not in text and "default-src 'none'" in text
     shown = " ".join(found.text)
-    for heading in (*curves.QUESTIONS.values(), "In short", "Rollouts", "Summary and config"):
+    for heading in (*METRICS["questions"].values(), "In short", "Rollouts", "Summary and config"):
         assert (heading in shown) == (heading != "Other metrics"), heading
     for words in (
         "18 generator updates",
