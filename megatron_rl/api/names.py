@@ -10,40 +10,11 @@ from typing import Any
 from megatron_rl.api.config import Config
 from megatron_rl.api.recipes import count_of
 from megatron_rl.config.base import ConfigError
-from megatron_rl.config.other_names import named_elsewhere, names_of
+from megatron_rl.config.other_names import SHORT, TRAINER, TRL, named_elsewhere
 from megatron_rl.config.schema import TrainConfig
 
 UPDATES = "updates"
 OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # other Trainer arguments
-# {short name: dotted key}. `*` stands for every role of the recipe.
-SHORT: Mapping[str, str] = {
-    # Or another argument of the recipe that sets the number of updates, see `recipes.count_of`
-    UPDATES: "recipe.args.updates",
-    "group_size": "recipe.args.group_size",
-    "ranks": "launch.nproc",
-    "seed": "run.seed",
-    "name": "run.name",
-    "dir": "run.dir",
-    "iterations": "run.iterations",
-    "prompts_per_iteration": "run.prompts_per_iteration",
-    "save_every": "run.save_every",
-    "evaluate_every": "evaluation.every",
-    "lr": "roles.*.optimizer.lr",
-    "kl_coef": "roles.*.loss.kl_coef",
-    "max_tokens": "roles.*.sampling.max_tokens",
-    "temperature": "roles.*.sampling.temperature",
-    "max_prompt_tokens": "roles.*.max_prompt_tokens",
-    "micro_batch_tokens": "roles.*.micro_batch_tokens",
-    "dtype": "roles.*.model.dtype",
-}
-# {argument or setting in TRL: the Trainer's argument}
-TRAINER: Mapping[str, str] = {
-    "args": "config",
-    "reward_funcs": "reward",
-    "reward_weights": "reward=[(function, weight), ...]",
-    "train_dataset": "dataset",
-    "eval_dataset": "eval_dataset",
-}
 
 
 def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> Config:
@@ -71,7 +42,7 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
 def _unknown(name: str, value: Any, sections: set[str]) -> str:
     if name in TRAINER:
         return f"this is TRL's name; here it is {TRAINER[name]}"
-    if (key := names_of("TRL").get(name)) is not None:
+    if (key := TRL.get(name)) is not None:
         short = next((short for short, own in SHORT.items() if own == key), None)
         return "this is TRL's name; here it is " + (f"{short} ({key})" if short else key)
     if found := [*named_elsewhere(name, value)]:

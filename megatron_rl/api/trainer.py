@@ -70,7 +70,7 @@ class Trainer:
             recipe: A short name such as ppo (default: grpo), package.module:Class, or a recipe object.
             config: A YAML file's path, a mapping or a Config. All other arguments override it.
             callbacks: Callbacks that are called during `train`, also those of Transformers.
-            settings: Short names such as lr (see api.names.SHORT), sections (`run={"seed": 1}`), or dotted keys.
+            settings: Short names (see config/other_names.yaml), sections (`run={"seed": 1}`), or dotted keys.
 
         Raises ConfigError for every config that `megatron-rl check` rejects.
         """

@@ -4,13 +4,14 @@ ready-made values."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+
+import yaml
 
 from megatron_rl.config.schema import ConfigError, PromptSet
 
 _GENERATED = "reasoning_gym:"  # prefix of data.path for problems that reasoning-gym generates
 TRAIN, TEST, ALL = "train", "test", "all"  # splits of generated problems
-
-_BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 
 # Names of the settings of PromptSet that hold a single value (no mapping) and are null if the config does not set them.
 _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
@@ -18,33 +19,8 @@ _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 def settings_table() -> dict[str, PromptSet]:
     """Returns {name: ready-made settings} of the public data sets. The setting `path` of each PromptSet is empty."""
-    return {
-        "eurus2_rl": PromptSet(
-            path="",
-            fields={"question": "prompt.1.content", "answer": "reward_model.ground_truth"},
-            filters={"ability": "math"},
-            remove_suffix=_BOXED_SUFFIX,
-        ),
-        "eurus2_sft": PromptSet(
-            path="",
-            fields={"question": "conversations.0.value", "answer": "conversations.1.value"},
-            filters={"task": "Math"},
-            remove_suffix=_BOXED_SUFFIX,
-        ),
-        "deepscaler": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
-        "gsm8k": PromptSet(
-            path="",
-            fields={"question": "question", "answer": "answer"},
-            answer_pattern=r"####\s*(-?[\d.,]+)",
-            answer_commas=False,
-            subset="main",
-        ),
-        "math": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
-        "last_letter": PromptSet(path="", fields={"question": "question", "answer": "answer", "words": "words"}),
-        "solutions": PromptSet(
-            path="", fields={"question": "problem", "answer": "label", "steps": "steps", "label": "label"}
-        ),
-    }
+    table = yaml.safe_load(Path(__file__).with_name("data_settings.yaml").read_text(encoding="utf-8"))
+    return {name: PromptSet(path="", **settings) for name, settings in table.items()}
 
 
 def resolve(source: PromptSet) -> PromptSet:

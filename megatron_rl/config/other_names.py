@@ -1,33 +1,22 @@
-"""Short names of recipes, and the settings that correspond to names of TRL (with transformers and peft) and of verl."""
+"""Short names of recipes and of settings, and the settings that correspond to names of TRL (with transformers and peft)
+and of verl."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from megatron_rl.config.base import Use, config, hint, refuse
 
-# {short name of a recipe: its class}
-RECIPES: Mapping[str, str] = {
-    "grpo": "megatron_rl.recipes.grpo:Grpo",
-    "dapo": "megatron_rl.recipes.dapo:Dapo",
-    "ppo": "megatron_rl.recipes.ppo:Ppo",
-    "online_dpo": "megatron_rl.recipes.online_dpo:OnlineDpo",
-    "remax": "megatron_rl.contrib.remax:Remax",
-    "lean_tango": "megatron_rl.recipes.tango:LeanTango",
-    "tango": "megatron_rl.recipes.tango:Tango",
-    "tandem": "megatron_rl.recipes.tandem:Tandem",
-    "agents": "megatron_rl.recipes.agents:Agents",
-    "rubric": "megatron_rl.contrib.rubric:Rubric",
-    "pairwise": "megatron_rl.contrib.pairwise:Pairwise",
-    "distil": "megatron_rl.recipes.distil:Distil",
-}
-
-
+_NAMES = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+RECIPES: Mapping[str, str] = _NAMES["RECIPES"]  # {short name of a recipe: its class}
+SHORT: Mapping[str, str] = _NAMES["SHORT"]  # {short name of a setting: its dotted key}
+TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: the Trainer's argument}
+TRL: Mapping[str, str] = _NAMES["TRL"]  # {setting of TRL: setting of this project}
+VERL: Mapping[str, str] = _NAMES["VERL"]  # {setting of verl: setting of this project}
 VERL_ROOTS = ("actor_rollout_ref", "critic", "algorithm", "custom_reward_function", "trainer")
 
 
@@ -35,7 +24,7 @@ VERL_ROOTS = ("actor_rollout_ref", "critic", "algorithm", "custom_reward_functio
 class RecipeUse(Use):
     """A recipe: its class, and the arguments with which it is built."""
 
-    target: str  # package.module:Class, or a short name: grpo, dapo, ppo, tango, ... (config/other_names.py has all)
+    target: str  # package.module:Class, or a short name: grpo, dapo, ppo, tango, ... (config/other_names.yaml has all)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target", RECIPES.get(self.target, self.target))
@@ -51,21 +40,14 @@ class RecipeUse(Use):
             yield f"target = {self.target!r} is no recipe; {cure} Others are named as package.module:Class"
 
 
-@functools.cache
-def names_of(library: Literal["TRL", "VERL"]) -> Mapping[str, str]:
-    """Returns {setting of the library: setting of this project}, from other_names.yaml."""
-    return yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))[library]
-
-
 def named_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yields (name, the setting that corresponds to it) for the names of TRL or verl in an unknown setting.
 
     `key`: dotted name of the unknown setting. `value`: its value; names may be nested in a mapping.
     """
     name = key.rpartition(".")[2]
-    verl = names_of("VERL")
-    if found := verl.get(key) or names_of("TRL").get(name):
-        yield key, f"this is {'verl' if key in verl else 'TRL'}'s name; here it is {found.replace('*', 'NAME')}"
+    if found := VERL.get(key) or TRL.get(name):
+        yield key, f"this is {'verl' if key in VERL else 'TRL'}'s name; here it is {found.replace('*', 'NAME')}"
     elif isinstance(value, Mapping):
         for inner, own in value.items():
             yield from named_elsewhere(f"{key}.{inner}", own)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from megatron_rl import Config, ConfigError
-from megatron_rl.api.names import SHORT, settings_of
+from megatron_rl.api.names import settings_of
 from megatron_rl.api.recipes import use_of
 from megatron_rl.api.trainer import _with_recipe
 from megatron_rl.commands import init
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.describe import settings_of as listed
 from megatron_rl.config.files import dump, load
-from megatron_rl.config.other_names import RECIPES, names_of
+from megatron_rl.config.other_names import RECIPES, SHORT, TRL, VERL
 from megatron_rl.config.plugins import find
 from megatron_rl.config.schema import LossConfig, Optimizer, TrainConfig
 from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
@@ -113,7 +113,7 @@ def test_short_names_are_settings_that_exist():
     known = {text.partition(" = ")[0] for text, _ in listed(TrainConfig)}
     for name, key in SHORT.items():
         assert key.startswith("recipe.args.") or key.replace("*", "NAME") in known, name
-    for name, text in {**names_of("TRL"), **names_of("VERL")}.items():
+    for name, text in {**TRL, **VERL}.items():
         keys = re.findall(r"\b(?:roles|run|engine|reward|data|evaluation|launch|job|sinks)\.[\w.*]+", text)
         assert keys or text.startswith(("recipe.", "evaluation", "no setting:")), name
         assert {re.sub(r"^roles\.(\*|critic|verifier)", "roles.NAME", key) for key in keys} <= known, name
