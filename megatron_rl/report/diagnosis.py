@@ -9,6 +9,7 @@ from megatron_rl.report.curves import class_accuracies
 from megatron_rl.report.reading import Curve, RunMetrics
 from megatron_rl.report.run_sections import Gain, evaluation_gains, main_gains, reward_gain
 from megatron_rl.report.shown_rollouts import Picked
+from megatron_rl.run.metrics import REPLACED
 
 # In the sentences, a share above NEARLY_ALL is called "nearly all". An entropy below FEW of its first value has
 # collapsed.
@@ -16,6 +17,8 @@ NEARLY_ALL, FEW = 0.9, 0.1
 # A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers. Suspicious texts are
 # reported if their share of the answers that were graded correct is above SAME_SHARE.
 SAME_ANSWERS, SAME_SHARE = 3, 0.02
+# Failed gradings and episodes are reported if their share of the role's samples is above FAILED.
+FAILED = 0.02
 MOST_BROKEN = 3  # maximum number of metrics with values that are not finite that are named
 
 
@@ -29,7 +32,8 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
         own = [gain for gain in held_out if gain.name.partition("/")[0] == role]
         found += [*_verifier(run, role), *_hacked(role, reward, own)]
         if reward is None or reward.end < NEARLY_ALL:  # samples of a run that has solved its task are all alike
-            found += _collapsed(run, role)
+            found += [*_collapsed(run, role), *_unfinished(run, role)]
+        found += _ungraded(run, role)
     return found
 
 
@@ -88,6 +92,32 @@ def _collapsed(run: RunMetrics, role: str) -> Iterator[str]:
         yield (
             f"{role}: in the last iterations {share:.0%} of the groups have equal rewards, from which nothing is "
             "learned: the problems are too hard or too easy, or the samples of a prompt are alike."
+        )
+
+
+def _unfinished(run: RunMetrics, role: str) -> Iterator[str]:
+    """Yields a sentence if nearly all samples were cut at their maximum length."""
+    finished = run.curves.get((role, "finished"), Curve())
+    if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL:
+        yield (
+            f"{role}: in the last iterations {cut:.0%} of the samples were cut before their end: raise "
+            "sampling.max_tokens, or ask for shorter answers."
+        )
+
+
+def _ungraded(run: RunMetrics, role: str) -> Iterator[str]:
+    """Yields a sentence if many gradings or episodes failed. Failed samples were replaced by others or left out."""
+    counts = Counter[str]()
+    for (scope, name), curve in run.curves.items():
+        start, _, reason = name.partition("/")
+        if scope == role and f"{start}/" in (REPLACED, "graded/") and reason != "repeated":
+            counts[reason] += round(sum(curve.values))
+    samples = sum(run.curves.get((role, "samples"), Curve()).values)
+    if counts.total() > FAILED * samples:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common() if count)
+        yield (
+            f"{role}: {counts.total()} gradings or episodes failed beside {samples:.0f} samples ({reasons}); failed "
+            "samples were replaced or left out. Look for the warnings of the reward in the run's log."
         )
 
 

@@ -19,7 +19,7 @@ CONFIG = "run: {name: wrong, seed: 7}\nroles: {solver: {model: {path: models/tin
 ITERATIONS = 20
 SOUND = {
     "reward": (0.2, 0.7), "accuracy": (0.2, 0.6), "entropy": (1.0, 0.4), "alike": (0.2, 0.3), "right": (0.5, 0.9),
-    "wrong": (0.5, 0.8), "problems": 200.0,
+    "wrong": (0.5, 0.8), "problems": 200.0, "finished": (0.5, 0.9), "errors": (0, 1), "timeouts": (0, 0),
 }  # fmt: skip
 
 
@@ -30,7 +30,9 @@ def wrong_run(tmp_path, *, text=(), **changes):
     problems = curves.pop("problems")
     for i in range(ITERATIONS):
         now = {name: start + (end - start) * i / (ITERATIONS - 1) for name, (start, end) in curves.items()}
-        metrics = {"reward/trained": now["reward"], "entropy": now["entropy"], "groups_without_signal": now["alike"]}
+        metrics = {"reward/trained": now["reward"], "entropy": now["entropy"], "groups_without_signal": now["alike"],
+                   "finished": now["finished"], "samples": 100.0, "replaced/error": now["errors"],
+                   "graded/timeout": now["timeouts"], "graded/repeated": 50.0}  # fmt: skip
         cells = {"tp": now["right"], "fn": 1 - now["right"], "tn": now["wrong"], "fp": 1 - now["wrong"]}
         metrics |= {f"confusion/{name}": 10 * value for name, value in cells.items()}
         tracker.log(i, "solver", metrics, iteration=i)
@@ -65,6 +67,14 @@ FAILURES = {
     "a verifier that agrees with everything": (
         {"right": (0.5, 1.0), "wrong": (0.5, 0.0)},
         ["the verifier calls nearly every solution correct: 96% of the correct and 96% of the wrong ones"],
+    ),
+    "answers that are all cut": (
+        {"finished": (0.2, 0.0), "reward": (0.1, 0.2)},
+        ["in the last iterations 98% of the samples were cut before their end: raise sampling.max_tokens"],
+    ),
+    "a reward function that fails": (
+        {"errors": (10, 10), "timeouts": (2, 2)},
+        ["240 gradings or episodes failed beside 2000 samples (200 error, 40 timeout)"],
     ),
     "a loss that is not finite": ({"entropy": (1.0, float("nan"))}, ["of entropy, 20 values are not finite"]),
 }  # fmt: skip
