@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from megatron_rl.cluster import slurm_commands
+    from megatron_rl.cluster import job_slices, slurm_commands
     from megatron_rl.jobs import submit
 
     submission, run = _planned(args)
@@ -39,6 +39,9 @@ def _submit(args: argparse.Namespace) -> int:
         for name in submission.scripts:
             print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
         print(f"# ---- {said}")
+        done = run is not None and run.run.resume != "must" and job_slices.finished(submission.directory)
+        if submission.finished or done:
+            print(f"# ---- {submission.directory} is finished: `submit` will refuse it")
         return 0
     submit.write(submission)
     if run is not None:

@@ -333,7 +333,8 @@ def _mapped(
     values = {name: reach(row, key) for name, key in fields.items()}
     missing = [f"{name} (from {fields[name]!r})" for name, value in values.items() if isinstance(value, NotThere)]
     if missing:
-        raise DataError(f"no {', '.join(missing)}; the row has {', '.join(map(str, row))}: name keys by data.fields")
+        has = ", ".join(map(str, row))
+        raise DataError(f"no {', '.join(missing)}; the row has {has}: name keys by the setting fields of this data")
     values = passed_on(source, row, fields) | {name: value for name, value in values.items() if name != MESSAGES}
     values |= _asked(row, source, fields)
     return values | ({ANSWER: _answer(row, source, fields[ANSWER], pattern)} if ANSWER in fields else {})

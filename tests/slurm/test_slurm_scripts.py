@@ -255,6 +255,7 @@ def test_sft_data_that_are_finished_are_not_submitted_again(tmp_path, capsys, fa
     mark_finished(config_files.tree_of(config), "digest", ["train.parquet"])
     assert main(words) == 2
     assert f"{tmp_path}/pairs is finished" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0 and f"{tmp_path}/pairs is finished" in capsys.readouterr().out
     assert main([*words, "engine.memory_share=0.9"]) == 2, "no answer would be another one"
     assert not [line for line in fake_slurm[1]() if line.startswith("sbatch")]
     assert main([*words, "seed=7"]) == 0
@@ -337,6 +338,7 @@ def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm
     write_json(tmp_path / "a/summary.json", {"finished": True})
     Checkpoints(tmp_path / "a/checkpoints").write(1, lambda path: (path / "x").touch())
     assert main(words) == 2 and "is finished" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0 and "is finished: `submit`" in capsys.readouterr().out
     assert main([*words, "run.resume=must", "run.iterations=430"]) == 0
     assert not job_slices.finished(tmp_path / "a")
 

@@ -130,7 +130,10 @@ def test_forms_are_found_as_the_peers_find_them(tmp_path, row, keys, chat):
 def test_a_prompt_only_set_has_no_answers(tmp_path):
     assert read(tmp_path, {"prompt": USER}) == [{"question": "1 + 1?", "messages": USER}]
     mixed = refused(read, tmp_path, {"prompt": USER, "answer": "2"}, {"prompt": USER})
-    assert "p.jsonl:2: no answer (from 'answer'); the row has prompt: name keys by data.fields" in mixed
+    assert (
+        "p.jsonl:2: no answer (from 'answer'); the row has prompt: name keys by the setting fields of this data"
+        in mixed
+    )
 
 
 def test_the_configs_fields_win(tmp_path):
