@@ -119,9 +119,9 @@ class LengthReward:
 
     def _of(self, group: Group) -> list[float]:
         lengths = [s.rollout.length for s in group.solutions]
-        shortest, longest = min(lengths, default=0), max(lengths, default=0)
-        if longest == shortest:
+        if len(set(lengths)) < 2:
             return [0.0] * len(lengths)
+        shortest, longest = min(lengths), max(lengths)
         scores = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
         return [
             self.weight * (score if s.correct else min(0.0, score))

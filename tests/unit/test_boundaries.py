@@ -57,6 +57,13 @@ def test_brevity_gives_nothing_to_a_group_without_right_solutions():
     assert Brevity(share=1.0).rewards([group], 10) == [[0.0, 0.0, 0.0]]
 
 
+def test_brevity_gives_nothing_to_the_wrong_solutions_of_a_group_with_a_right_one():
+    solutions = [Solution(rollout=rollout(), text="", correct=correct) for correct in (True, False)]
+    group = Group(prompt=Prompt(id="0", tokens=[1], payload={}), solutions=solutions, drawn=2)
+    (right, wrong) = Brevity(share=1.0).rewards([group], 10)[0]
+    assert right < 0 and wrong == 0
+
+
 def test_experts_of_all_tokens_but_the_last_are_what_an_engine_tells():
     told = rollout(experts=np.zeros((1, 1, 1), np.int16))
     found = credited(

@@ -368,6 +368,17 @@ def test_a_refit_is_no_wait_for_a_server(run_engines: RunEngines):
         asked.result()
 
 
+def test_servers_are_in_a_refit_from_the_first_pause_on(run_engines: RunEngines, monkeypatch):
+    """A request that finds no serving server then would take the pause for the loss of all servers."""
+    run_engines.start()
+    pool, seen = run_engines.serving(1), []
+    (member,) = pool.members.living()
+    pause = member.server.pause
+    monkeypatch.setattr(member.server, "pause", lambda: (seen.append(pool.members.refitting), pause()))
+    assert run_engines.refit(2) == 1
+    assert seen == [True] and not pool.members.refitting
+
+
 def test_a_first_refit_waits_for_a_first_server(run_engines: RunEngines):
     pool = run_engines.open()
     timer = threading.Timer(0.2, run_engines.start)

@@ -311,7 +311,9 @@ def test_an_answer_whose_reward_is_the_threshold_is_not_correct():
         _, _, context = episodes_of("none", lambda text: False, grade=grade, args=args, threshold=0.5)
         recipe = recipe_of("none", lambda text: False, args=args)
         metrics, _ = recipe.measure_episodes(context, problems("a"))
-        assert (metrics["generator/reward"], metrics["generator/accuracy"]) == (reward, accuracy)
+        for suffix in ("", "_greedy"):
+            found = metrics[f"generator/reward{suffix}"], metrics[f"generator/accuracy{suffix}"]
+            assert found == (reward, accuracy)
 
 
 def test_an_environment_that_always_fails_ends_the_run_after_one_episode_each():
