@@ -17,8 +17,9 @@ NEARLY_ALL, FEW = 0.9, 0.1
 # A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers. Suspicious texts are
 # reported if their share of the answers that were graded correct is above SAME_SHARE.
 SAME_ANSWERS, SAME_SHARE = 3, 0.02
-# Failed gradings and episodes are reported if their share of the role's samples is above FAILED.
+# Failed gradings and episodes are reported if their number is above FAILED times the number of the role's samples.
 FAILED = 0.02
+LONG = 16  # a maximum length below this number of tokens may be meant to cut every sample
 MOST_BROKEN = 3  # maximum number of metrics with values that are not finite that are named
 
 
@@ -26,7 +27,7 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
     """Returns a sentence for each sign that the run went wrong; a sentence also says what to look at. "First" and
     "last" iterations are the first and the last fifth of the run. `picked`: rollouts of this run."""
     found = [*_broken(run), *_blind_reward(picked)]
-    held_out = main_gains(evaluation_gains(run))
+    held_out = main_gains(evaluation_gains(run), run.settings)
     for role in run.updates:
         reward = reward_gain(run, role)
         own = [gain for gain in held_out if gain.name.partition("/")[0] == role]
@@ -96,9 +97,10 @@ def _collapsed(run: RunMetrics, role: str) -> Iterator[str]:
 
 
 def _unfinished(run: RunMetrics, role: str) -> Iterator[str]:
-    """Yields a sentence if nearly all samples were cut at their maximum length."""
+    """Yields a sentence if nearly all samples were cut at their maximum length, unless that length is below LONG."""
     finished = run.curves.get((role, "finished"), Curve())
-    if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL:
+    asked = run.settings.get(f"roles.{role}.sampling.max_tokens", LONG)
+    if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL and asked not in range(LONG):
         yield (
             f"{role}: in the last iterations {cut:.0%} of the samples were cut before their end: raise "
             "sampling.max_tokens, or ask for shorter answers."

@@ -107,7 +107,7 @@ def headline(run: RunMetrics) -> dict[str, Any]:
     time), or None.
     """
     gains = evaluation_gains(run)
-    chosen = main_gains(gains)
+    chosen = main_gains(gains, run.settings)
     named = [gain.role for gain in chosen]
     roles = sorted(run.updates, key=lambda role: named.index(role) if role in named else len(named))
     phases: dict[str, float] = {}
@@ -261,16 +261,24 @@ def subtitle(run: RunMetrics) -> str:
     return " · ".join([*parts, f"{duration(run.clock.total)} measured"])
 
 
-def main_gains(gains: Sequence[Gain]) -> list[Gain]:
-    """Returns the change of the main metric of each role (see METRICS), at most MAX_CARDS."""
+def main_gains(gains: Sequence[Gain], settings: Mapping[str, Any]) -> list[Gain]:
+    """Returns the change of the main metric of each role, at most MAX_CARDS: of the metrics in METRICS, or of the
+    reward with the largest weight in recipe.args.rewards. Without any of them, returns metrics that changed.
+
+    `settings`: flat settings of the run.
+    """
+    start = "recipe.args.rewards."
+    weights = {name: w for name, w in settings.items() if name.startswith(start) and isinstance(w, int | float)}
+    order = sorted(weights, key=lambda name: -weights[name])
+    weighed = [f"/{re.escape(name.removeprefix(start))}$" for name in order]
     by_role: dict[str, list[Gain]] = {}
     for gain in gains:
         by_role.setdefault(gain.role, []).append(gain)
     chosen = []
     for own in by_role.values():
-        found = (gain for pattern in METRICS["main"] for gain in own if re.search(pattern, gain.name))
+        found = (gain for pattern in [*METRICS["main"], *weighed] for gain in own if re.search(pattern, gain.name))
         chosen += [*found][:1]
-    return (chosen or list(gains))[:MAX_CARDS]
+    return (chosen or [gain for gain in gains if gain.start != gain.end])[:MAX_CARDS]
 
 
 def reward_gain(run: RunMetrics, role: str) -> Gain | None:

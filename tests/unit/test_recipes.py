@@ -436,16 +436,6 @@ def test_evaluation_measures_both_players_by_hand(texts):
     assert drawn == [(1.0, 1.0, 1)] * 6 + [(0.0, 0.9, 1)] * 6  # enough of both classes at once
 
 
-def test_a_solution_too_long_to_verify_has_no_confidence(texts):
-    """It is never chosen by best_of_n before one that the verifier calls wrong."""
-    recipe = Tango(balanced_per_class=0, **texts)
-    long = lambda prompt, i, j, sampling: solution(200 if i == 0 else 2, "yes")  # noqa: E731
-    context = context_of(long, lambda *_: verification("++", "+"), verifier_limit=300)
-    recipe.evaluate(problems(3), context)
-    found = [(row["confidence"], bool(row["verification"])) for own in context.answers["generator"] for row in own]
-    assert found == [(0.0, False), (1.0, True), (1.0, True)]
-
-
 def test_the_verification_set_is_drawn_once_and_kept(texts):
     held_out = problems(4)
     recipe = Tango(balanced_per_class=3, balanced_rounds=3, **texts)

@@ -14,6 +14,7 @@ from test_recipes import (
     paper_generator,
     paper_verifier,
     per_token,
+    problems,
     roll_out,
     segments,
     solution,
@@ -245,3 +246,13 @@ def test_a_verification_that_does_not_match_the_steps_does_not_count(texts):
     rollouts, _ = roll_out(recipe, "generator", 1, context)
     assert [r.annotations_of(STEP).scores for r in rollouts] == [None, None]
     assert [r.payload["verdicts"] for r in rollouts] == [[True, True]] * 2, "the verdicts are kept"
+
+
+def test_a_solution_too_long_to_verify_has_no_confidence(texts):
+    """It is never chosen by best_of_n before one that the verifier calls wrong."""
+    recipe = Tango(balanced_per_class=0, **texts)
+    long = lambda prompt, i, j, sampling: solution(200 if i == 0 else 2, "yes")  # noqa: E731
+    context = context_of(long, lambda *_: verification("++", "+"), verifier_limit=300)
+    recipe.evaluate(problems(3), context)
+    found = [(row["confidence"], bool(row["verification"])) for own in context.answers["generator"] for row in own]
+    assert found == [(0.0, False), (1.0, True), (1.0, True)]

@@ -9,6 +9,7 @@ from talks import NINE, POLICY, say, talk
 from megatron_rl.config.schema import Run
 from megatron_rl.report.pages import write_report
 from megatron_rl.report.reading import metric_of, read_run
+from megatron_rl.report.run_sections import Gain, main_gains
 from megatron_rl.report.shown_rollouts import pick
 from megatron_rl.run.metrics import Tracker
 from megatron_rl.run.run_directory import open_run
@@ -23,9 +24,9 @@ SOUND = {
 }  # fmt: skip
 
 
-def wrong_run(tmp_path, *, text=(), **changes):
+def wrong_run(tmp_path, *, text=(), config=CONFIG, **changes):
     """A run whose metrics move between the two values of SOUND, or of `changes`. `text`: tokens of every answer."""
-    run, curves = open_run(Run(dir=str(tmp_path), name="wrong"), CONFIG), SOUND | changes
+    run, curves = open_run(Run(dir=str(tmp_path), name="wrong"), config), SOUND | changes
     tracker, store = Tracker(run.metrics), IterationStore(run.rollouts, decode=say)
     problems = curves.pop("problems")
     for i in range(ITERATIONS):
@@ -108,10 +109,25 @@ def test_a_seeded_failure_is_named(tmp_path, failure):
         {"reward": (0.5, 0.9), "accuracy": (0.2, 0.35)},  # held-out problems that are harder
         {"reward": (0.4, 0.7), "accuracy": (0.033, 0.067), "problems": 30.0},  # so few that the rise may be larger
         {"reward": (3.0, 7.0), "accuracy": (0.4, 0.55)},  # a reward that is no share
+        {"finished": (0.0, 0.0), "config": CONFIG.replace("}}}", "}, sampling: {max_tokens: 1}}}")},  # moves of a game
     ],
 )
 def test_a_sound_run_has_no_sign_of_a_failure(tmp_path, changes):
     assert told(wrong_run(tmp_path, **changes)) == []
+
+
+def test_the_main_metric_of_a_player_is_the_reward_with_the_largest_weight():
+    names = [
+        "episodes/answers",
+        "receiver/short",
+        "receiver/understood",
+        "receiver/understood_greedy",
+        "sender/understood",
+    ]
+    gains = [Gain(name, 2.0, 2.0 + name.count("sh")) for name in names]
+    settings = {"recipe.args.rewards.short": 0.3, "recipe.args.rewards.understood": 1, "run.seed": 7}
+    assert [gain.name for gain in main_gains(gains, settings)] == ["receiver/understood", "sender/understood"]
+    assert [gain.name for gain in main_gains(gains, {})] == ["receiver/short"], "what stayed says nothing"
 
 
 @pytest.mark.skipif(chromium() is None, reason="there is no Chromium here (Debian: apt-get install chromium)")
