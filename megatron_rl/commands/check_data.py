@@ -12,10 +12,10 @@ import numpy as np
 
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
-from megatron_rl.config.base import refusing
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.schema import HELD_OUT, Model, PromptSet, RoleConfig, SftData
-from megatron_rl.data.conversations import MESSAGES, QUESTION
+from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, Preference, SftSample, read_samples, rows_of_loss, sft_rollouts
@@ -65,6 +65,11 @@ def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
     if role in tokenizers:
         limits = spec.prompt_limits(role)
         prompts.readers_of(recipe, tokenizers[role], sets, problems, limits=limits, seed=spec.run.seed)
+    if spec.loop.preflight.enabled and spec.loop.preflight.reward:
+        held = spec.preflight_set and {f"{HELD_OUT}: {spec.preflight_set}": f"{HELD_OUT}.{spec.preflight_set}"}
+        for place, name in (held or {name: name for name in spec.data.of(role)}).items():
+            if problems.get(name) and ANSWER not in (values := problems[name][0].values):
+                raise ConfigError(prompts.no_answer(place, values))
     model, chat = spec.roles[role].model, spec.roles[role].chat
     tried = role in tokenizers
     named = {f"{HELD_OUT}.{own.name}": own.title for own in spec.data.held_out if own.benchmark is not None}

@@ -76,12 +76,11 @@ def preflight_plan(
     settings = spec.loop.preflight
     if not settings.enabled:
         return None
-    # the preflight tests the run's grader, so it needs problems that this grader can grade
-    fitting = [one.name for one in spec.data.held_out if one.reward == spec.reward]
-    own = next((prompts for name, prompts in held_out.items() if name in fitting and not spec.data.sources), None)
+    own = held_out.get(spec.preflight_set or "")
     return PreflightPlan(
         settings=settings,
         prompts=own or reader.first(settings.num_prompts),
+        place=f"{HELD_OUT}: {spec.preflight_set}" if own else "data",
         reward=spec.reward,
         rewards={name: one.reward for name, one in spec.data.sources.items() if one.reward is not None},
     )

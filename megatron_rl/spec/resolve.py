@@ -92,7 +92,8 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
-    held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward)
+    fields = config.data.fields if isinstance(config.data, PromptSet) else None
+    held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward, fields=fields)
     recipe, training = None, shared["sets"]
     shared["sets"] = training | {f"{HELD_OUT}.{own.name}": own.source for own in held_out}
     try:
@@ -152,11 +153,12 @@ def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
 
 
 def _evaluated(
-    sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None
+    sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None,
+    fields: Mapping[str, str] | None = None,
 ) -> tuple[tuple[EvaluatedSet, ...], list[str]]:  # fmt: skip
     """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors."""
     try:
-        return evaluated_sets(sets_of(sets), defaults, reward, drawn=drawn), []
+        return evaluated_sets(sets_of(sets), defaults, reward, drawn=drawn, fields=fields), []
     except ConfigError as error:
         return (), [str(error)]
 

@@ -249,6 +249,13 @@ class RunSpec(TrainingSpec):
         return shared | {f"{SOURCES}.{name}.reward": own.reward for name, own in sources.items() if own.reward}
 
     @property
+    def preflight_set(self) -> str | None:
+        """Returns the name of the evaluation set whose problems the preflight grades: the first set that is graded by
+        the run's reward. Returns None for the training problems."""
+        names = [own.name for own in self.data.held_out if own.reward == self.reward and not self.data.sources]
+        return names[0] if names else None
+
+    @property
     def policy_of(self) -> dict[str, str]:
         """Returns a mapping from each trained role to the role whose policy is updated with its rollouts."""
         return {name: self.roles[name].owner for name, part in self.recipe.roles().items() if part.trained}

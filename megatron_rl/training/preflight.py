@@ -18,6 +18,7 @@ from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.text import fill
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.iteration import Grade, Recipe, RolloutContext
+from megatron_rl.training.prompts import no_answer
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.update import Policy, policy_logprobs
 from megatron_rl.types import SOURCE, Outcome, Prompt, Rollout
@@ -41,6 +42,7 @@ class PreflightPlan:
 
     settings: Preflight
     prompts: Sequence[Prompt]  # the first settings.num_prompts prompts of each source are used
+    place: str = "data"  # setting of the prompts' set, such as "evaluation.sets: gsm8k", if the run has no sources
     reward: Reward = field(default_factory=Reward)
     rewards: Mapping[str, Reward] = field(default_factory=dict)  # rewards of the sources that have their own, by name
 
@@ -56,12 +58,12 @@ class PreflightPlan:
 
 def check_reward(
     grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
-    *, bounds: tuple[float, float] = (0.0, 1.0), source: str = "",
+    *, bounds: tuple[float, float] = (0.0, 1.0), place: str = "data",
 ) -> dict[str, float]:  # fmt: skip
     """Checks that the reward function separates correct from wrong answers. Grades responses with each problem's gold
     answer, and responses with `wrong_answer`, both inserted into `answer_format`.
 
-    `bounds`: lowest and highest score (setting reward.range). `source`: name of the prompts' source for the message.
+    `bounds`: lowest and highest score (setting reward.range). `place`: the setting of the prompts' set for the message.
         Called on the driver. Returns the mean score of the correct and of the wrong answers as metrics.
 
     Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
@@ -72,22 +74,17 @@ def check_reward(
     payloads = [p.payload for p in prompts]
     low, high = bounds
     least, most = (low + share * (high - low) for share in (CORRECT_SHARE, WRONG_SHARE))
-    place = f"{SOURCES}.{source}: " if source else ""
-    without = [p for p in payloads if "answer" not in p]
-    if without:
-        raise PreflightFailure(
-            f"{place}a problem has no answer to try the reward with, only {', '.join(sorted(without[0]))}: name the "
-            "column by data.fields, or switch this check off by preflight.reward=false"
-        )
+    if without := [p for p in payloads if "answer" not in p]:
+        raise PreflightFailure(no_answer(place, without[0]))
     scores = {}
     for name, answers in (("correct", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
         responses = [fill(answer_format, answer=a) for a in answers]
         scores[name] = _mean_score(name, responses, payloads, grade(responses, payloads))
         if name == "correct" and scores[name] < least or name == "wrong" and scores[name] > most:
             raise PreflightFailure(
-                f"{place}the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. "
+                f"{place}: the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. "
                 f"to the response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (correct ones need at "
-                f"least {least:g}, wrong ones at most {most:g}): look at data.fields, data.answer_pattern and "
+                f"least {least:g}, wrong ones at most {most:g}): look at the set's fields and answer_pattern, at "
                 "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
                 "off by preflight.reward=false"
             )
@@ -99,7 +96,8 @@ def check_rewards(grade: Grade, plan: PreflightPlan) -> dict[str, float]:
     found: dict[str, float] = {}
     for source, own in plan.chosen.items():
         reward = plan.rewards.get(source, plan.reward)
-        scores = check_reward(grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.range, source=source)
+        place = f"{SOURCES}.{source}" if source else plan.place
+        scores = check_reward(grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.range, place=place)
         found |= {f"{name}/{source}" if source else name: score for name, score in scores.items()}
     return found
 

@@ -176,6 +176,14 @@ def readers_of(
     return readers
 
 
+def no_answer(place: str, values: Mapping[str, Any]) -> str:
+    """Returns the error message for a problem without the answer that the preflight needs. `place`: its set."""
+    return (
+        f"{place}: a problem has no answer to try the reward with, only {', '.join(sorted(values))}: set fields: "
+        "{answer: COLUMN} in this set, or switch this check off by preflight.reward=false"
+    )
+
+
 def try_prompts(name: str, problems: Sequence[Problem], encode: Encode, vocabulary: Vocabulary | None) -> None:
     """Tests whether the problems of the set `name` can be encoded. Encodes one problem of each conversation form
     (sequence of message roles), or all problems if the tokenizer has tokens for which the model of `vocabulary` has no

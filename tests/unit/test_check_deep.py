@@ -94,6 +94,21 @@ def test_it_refuses_a_reward_that_agrees_with_everything_as_the_run_would(check)
     assert "reward:" not in told and "the first prompt" in told  # the reward is another machine's
 
 
+def test_a_set_without_answers_is_refused_by_its_own_name(check, tmp_path):
+    for name in ("rows", "held"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "wanted": "2"}\n' * 3)
+    for deep in ((), ("--deep",)):
+        status, _, errors = check(deep=deep)
+        assert status == 2, "a set of the evaluations is what the preflight tries"
+        assert "evaluation.sets: held: a problem has no answer to try the reward with, only messages, question, wanted" in errors
+        assert "set fields: {answer: COLUMN} in this set" in errors
+        status, _, errors = check("evaluation.sets=[]", deep=deep)
+        assert status == 2 and "data: a problem has no answer to try the reward with" in errors
+        assert check("preflight.reward=false", deep=deep)[0] == 0
+        status, _, errors = check("data.fields={answer: wanted, wanted: wanted}", deep=deep)
+        assert status == 0, errors
+
+
 def test_it_warns_of_a_text_that_the_reward_cannot_grade(check):
     status, told, errors = check("reward.target=bad_rewards:beyond", "preflight.reward=false")
     assert status == 0, errors

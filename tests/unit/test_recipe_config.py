@@ -34,7 +34,7 @@ CASES = [
     ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z"], "data.fields.rubric"),
     (
         "contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}",
-            "evaluation.sets=[{path: y}]"],
+            "evaluation.sets=[{path: y, fields: {question: q}}]"],
         "evaluation.sets.y.fields.rubric",
     ),
     ("contrib.entailment:Entailment", ["data.fields={response: x}"], "data.fields.principle"),
@@ -61,7 +61,10 @@ ACCEPTED = [
     ("recipes.dapo:Dapo", [HINTS, "roles.generator.data={path: y, fields: {proof: x}}"]),
     ("recipes.tandem:Tandem", [TANDEM, VOTES]),
     ("recipes.ppo:Ppo", [VOTES, "recipe.args.group_size=4", "roles.critic={model: {path: x/y}, head: value}"]),
-    ("contrib.rubric:Rubric", ["roles.judge.model.path=x/z", "data.fields={rubric: x}"]),
+    (
+        "contrib.rubric:Rubric",  # a set of one's own has the fields of the data
+        ["roles.judge.model.path=x/z", "data.fields={rubric: x}", "evaluation.sets=[{path: y}]"],
+    ),
     ("contrib.entailment:Entailment", ["data.fields={response: x, principle: y}"]),
 ]  # fmt: skip
 
