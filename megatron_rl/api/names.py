@@ -25,7 +25,7 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
     value.
     """
     sections = {field.name for field in dataclasses.fields(TrainConfig)}
-    found = Config()
+    found: dict[str, Any] = {}
     for name, value in given.items():
         if name == UPDATES:
             keys = [count_of(target)]
@@ -35,8 +35,8 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
             keys = [name]
         else:
             raise ConfigError(f"{name} = {value!r}: {_unknown(name, value, sections)}")
-        found = found | dict.fromkeys(keys, value)
-    return found
+        found |= dict.fromkeys(keys, value)
+    return Config(found)
 
 
 def _unknown(name: str, value: Any, sections: set[str]) -> str:

@@ -89,8 +89,9 @@ class Trainer:
         for role, path in paths.items():
             base = base | {"roles": {role: {"model": {"path": str(path)}}}}
         base, called = _with_rewards(base, given, reward, directory)
-        base = base | _data(base, dataset, eval_dataset, directory)
-        self.config = _named(base | _of_columns(base | given, called, target) | given)
+        whole = base | given
+        whole = whole | _data(whole, given.get("evaluation.sets"), dataset, eval_dataset, directory)
+        self.config = _named(whole | _of_columns(whole, called, target))
         self._file = directory / f"{self.config.get('run.name')}.yaml"
         self._write()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -290,8 +291,9 @@ def _with_rewards(
     return base | ({"preflight.reward": False} if called and not said else {}), called
 
 
-def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Settings:
-    """Returns the config sections of the given data sets. The held-out set gets the training set's settings."""
+def _data(base: Config, sets: Sequence[Any] | None, dataset: Any, held_out: Any, directory: Path) -> Settings:
+    """Returns the config sections of the given data sets. The held-out set gets the training set's settings, and comes
+    before the `sets` that are given beside it."""
     found: dict[str, Any] = {}
     data = base.get("data", {})
     if dataset is not None:
@@ -299,7 +301,7 @@ def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Setting
     if held_out is not None:
         shared = {name: value for name, value in data.items() if name not in _OF_THE_SET}
         own = data_files.data_settings(held_out, "eval", directory)
-        found["evaluation"] = {"sets": [{"name": "eval"} | shared | own]}
+        found["evaluation"] = {"sets": [{"name": "eval"} | shared | own, *(sets or [])]}
     return found
 
 

@@ -156,9 +156,9 @@ class Evaluation:
     best: Best | None = None  # keep and export the best checkpoints; null: only the newest checkpoints are kept
     early_stop: EarlyStop | None = None  # end the run when a metric no longer improves; null: never
 
-    def problems(self) -> Iterator[str]:
+    def conflicts(self) -> Iterator[str]:
         """Yields error messages about the sets and their numbers of samples, and about `best` or `early_stop` in a run
-        without evaluations during training."""
+        without evaluations during training. Called for a whole config alone: a part may have `best` without `sets`."""
         yield from sets_problems("evaluation.sets", self.sets, n=self.n, k=self.k, temperature=self.temperature)
         followed = {"best": self.best, "early_stop": self.early_stop}
         for name in (name for name, own in followed.items() if own is not None):

@@ -28,6 +28,7 @@ def data_problems(spec: Spec) -> Iterator[str]:
 def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
     """Yields error messages about the sets of the evaluations, and about metrics that no evaluation can have."""
     settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
+    yield from settings.conflicts()
     for own in spec.data.held_out:
         if own.benchmark is not None and own.benchmark.judged:
             yield f"{HELD_OUT}: {own.name} has solutions to judge: evaluate on it with `megatron-rl eval`"

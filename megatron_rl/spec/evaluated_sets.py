@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_rl.config.data_settings import generated_name
@@ -33,7 +34,7 @@ class EvaluatedSet:
 
 def evaluated_sets(
     sets: Sequence[EvaluationSet], defaults: Any, reward: Reward, *, drawn: Any = None,
-    fields: Mapping[str, str] | None = None,
+    fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[EvaluatedSet, ...]:  # fmt: skip
     """Resolves the settings of problem sets. Returns the resolved sets in order.
 
@@ -44,7 +45,7 @@ def evaluated_sets(
 
     Raises ConfigError for an unknown benchmark, and for a benchmark that is not on the hub without `data_dir`.
     """
-    return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn, fields or {}) for own in sets)
+    return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn, fields) for own in sets)
 
 
 def _resolved(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 from megatron_rl.config import files, plugins
 from megatron_rl.config.base import ConfigError, refuse, sections
+from megatron_rl.config.data_sources import Sources
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
 from megatron_rl.config.evaluation import Reward, Sets, sets_of
@@ -92,8 +93,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     if isinstance(config, SftConfig):
         own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
         return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
-    fields = config.data.fields if isinstance(config.data, PromptSet) else None
-    held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward, fields=fields)
+    held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward, data=config.data)
     recipe, training = None, shared["sets"]
     shared["sets"] = training | {f"{HELD_OUT}.{own.name}": own.source for own in held_out}
     try:
@@ -153,10 +153,11 @@ def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
 
 
 def _evaluated(
-    sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None,
-    fields: Mapping[str, str] | None = None,
+    sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None, data: PromptSet | Sources | None = None
 ) -> tuple[tuple[EvaluatedSet, ...], list[str]]:  # fmt: skip
-    """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors."""
+    """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors. `data`: the
+    training problems, whose `fields` sets of your own take over."""
+    fields = data.fields if isinstance(data, PromptSet) else {}
     try:
         return evaluated_sets(sets_of(sets), defaults, reward, drawn=drawn, fields=fields), []
     except ConfigError as error:

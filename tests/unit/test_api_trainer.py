@@ -123,6 +123,36 @@ def test_rewards_get_the_columns_that_they_name(make):
         make(named, [{"prompt": "a", "task": 1}])
 
 
+BEST = {"metric": "generator/accuracy"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"evaluation": {"best": BEST}, "evaluate_every": 2},
+        {"evaluate_every": 2, "evaluation": {"best": BEST}},
+        {"evaluation.best.metric": "generator/accuracy", "evaluate_every": 2},
+        {"config": {"evaluation": {"best": BEST}}, "evaluate_every": 2},
+        {"config": {"evaluation.best": BEST, "evaluation.every": 2}},
+    ],
+)
+def test_all_arguments_are_merged_before_they_are_checked(make, given):
+    evaluation = make(eval_dataset=ROWS, **given).config.resolve().evaluation
+    assert (evaluation.best.metric, evaluation.every, len(evaluation.sets)) == ("generator/accuracy", 2, 1)
+    with pytest.raises(ConfigError, match=r"evaluation.best without evaluation.sets"):
+        make(**given)
+
+
+def test_an_eval_dataset_stands_beside_other_sets(make, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    sets = {"sets": [{"path": str(held)}]}
+    both = make(eval_dataset=ROWS, evaluation=sets | {"best": BEST}, evaluate_every=1).config.resolve().evaluation
+    assert [one.title for one in both.sets] == ["eval", "held"]
+    alone = make(eval_dataset=ROWS, config={"evaluation": sets}).config.resolve().evaluation
+    assert [one.title for one in alone.sets] == ["eval"], "an argument wins over the config"
+
+
 def test_the_preflight_tries_functions_where_the_form_of_an_answer_is_known(make):
     def reward(response, payload):
         return float(payload["answer"] in response)

@@ -100,7 +100,8 @@ def test_a_set_without_answers_is_refused_by_its_own_name(check, tmp_path):
     for deep in ((), ("--deep",)):
         status, _, errors = check(deep=deep)
         assert status == 2, "a set of the evaluations is what the preflight tries"
-        assert "evaluation.sets: held: a problem has no answer to try the reward with, only messages, question, wanted" in errors
+        words = "a problem has no answer to try the reward with, only messages, question, wanted: set fields: {answer:"
+        assert f"evaluation.sets: held: {words}" in errors
         assert "set fields: {answer: COLUMN} in this set" in errors
         status, _, errors = check("evaluation.sets=[]", deep=deep)
         assert status == 2 and "data: a problem has no answer to try the reward with" in errors
