@@ -181,7 +181,7 @@ class Exchange:
         if not out:
             handle = transport.receive(peer, label, size, self._side.device)
             return _completion(handle, bucket.source, lost, deadline)
-        handle = transport.send(peer, label, transport.buffer(size, self._side.device), size_known=True)
+        handle = transport.send(peer, label, transport.buffer(size, self._side.device))
         return _completion(handle, bucket.destination, lost, self._patient(deadline, bucket))
 
     def _patient(self, deadline: Deadline, bucket: RefitBucket) -> Deadline:
@@ -256,9 +256,7 @@ class Exchange:
             if checked:
                 whole[end : end + sums].copy_(self._checksums(checked, order.sums_on))
             pieces = self._pieces(alone, whole[end + sums :])
-            handle = transport.send(
-                peer, message.label(order.version), whole[: end + sums], size_known=not head, pieces=pieces
-            )
+            handle = transport.send(peer, message.label(order.version), whole[: end + sums], pieces=pieces)
         except TransportError as error:
             out.lost_destinations[bucket.destination] = str(error)
             return lambda: None

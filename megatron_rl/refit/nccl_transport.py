@@ -73,9 +73,7 @@ class Nccl:
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._buffers.take(size, device)
 
-    def send(
-        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
-    ) -> Handle:
+    def send(self, peer: int, label: str, message: Tensor, *, pieces: Iterable[Tensor] = ()) -> Handle:
         return self._handle("send", peer, message, f"{label} to {peer}")
 
     def receive(

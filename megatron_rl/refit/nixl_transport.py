@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.refit.refit_store import RefitStore
-from megatron_rl.refit.shared_memory_transport import Slots
+from megatron_rl.refit.shared_memory_transport import Medium, Slots
 from megatron_rl.refit.transport import Deadline, TransportError
 
 POLL_S = 5e-5  # interval in seconds at which a reader checks whether its read has ended
@@ -35,7 +35,7 @@ class Nixl(Slots):
         super().close()
 
 
-class RegisteredMemory:
+class RegisteredMemory(Medium):
     """A medium whose slots are memory that is registered with a NIXL agent of this process. Implements
     shared_memory_transport.Medium.
     """

@@ -14,11 +14,12 @@ import os
 import re
 import uuid
 import warnings
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,29 +33,33 @@ SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_SLOT = 1 << 16  # minimum size of a slot in bytes
 
 
-class Medium(Protocol):
+class Medium(ABC):
     """A kind of memory that holds messages. A slot is memory for one message, and its address is a JSON value."""
 
+    @abstractmethod
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         """Returns the address and the memory of a new slot, uint8 [at least size]."""
         ...
 
     def publish(self, address: Any, message: Tensor) -> Any:
         """Makes the message in a slot visible to the receiver. Returns the address to pass to the receiver's `open`."""
-        ...
+        return address
 
+    @abstractmethod
     def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
         """Returns the memory of a slot, or a copy that is valid until the next call. Raises OSError or RuntimeError if
         the slot cannot be opened before the deadline, for example because the sender has ended.
         """
         ...
 
-    def free(self, address: Any) -> None:
-        """Frees the memory of a slot that no receiver reads."""
+    def free(self, address: Any) -> None:  # noqa: B027
+        """Frees the memory of a slot that no receiver reads. A no-op in this base class: the memory may be freed with
+        its tensor.
+        """
         ...
 
 
-class SharedMemory:
+class SharedMemory(Medium):
     """A medium whose slots (memory for one message each) are files in /dev/shm, mapped into memory by both sides.
 
     A new instance removes the files that dead processes of the same user left behind.
@@ -86,9 +91,6 @@ class SharedMemory:
             ) from error
         return [path.name, size], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
-    def publish(self, address: Any, message: Tensor) -> Any:
-        return address
-
     def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
         name, size = address
         if not isinstance(name, str) or "/" in name or not name.startswith(self._prefix):
@@ -102,7 +104,7 @@ class SharedMemory:
         os.close(self._held.pop(address[0]))
 
 
-class Disk:
+class Disk(Medium):
     """A medium whose slots (memory for one message each) are safetensors files in a directory that all ranks share.
 
     Each file is written under a temporary name and then renamed, so that no partial file is read.
@@ -137,7 +139,7 @@ class Disk:
         (self._directory / address).unlink(missing_ok=True)
 
 
-class CudaIpc:
+class CudaIpc(Medium):
     """A medium whose slots (memory for one message each) are in GPU memory. Other processes of the same host open a
     slot by its CUDA IPC handle.
 
@@ -166,9 +168,6 @@ class CudaIpc:
             storage = torch.UntypedStorage._new_shared_cuda(*parts)
             self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._open[key]
-
-    def free(self, address: Any) -> None:
-        return None  # the memory is freed with its tensor
 
 
 class Slots:
@@ -204,9 +203,7 @@ class Slots:
         self._slots.append(slot)
         return slot.memory[:size]
 
-    def send(
-        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
-    ) -> Handle:
+    def send(self, peer: int, label: str, message: Tensor, *, pieces: Iterable[Tensor] = ()) -> Handle:
         slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
         key, slot.in_use = f"{self._rank}-{peer}/{next(self._sent[peer])}", True
         self._store.put(key, [self._medium.publish(slot.address, message), len(message)])

@@ -80,9 +80,7 @@ class Tcp:
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._buffers.take(size, torch.device("cpu"))
 
-    def send(
-        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
-    ) -> Handle:
+    def send(self, peer: int, label: str, message: Tensor, *, pieces: Iterable[Tensor] = ()) -> Handle:
         lane, size = self._lane("to", peer), 0
         blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
         for piece in pieces:

@@ -248,14 +248,11 @@ class Transport(Protocol):
         """Returns a buffer to write a message into before it is passed to `send`, uint8 [size]."""
         ...
 
-    def send(
-        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
-    ) -> Handle:
+    def send(self, peer: int, label: str, message: Tensor, *, pieces: Iterable[Tensor] = ()) -> Handle:
         """Starts to send `message` to a peer.
 
         `message`: a tensor that `buffer` returned, or the first bytes of one.
         `label`: the name of the message in errors.
-        `size_known`: whether the receiver knows the size of the message.
         `pieces`: further uint8 tensors to send after the message. Each piece may be sent as soon as the iterable
         yields it. The pieces must not be changed before the handle's `wait` has returned.
         """

@@ -313,9 +313,7 @@ def late(out: Path) -> Any:
     store.get("given up", 60)
     found = "sent"
     try:
-        sending = transport.send(
-            1, "a bucket", torch.ones(8, dtype=torch.uint8), size_known=True, pieces=[torch.ones_like(target)]
-        )
+        sending = transport.send(1, "a bucket", torch.ones(8, dtype=torch.uint8), pieces=[torch.ones_like(target)])
         sending.wait(Deadline.start(20.0, 20.0))
     except TransportError as error:
         found = str(error)

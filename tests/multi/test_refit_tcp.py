@@ -59,7 +59,7 @@ def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_with
             message = out.buffer(4, CPU)
             message[:] = numbers(4)
             coming = into.receive(of, "a bucket", 4, CPU)
-            sending = out.send(to, "a bucket", message, size_known=True)
+            sending = out.send(to, "a bucket", message)
             assert torch.equal(coming.wait(soon()), numbers(4))
             coming.release()
             sending.wait(soon())
@@ -78,7 +78,7 @@ def test_refit_connection_that_fails_at_its_first_words_is_closed_and_the_messag
     monkeypatch.setattr(socket, "create_connection", recorded)
     monkeypatch.setattr(tcp_transport, "hello", gone)
     with pytest.raises(TransportError, match="the network is gone"):
-        ends[0].send(1, "a bucket", numbers(5), size_known=True).wait(soon())
+        ends[0].send(1, "a bucket", numbers(5)).wait(soon())
     assert [connection.fileno() for connection in made] == [-1]
 
 
@@ -94,13 +94,12 @@ def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
     second = b.receive(0, "second", None, CPU)
     many = b.receive(0, "third", 4003, CPU, pieces=[4000])
     sent = [
-        a.send(1, "first", numbers(5), size_known=True, pieces=(long[:10], long[10:1_500_000], long[1_500_000:])),
-        a.send(1, "second", numbers(9, 3), size_known=False),
+        a.send(1, "first", numbers(5), pieces=(long[:10], long[10:1_500_000], long[1_500_000:])),
+        a.send(1, "second", numbers(9, 3)),
         a.send(
             1,
             "third",
             numbers(3, 1),
-            size_known=True,
             pieces=[numbers(4000)[i : i + 4] for i in range(0, 4000, 4)] + [numbers(0)],
         ),
     ]
@@ -133,13 +132,13 @@ def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
         for stranger in strangers[2:]:
             assert stranger.recv(1) == b""
         coming = b.receive(0, "a bucket", 4, CPU)
-        a.send(1, "a bucket", numbers(4), size_known=True)
+        a.send(1, "a bucket", numbers(4))
         assert torch.equal(coming.wait(soon()), numbers(4))
 
 
 def test_refit_messages_over_tcp_of_another_size_are_refused(ends):
     a, b, _ = ends
-    a.send(1, "a bucket", numbers(4), size_known=True)
+    a.send(1, "a bucket", numbers(4))
     with pytest.raises(TransportError, match="a bucket from 0: 4 bytes came where 6 were expected"):
         b.receive(0, "a bucket", 6, CPU).wait(soon())
 
@@ -147,7 +146,7 @@ def test_refit_messages_over_tcp_of_another_size_are_refused(ends):
 def test_refit_messages_over_tcp_fail_at_once_when_the_other_side_goes(ends):
     a, b, _ = ends
     coming = b.receive(0, "a bucket", 4, CPU)
-    a.send(1, "a bucket", numbers(4), size_known=True)
+    a.send(1, "a bucket", numbers(4))
     coming.wait(soon())
     late, start = b.receive(0, "another", 4, CPU), time.monotonic()
     a.close()
@@ -157,13 +156,13 @@ def test_refit_messages_over_tcp_fail_at_once_when_the_other_side_goes(ends):
         b.receive(0, "a third", 4, CPU).wait(soon())
     assert time.monotonic() - start < 5
     with pytest.raises(TransportError, match="closed"):
-        a.send(1, "a fourth", numbers(4), size_known=True)
+        a.send(1, "a fourth", numbers(4))
 
 
 def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
     """The message is larger than the kernel's buffers. After the wait nothing more of its memory is sent."""
     a, b, _ = ends
-    sending = a.send(1, "a bucket", torch.zeros(64 << 20, dtype=torch.uint8), size_known=True)
+    sending = a.send(1, "a bucket", torch.zeros(64 << 20, dtype=torch.uint8))
     with pytest.raises(TransportError, match="a bucket to 1: no answer within 0.2 s"):
         sending.wait(Deadline.start(10.0, 0.2))
     with pytest.raises(TransportError, match="closed"):
@@ -190,7 +189,7 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
 def test_refit_messages_over_tcp_to_somebody_who_never_came(ends):
     a, _, _ = ends
     with pytest.raises(TransportError, match="a bucket to 7: it did not come within 2 s"):
-        a.send(7, "a bucket", numbers(4), size_known=True).wait(soon())
+        a.send(7, "a bucket", numbers(4)).wait(soon())
 
 
 def test_refit_messages_over_tcp_leave_nothing_open_when_it_closes(ends):
@@ -212,7 +211,7 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_was_interrupted(end
     a, b, _ = ends
     target = torch.zeros(1000, dtype=torch.uint8)
     first = b.receive(0, "a bucket", 4, CPU)
-    a.send(1, "a bucket", numbers(4), size_known=True)
+    a.send(1, "a bucket", numbers(4))
     first.wait(soon())
     coming = b.receive(0, "another", 4, CPU, pieces=[target])
 
@@ -221,7 +220,7 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_was_interrupted(end
 
     with pytest.raises(TransportError, match="the refit store is gone"):
         coming.wait(Deadline.start(10.0, 10.0, gone))
-    a.send(1, "another", numbers(4), size_known=True, pieces=[numbers(1000, 1)])
+    a.send(1, "another", numbers(4), pieces=[numbers(1000, 1)])
     time.sleep(0.2)
     assert not target.any()
 
@@ -259,7 +258,7 @@ opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.join() for thread in opening]
 waits = [ends[1].receive(0, "a bucket", 8, torch.device("cpu"))]
 # peer 5 never came, so that its lane asks the store
-waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))
+waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8)))
 for wait in waits:
     try:
         wait.wait(Deadline.start(0.2, 0.2))

@@ -479,7 +479,7 @@ def test_hostile_silent_callers_of_a_refit_make_room_for_a_peer(monkeypatch):
     until(lambda: len(receiver._callers) == 8)
     message = torch.arange(8, dtype=torch.uint8)
     coming = receiver.receive(1, "a bucket", 8, torch.device("cpu"))
-    sender.send(0, "a bucket", message, size_known=True)
+    sender.send(0, "a bucket", message)
     assert coming.wait(Deadline.start(20.0, 20.0)).equal(message) and len(receiver._callers) <= 8
     for each in silent:
         each.close()

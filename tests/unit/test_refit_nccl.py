@@ -93,7 +93,7 @@ def test_a_peer_that_does_not_connect_is_left_out_in_time(nccl, store):
     found: list[str] = []
 
     def send() -> None:
-        handle = transport.send(1, "bucket 0", torch.zeros(8, dtype=torch.uint8), size_known=True)
+        handle = transport.send(1, "bucket 0", torch.zeros(8, dtype=torch.uint8))
         try:
             handle.wait(Deadline.start(60.0, SETTINGS.message_timeout_s))
         except TransportError as error:
@@ -191,7 +191,7 @@ def test_a_message_is_started_on_the_stream_of_its_sender(nccl, store, monkeypat
     message = SimpleNamespace(is_cuda=True, device=gpu)
     for name in ("the sender's", "another of the sender's"):
         with stream(SimpleNamespace(name=name)):
-            transport.send(1, "bucket 0", message, size_known=True).wait(Deadline.start(60.0, 60.0))
+            transport.send(1, "bucket 0", message).wait(Deadline.start(60.0, 60.0))
     assert group.streams == ["the sender's", "another of the sender's"]
     transport.close()
 
@@ -208,7 +208,7 @@ def test_a_message_that_failed_or_never_ends_is_an_error_of_the_transport(nccl, 
         ),
     ):
         monkeypatch.setattr(group, "send", lambda *_, works=works: works)
-        handle = transport.send(1, "bucket 0", torch.zeros(8, dtype=torch.uint8), size_known=True)
+        handle = transport.send(1, "bucket 0", torch.zeros(8, dtype=torch.uint8))
         with pytest.raises(TransportError) as error:
             handle.wait(Deadline.start(60.0, SETTINGS.message_timeout_s))
         assert str(error.value) == said
