@@ -26,29 +26,25 @@ class DataParallelEngine:
     """
 
     def __init__(self, world: World, name: str, engine: EmbeddedEngine) -> None:
-        self._world, self._engine, self._full = world, engine, FullPrompts(name)
+        self.local = engine  # the engine of this rank
+        self._world, self._full = world, FullPrompts(name)
         self._generate, self._score_top = f"generate/{name}", f"score_top/{name}"
         world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
         world.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
 
     @property
     def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def local(self) -> EmbeddedEngine:
-        """Returns the engine of this rank."""
-        return self._engine
+        return self.local.version
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Loads the weights on this rank. Collective: every rank must call it, because the weight stream is
         collective.
         """
-        self._engine.load(weights, version=version)
+        self.local.load(weights, version=version)
 
     def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
         """Returns a new session, whose requests are divided among all ranks."""
-        return BatchedSession(self.generate_rows, self._engine.check_ask, self._full, log)
+        return BatchedSession(self.generate_rows, self.local.check_ask, self._full, log)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
         """Samples one completion per row. The rows are divided among all ranks. Returns [R] completions in the order of

@@ -10,21 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.sampling import Completion, Sampling, TandemSampling, TopScores, empty
-
-__all__ = [
-    "Completion",
-    "Engine",
-    "EngineError",
-    "SampleLog",
-    "Sampling",
-    "Session",
-    "TandemSampling",
-    "TopScores",
-    "complete",
-    "draw",
-    "empty",
-]
+from megatron_rl.sampling import Completion as Completion
+from megatron_rl.sampling import Sampling as Sampling
+from megatron_rl.sampling import TandemSampling as TandemSampling
+from megatron_rl.sampling import TopScores as TopScores
+from megatron_rl.sampling import empty as empty
 
 Tokens = Sequence[int] | np.ndarray  # [T] token ids
 

@@ -26,15 +26,11 @@ class GroupLimit:
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Choose | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E]."""
+    def get_replay_topk(self, scores: Tensor, topk: int, *unused: object) -> tuple[Tensor, Tensor]:
+        """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E].
+
+        `unused`: the group limit of Megatron-core and its function.
+        """
         return self._routing.within_groups(scores).topk(topk, dim=1)
 
 

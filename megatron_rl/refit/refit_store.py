@@ -36,7 +36,8 @@ class RefitStore:
     """
 
     def __init__(self, client: KeyValueClient, secret: bytes, prefix: str = "") -> None:
-        self._client, self._secret, self._prefix = client, secret, prefix
+        self._client, self._secret = client, secret
+        self.prefix = prefix  # added to all keys of this view
 
     @classmethod
     def host(cls, address: str) -> tuple[RefitStore, Address]:
@@ -79,7 +80,7 @@ class RefitStore:
 
     def under(self, prefix: str) -> RefitStore:
         """Returns a view of this store that adds `prefix` and "/" to the front of all keys."""
-        return RefitStore(self._client, self._secret, f"{self._prefix}{prefix}/")
+        return RefitStore(self._client, self._secret, f"{self.prefix}{prefix}/")
 
     def sign(self, text: bytes) -> bytes:
         """Returns the HMAC-SHA256 of `text` with the secret of the store as key, 32 bytes."""
@@ -90,11 +91,6 @@ class RefitStore:
         of this view to its keys. `timeout` is the default timeout of its waits."""
         return RankStore(self._client, timeout)
 
-    @property
-    def prefix(self) -> str:
-        """Returns the prefix that this view adds to all keys."""
-        return self._prefix
-
     def put(self, key: str, value: Any) -> None:
         """Stores a JSON-serializable `value` under `key`. Raises TransportError when the store no longer answers."""
         self.put_together({key: value})
@@ -102,7 +98,7 @@ class RefitStore:
     def put_together(self, values: Mapping[str, Any]) -> None:
         """Stores several values atomically. Raises TransportError when the store no longer answers."""
         with _gone():
-            self._client.set({self._prefix + key: json.dumps(value).encode() for key, value in values.items()})
+            self._client.set({self.prefix + key: json.dumps(value).encode() for key, value in values.items()})
 
     def get(self, key: str, timeout_s: float) -> Any:
         """Waits for a value under `key` and returns it.
@@ -111,7 +107,7 @@ class RefitStore:
         """
         found = self.peek(key, timeout_s)
         if found is None:
-            raise TransportError(f"no {self._prefix + key!r} on the refit store within {timeout_s:.1f} s")
+            raise TransportError(f"no {self.prefix + key!r} on the refit store within {timeout_s:.1f} s")
         return found
 
     def has(self, key: str, timeout_s: float) -> bool:
@@ -121,7 +117,7 @@ class RefitStore:
         """
         try:
             with _gone():
-                self._client.wait([self._prefix + key], timeout_s)
+                self._client.wait([self.prefix + key], timeout_s)
         except KeyValueTimeout:
             return False
         return True
@@ -133,19 +129,19 @@ class RefitStore:
         """
         try:
             with _gone():
-                return json.loads(self._client.get([self._prefix + key], timeout_s)[0])
+                return json.loads(self._client.get([self.prefix + key], timeout_s)[0])
         except KeyValueTimeout:
             return None
 
     def remove(self, key: str) -> None:
         """Removes `key` if it exists."""
         with _gone():
-            self._client.remove(self._prefix + key)
+            self._client.remove(self.prefix + key)
 
     def clear(self, prefixes: Iterable[str]) -> None:
         """Removes all keys that begin with one of the prefixes."""
         with _gone():
-            self._client.clear([self._prefix + prefix for prefix in prefixes])
+            self._client.clear([self.prefix + prefix for prefix in prefixes])
 
 
 @contextlib.contextmanager

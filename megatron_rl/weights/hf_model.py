@@ -171,14 +171,9 @@ class DirectoryTensors:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self._stored = safetensors_headers.read_directory(local_directory(directory))
+        self.stored = safetensors_headers.read_directory(local_directory(directory))  # as the files' headers say
         self._open: dict[Path, Any] = {}
         self._views: dict[str, Tensor] = {}
-
-    @property
-    def stored(self) -> dict[str, safetensors_headers.Stored]:
-        """Returns every tensor of the directory as described by its file's header."""
-        return self._stored
 
     def whole(self, name: str) -> Tensor:
         """Returns a whole tensor. Raises ConfigError if the directory does not have it."""
@@ -212,10 +207,10 @@ class DirectoryTensors:
         return from_tensor(dequantise(touched, blocks, form, torch.bfloat16), inside)
 
     def _find(self, name: str) -> safetensors_headers.Stored:
-        if name not in self._stored:
-            folder = next(iter(self._stored.values())).file.parent
+        if name not in self.stored:
+            folder = next(iter(self.stored.values())).file.parent
             raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
-        return self._stored[name]
+        return self.stored[name]
 
     def _view(self, name: str, stored: safetensors_headers.Stored) -> Tensor:
         """Returns a tensor as the file stores it."""
