@@ -5,7 +5,6 @@ position bias.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -97,11 +96,7 @@ class Comparisons:
 
     def finish(self) -> list[Answer]:
         """Waits for all answers. Returns the answers, sorted by index and order of the pair."""
-        start = time.perf_counter()
-        for key, answers in self._judging.answers():
-            self._found[key] = answers
-            self._watch.beat()
-        self._watch.add("review", time.perf_counter() - start)
+        self._found = self._judging.collect(self._watch)
         return [answer for key in sorted(self._found) for answer in self._found[key]]
 
     def margin(self, place: int) -> float | None:

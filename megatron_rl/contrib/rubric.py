@@ -238,8 +238,7 @@ class Rubric(Recipe):
                     if claim.text is not None:
                         judging.ask(key, claim)
                 context.watch.beat()
-        with context.watch("review"):
-            found = dict(judging.answers())
+        found = judging.collect(context.watch)
         rows = [(claim, found.get(key, [])) for key, claim in sorted(claims.items())]
         responses = [list(part) for _, part in groupby(rows, key=lambda row: row[0].place)]
         gradings = self._check_rules(context, [rows[0][0] for rows in responses])

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from megatron_rl.chat_template import thought_opening
 from megatron_rl.engines.protocol import Completion, Engine, Sampling
 from megatron_rl.rewards.tags import after_thinking
+from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
@@ -79,6 +80,17 @@ class Judging(Generic[Item, Opinion]):
         """Yields (key, the n judgements of the item) for each requested item, as soon as all n are done."""
         for key, completions in self.session.answers():
             yield key, [self._judgement(key, completion) for completion in completions]
+
+    def collect(self, watch: Stopwatch) -> dict[int, list[Judgement[Item, Opinion]]]:
+        """Waits for the judgements of all requested items. Returns {key: judgements}. `watch` measures the time as the
+        part "review" of an iteration."""
+        found: dict[int, list[Judgement[Item, Opinion]]] = {}
+        with watch("review"):
+            # judgements are parsed while others are still being generated
+            for key, judgements in self.answers():
+                found[key] = judgements
+                watch.beat()
+        return found
 
     def _judgement(self, key: int, completion: Completion) -> Judgement[Item, Opinion]:
         item, prompt = self._asked[key]

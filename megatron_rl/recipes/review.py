@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -118,13 +117,7 @@ class Reviews:
         """
         for own in self._waiting.values():
             self._decide(own)
-        start = time.perf_counter()
-        found: dict[int, list[Verification]] = {}
-        # verifications are parsed while other verifications are still being generated
-        for place, verifications in self._judging.answers():
-            found[place] = verifications
-            self._watch.beat()
-        self._watch.add("review", time.perf_counter() - start)
+        found = self._judging.collect(self._watch)
         return [found.get(place, []) for place in sorted(self._places)]
 
     def _decide(self, solutions: Mapping[int, Solution]) -> None:
