@@ -36,7 +36,9 @@ class Landing:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.parameters, self.targets = parameters, Tensors(parameters)
+        # the plan's biases of experts are vectors; engines stack them
+        vectors = {name: t.view(-1) if name.endswith("_bias") else t for name, t in parameters.items()}
+        self.parameters, self.targets = parameters, Tensors(vectors)
 
     def begin_refit(self) -> None: ...
 

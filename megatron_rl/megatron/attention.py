@@ -20,14 +20,18 @@ from megatron_rl import sdpa
 from megatron_rl.host_to_device import upload
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.kernels import varlen
-from megatron_rl.megatron.torch_layers import Chosen, rotate
+from megatron_rl.megatron.torch_layers import Chosen, TensorSharded, rotate
 from megatron_rl.models.sizes import Features
 from megatron_rl.weights.hf_model import Architecture
 
 platform.install()
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 MAX_PADDING = 1.15  # maximum ratio of tokens with padding to tokens without padding in an attention bucket
@@ -338,7 +342,7 @@ class _Spread(torch.autograd.Function):
         return back, None, None, None, None
 
 
-class SDPAttention(Chosen, MegatronModule):
+class SDPAttention(Chosen, TensorSharded, MegatronModule):
     """Causal attention with rotary embedding, by torch's scaled_dot_product_attention or by one call of torch's
     variable-length flash attention for all sequences.
 
@@ -351,6 +355,12 @@ class SDPAttention(Chosen, MegatronModule):
         self.scale, self.kind = features.softmax_scale, features.kind_of(layer_number - 1)
         self.window = features.kinds[self.kind].window
         self.rotates = not config.multi_latent_attention
+        self.group, self.axis = parallel_state.get_tensor_model_parallel_group(), {"softmax_offset": 0}
+        self.softmax_offset: torch.nn.Parameter | None = None  # [H] sinks; the name is Megatron-core's
+        if features.sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -399,4 +409,5 @@ class SDPAttention(Chosen, MegatronModule):
         # for values narrower than keys, torch would materialize all scores on a CPU
         if width != key.shape[-1] and not value.is_cuda:
             value = F.pad(value, (0, key.shape[-1] - width))
-        return sdpa.attend(query, key, value, mask=mask, scale=self.scale)[..., :width].to(dtype)
+        out = sdpa.attend(query, key, value, mask=mask, scale=self.scale, sinks=self.softmax_offset)
+        return out[..., :width].to(dtype)

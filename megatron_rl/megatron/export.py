@@ -152,7 +152,7 @@ def _gathered(
         for name, rect in holding.parameters:
             parts.setdefault(rect.tensor, {}).setdefault(rect[1:5], (holding.ranks[0], name, rect))
     rank = dist.get_rank(group)
-    for name, shape, dtype in planned:
+    for name, shape, dtype, _ in planned:
         whole = torch.empty(shape if rank == 0 or everywhere else 0, dtype=dtype)
         for holder, parameter, rect in parts[name].values():
             place = tensor_copies.from_tensor(whole, rect) if rank == 0 else whole

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.batches.packed_batch import VALUE
@@ -20,7 +19,7 @@ from megatron_rl.megatron.joint_norm import set_joint_norms
 from megatron_rl.megatron.kernels import choice, varlen
 from megatron_rl.megatron.latent_attention import LatentAttention
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.megatron.torch_layers import Chosen, GeGLU, Head, NormedAddition, RMSNorm, SwiGLU, choose
+from megatron_rl.megatron.torch_layers import ACTIVATIONS, Chosen, Head, NormedAddition, RMSNorm, choose
 from megatron_rl.megatron.vocab_statistics import vocab_parallel_statistics
 from megatron_rl.models import core_settings
 from megatron_rl.models.partitions import padded_vocab
@@ -50,10 +49,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 _log = logging.getLogger(__name__)
-
-# Activation name (models/sizes.py) -> (function for Megatron-core's config, which accepts only activations that core
-# knows; module that computes the gated activation from fc1's fused output instead of core).
-ACTIVATIONS: dict[str, tuple[Any, Any]] = {"silu": (F.silu, SwiGLU), "gelu_tanh": (F.gelu, GeGLU)}
 
 
 FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -183,7 +178,7 @@ def uses_flash(arch: Architecture, model: Model) -> bool:
     If flash attention is not available for packed bfloat16 rows on a GPU, the first rank logs a warning. Raises
     ConfigError if the settings require flash attention and it is not available.
     """
-    if model.attention_backend == "sdpa":
+    if model.attention_backend == "sdpa" or arch.features.sinks:
         return False
     problem = varlen.obstacle(arch.head_dim, model.dtype)
     if problem is not None and model.attention_backend == "flash":
@@ -397,6 +392,14 @@ def _mark_experts(chunk: PolicyModel) -> None:
     for name, parameter in chunk.named_parameters():
         if parameter_mapping.is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
+            # core would sum the gradient of an expert's bias over the tensor-parallel ranks a second time
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            # or only the first tensor-parallel rank would count its part of the bias in the norm of the gradients
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    for name, module in chunk.named_modules():
+        if name.endswith(".linear_fc2") and parameter_mapping.is_expert(name) and chunk.config.add_bias_linear:
+            # core adds the bias in place, and the output is a view, of which autograd refuses that
+            module.register_forward_hook(lambda _module, _inputs, out: (out[0].clone(), out[1]))
 
 
 def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:

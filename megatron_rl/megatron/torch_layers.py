@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.megatron import platform
+from megatron_rl.models.sizes import ALPHA, CLAMP
 
 platform.install()
 
@@ -171,6 +172,15 @@ class SwiGLU(Chosen, MegatronModule):
         return _SwiGLU.apply(x)  # type: ignore[return-value]
 
 
+class ClampedSwiGLU(SwiGLU):
+    """The activation of gpt-oss's experts, on the output of the first feed-forward projection (fc1), in which the
+    elements of gate and up alternate. [..., 2 f] -> [..., f]. It has no Triton kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x[..., ::2].clamp(max=CLAMP), x[..., 1::2].clamp(-CLAMP, CLAMP)
+        return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+
+
 class GeGLU(Chosen, MegatronModule):
     """The GeGLU activation gelu_tanh(gate) * up on the fused output [gate | up] of the first feed-forward projection
     (fc1). [..., 2 f] -> [..., f]."""
@@ -185,3 +195,12 @@ class GeGLU(Chosen, MegatronModule):
             return gates.gated(x, tanh=True)
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+
+# Activation name (models/sizes.py) -> (function for Megatron-core's config, which accepts only activations that core
+# knows; module that computes the gated activation from fc1's fused output instead of core).
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "silu": (F.silu, SwiGLU),
+    "gelu_tanh": (F.gelu, GeGLU),
+    "clamped_silu": (F.silu, ClampedSwiGLU),
+}

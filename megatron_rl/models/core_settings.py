@@ -30,7 +30,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         qk_layernorm=features.qk_norm,
         gated_linear_unit=True,
         activation_func=features.activation,
-        add_bias_linear=False,
+        add_bias_linear=features.bias,
         add_qkv_bias=features.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -85,8 +85,9 @@ def trainer_problems(sizes: Sizes, layout: Layout, model: str) -> list[str]:
 
     `model`: the name of the model in the messages.
 
-    Besides divisibility, the function checks two rules for experts: a dense model has no experts to shard, and
-    Megatron-core trains experts under tensor parallelism only with sequence parallelism.
+    Besides divisibility, the function checks three rules for experts: a dense model has no experts to shard, and
+    Megatron-core trains experts under tensor parallelism only with sequence parallelism, and experts with biases only
+    as a whole.
     """
     found = [violation.says(model) for violation in trainer_violations(sizes, layout)]
     if not sizes.experts and (layout.ep > 1 or layout.etp not in (None, 1) or layout.expert_tp != layout.tp):
@@ -95,6 +96,11 @@ def trainer_problems(sizes: Sizes, layout: Layout, model: str) -> list[str]:
         found.append(
             f"{model} has experts, and layout.tp = {layout.tp}: Megatron-core trains that only with sequence "
             "parallelism; set layout.sequence_parallel to true"
+        )
+    if sizes.experts and family_of(sizes).common.bias and layout.expert_tp > 1:
+        found.append(
+            f"{model} has experts with biases, and layout.etp = {layout.etp} (null: tp): each of these ranks would add "
+            "the bias; set layout.etp to 1"
         )
     return found
 
@@ -108,6 +114,11 @@ def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool 
     """
     if expert_parallel and not sizes.experts:
         return [f"{model} has no experts: set expert_parallel to false"]
+    if family_of(sizes).common.bias and tp > 1 and not expert_parallel:
+        return [
+            f"{model} has experts with biases, and engine.tp = {tp}: vLLM keeps these on its first rank alone, and "
+            "refits send them to all; set engine.expert_parallel to true, or engine.tp to 1"
+        ]
     return [found.says(model) for found in engine_violations(sizes, tp, expert_parallel=expert_parallel)]
 
 

@@ -37,6 +37,11 @@ def setting_problems(
         found.append(f"router_replay = true, and {name} has no experts: set it to false")
     if settings.router_aux_loss and not sizes.experts:
         found.append(f"model.router_aux_loss = {settings.router_aux_loss}, and {name} has no experts: set it to 0")
+    if settings.attention_backend == "flash" and features.sinks:
+        found.append(
+            f"model.attention_backend = 'flash', and {name} has attention sinks, which torch's flash attention cannot "
+            "compute: set it to auto"
+        )
     if settings.fp8 and core_settings.needs_own_layers(sizes, features):
         found.append(f"model.fp8 = true, and Transformer Engine's layers cannot compute {name}: set it to false")
     return found + refusal_of(core_settings.routed, sizes, features, settings.router_aux_loss, place=f"{name}: ")

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self
 
 from megatron_rl.config.model import Head
 
+ALPHA, CLAMP = 1.702, 7.0  # constants of the activation "clamped_silu"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -162,8 +164,12 @@ class Features:
     norms_before: bool = True  # True if the inputs of attention and feed-forward are normalised
     # True if the outputs of attention and feed-forward are normalised before the residual addition
     norms_after: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # activation function of the gate
+    # activation function of the gate; "clamped_silu": gpt-oss's, for which the rows of gate and up alternate
+    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"
     qkv_bias: bool = False  # True if query, key and value projections have a bias
+    bias: bool = False  # True if all projections have a bias, also those of routers and experts
+    # True if each head has a learned score (sink) that takes part in the softmax over the keys and has no value
+    sinks: bool = False
     qk_norm: bool = False  # True if queries and keys are normalised per head
     qk_norm_joint: bool = False  # True if queries and keys are normalised over all heads together
     softmax_scale: float | None = None  # factor of the attention scores; None: 1 / sqrt(head_dim)

@@ -28,7 +28,7 @@ CONTEXT = 2.5 * GIB  # bytes of GPU memory for the CUDA context, NCCL's buffers 
 WHOLE = "layer"  # value of `recompute` for recomputing a whole layer from its input
 FRAGMENTS = 0.04  # share of the GPU's memory that fragmentation in the allocator makes unusable
 # Activation function -> number of tensors of the feed-forward width that the gated product keeps for backward.
-GATE_KEEPS = {"silu": 3, "gelu_tanh": 4}
+GATE_KEEPS = {"silu": 3, "gelu_tanh": 4, "clamped_silu": 7}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +242,8 @@ def _attention(actor: Actor, tokens: int) -> float:
     shape, parallel, numbers, _ = actor
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
+    if shape.features.sinks:  # attention computes with wider heads, see sdpa.py
+        q, kv = (n * (sizes.head_dim + 8) / sizes.head_dim for n in (q, kv))
     attention = own * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
         copied = q if sizes.kv_heads > parallel.tp else 0  # a single group of heads is a view of the joined projection
@@ -299,7 +301,8 @@ def _experts(actor: Actor, tokens: int) -> float:
     wide = sizes.expert_ffn / parallel.etp
     # the router keeps its input as float32
     router = stream * (sizes.experts * 9 + shape.active * 24) + (0 if w == 4 else 4 * stream * sizes.hidden)
-    return router + sent * (w * (sizes.hidden + 4 * wide) + 4)
+    widths = GATE_KEEPS[shape.features.activation] + 1  # and the output times the expert's score
+    return router + sent * (w * (sizes.hidden + widths * wide) + 4)
 
 
 def _ends(actor: Actor, tokens: int) -> float:

@@ -255,10 +255,16 @@ def quantisation_problems(engine: EngineSpec, name: str, sizes: Sizes, directory
     if servers is not None and published and not servers.quantization:
         yield (
             f"{directory} has quantised weights, and engine.quantization = null: servers would start with the "
-            "files' format, and weight syncs send the model's dtype; set engine.quantization to fp8"
+            "files' format, and weight syncs send the model's dtype; set engine.quantization to fp8, or roles.NAME."
+            "model.path to a directory that `megatron-rl convert to-hf` has written"
         )
     if not settings.quantization:
         return
+    if servers is not None and registry.family_of(sizes).common.bias:
+        yield (
+            f"engine.quantization = {settings.quantization!r}, and {directory} has experts with biases: servers with "
+            "these in 8 bits are not tested; leave it out"
+        )
     own = EngineLayout(quantization=settings.quantization, whole=servers is None)
     if servers is not None:
         own = replace(own, tp=servers.tp, expert_parallel=servers.expert_parallel)

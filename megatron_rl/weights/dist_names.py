@@ -14,7 +14,7 @@ from megatron_rl.weights.parameter_mapping import WHOLE, Shape, Shard, megatron
 
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12]\.\w+?)(\d+)|local_experts\.(\d+)\.(linear_fc[12]\.\w+))")
 # Name of a norm -> name of the same norm in Megatron-core's torch layer spec, also in models with experts.
 _ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 _ATTENTION = "self_attention.core_attention"
@@ -51,8 +51,8 @@ def places(name: str) -> Iterator[StackedKey]:
     part, index = layer[2], (int(layer[1]),)
     if expert := _EXPERT.fullmatch(part):
         linear, number = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
-        yield StackedKey(f"decoder.layers.mlp.experts.experts.{linear}.weight", (*index, int(number)))
-        yield StackedKey(f"decoder.layers.{layer[1]}.mlp.experts.experts.{linear}.weight", (int(number),))
+        yield StackedKey(f"decoder.layers.mlp.experts.experts.{linear}", (*index, int(number)))
+        yield StackedKey(f"decoder.layers.{layer[1]}.mlp.experts.experts.{linear}", (int(number),))
         return
     yield StackedKey(f"decoder.layers.{part}", index)
     yield StackedKey(name, ())  # Megatron-core writes one tensor per layer if layers differ
@@ -130,12 +130,11 @@ def extra_states(sizes: Sizes) -> Iterator[str]:
         prefix = f"decoder.layers.{layer}" if layered else "decoder.layers"
         at, of = ("", "") if layered else (f"{layer}.", f"{sizes.num_layers}.")
         dense = dict.fromkeys(row.spelled(True).rpartition(".")[0] for row in rows if not row.experts)
-        parts = [part for part in dense if part not in _WITHOUT_STATE]
+        parts = [part for part in dense if part not in (*_WITHOUT_STATE, _ATTENTION)]
         shard = "shard_0_1" if layered else f"shard_{layer}_{sizes.num_layers}"
         yield from (f"{prefix}.{part}._extra_state/{shard}" for part in [*parts, _ATTENTION])
-        for row in rows:
-            linear = row.name.split(".")[-2]
-            for expert in range(row.experts):
-                place = f"shard_{at}{expert}_{of}{row.experts}"
+        for linear in dict.fromkeys(row.name.split(".")[-2] for row in rows if row.experts):
+            for expert in range(sizes.experts):
+                place = f"shard_{at}{expert}_{of}{sizes.experts}"
                 yield f"{prefix}.mlp.experts.experts.{linear}._extra_state/{place}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"

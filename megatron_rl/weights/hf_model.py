@@ -23,7 +23,7 @@ from megatron_rl.models.blocks import BIAS, EMBEDDING, HEAD, SCORE
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import safetensors_headers
 from megatron_rl.weights.parameter_mapping import Rect, check_complete, hf_shapes, kept_float32
-from megatron_rl.weights.quantisation import FORMATS, SCALES
+from megatron_rl.weights.quantisation import SCALES
 from megatron_rl.weights.quantised_values import dequantise
 from megatron_rl.weights.tensor_copies import blocks, from_tensor
 
@@ -167,7 +167,8 @@ def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
 
 class DirectoryTensors:
     """The tensors of a model directory. Each tensor is read when it is first accessed. The tensors are views of
-    memory-mapped files, so the caller must not write to them. 8-bit values are converted to bfloat16 at every access.
+    memory-mapped files, so the caller must not write to them. Quantised values are converted to bfloat16 at every
+    access.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -196,13 +197,15 @@ class DirectoryTensors:
         values = self._view(rect.tensor, stored)
         if stored.scales is None:
             return from_tensor(values, rect)
-        form, scales = FORMATS["fp8"], self._view(rect.tensor + SCALES, stored.scales)
+        form, scales = stored.format, self._view(rect.tensor + SCALES, stored.scales)
+        values, scales = values.flatten(1), scales.view(getattr(torch, form.scales))
         rows, columns = (  # the rows and the columns of the blocks that the rectangle touches
             (first // size, -(-(first + count) // size))
             for first, count, size in zip(rect[1:3], rect[3:5], form.block, strict=True)
         )
         (high, wide), blocks = form.block, scales[slice(*rows), slice(*columns)]
-        touched = values[rows[0] * high : rows[1] * high, columns[0] * wide : columns[1] * wide]
+        held = slice(*(column * wide // form.packed for column in columns))
+        touched = values[rows[0] * high : rows[1] * high, held]
         inside = rect._replace(row=rect.row - rows[0] * high, column=rect.column - columns[0] * wide)
         return from_tensor(dequantise(touched, blocks, form, torch.bfloat16), inside)
 
@@ -217,11 +220,11 @@ class DirectoryTensors:
         if name not in self._views:
             if stored.file not in self._open:
                 self._open[stored.file] = safe_open(stored.file, "pt").__enter__()
-            stack, expert, row = stored.part or (name, None, 0)
+            stack = name if stored.part is None else stored.part.name
             if stack not in self._views:
                 self._views[stack] = self._open[stored.file].get_tensor(stack)
-            whole = self._views[stack] if expert is None else self._views[stack][expert]
-            self._views[name] = whole[row : row + stored.shape[0]] if stored.part else whole
+            whole = self._views[stack]
+            self._views[name] = whole if stored.part is None else stored.part.of(whole)
         return self._views[name]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.hf_model import DTYPES
 from megatron_rl.weights.parameter_mapping import hf_shapes
-from megatron_rl.weights.safetensors_headers import INDEX, SINGLE
+from megatron_rl.weights.safetensors_headers import INDEX, SINGLE, Part, stacked
 
 SHARD_BYTES = 4 * 10**9  # maximum size of a file in bytes; a single tensor may be larger
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
@@ -26,6 +28,7 @@ class Planned(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    part: Part | None = None  # its place in the files' tensor, if files hold it as part of a larger tensor
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +40,8 @@ def plan_tensors(sizes: Sizes, dtypes: Mapping[str, torch.dtype]) -> list[Planne
     tensors are placed in the files.
     """
     shapes = {name: (rows,) if columns == 1 else (rows, columns) for name, (rows, columns) in hf_shapes(sizes).items()}
-    return [Planned(name, shapes[name], dtype) for name, dtype in dtypes.items()]
+    parts = {own.name: part for own, part in stacked(sizes, in_files=True)}
+    return [Planned(name, shapes[name], dtype, parts.get(name)) for name, dtype in dtypes.items()]
 
 
 class HfWriter:
@@ -48,8 +52,11 @@ class HfWriter:
     """
 
     def __init__(self, folder: Path, planned: Iterable[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
+        planned = [*planned]
+        self._parts = {tensor.name: tensor.part for tensor in planned if tensor.part is not None}
+        whole = dict.fromkeys((t.part.name, t.part.shape, t.dtype) if t.part else t[:3] for t in planned)
         shards: list[list[Planned]] = [[]]
-        for tensor in planned:
+        for tensor in itertools.starmap(Planned, whole):
             if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > shard_bytes:
                 shards.append([])
             shards[-1].append(tensor)
@@ -72,7 +79,7 @@ class HfWriter:
         Other tensors are skipped, because a tied model's files may include the output layer. Raises KeyError, with the
         name, if a planned tensor is missing from `tensors`.
         """
-        for name, tensor in tensors:
+        for name, tensor in self._joined(tensors):
             if name in self._places:
                 self.write(name, tensor)
         if self._places:
@@ -81,8 +88,23 @@ class HfWriter:
             whole = {"metadata": {"total_size": self._total}, "weight_map": self._files}
             self._index.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
+    def _joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors as the files hold them. The parts of a larger tensor are collected in memory first."""
+        left, filled = Counter(part.name for part in self._parts.values()), dict[str, Tensor]()
+        for name, tensor in tensors:
+            part = self._parts.get(name)
+            if part is None:
+                yield name, tensor
+                continue
+            if part.name not in filled:
+                filled[part.name] = tensor.new_empty(part.shape)
+            part.of(filled[part.name]).copy_(tensor)
+            left[part.name] -= 1
+            if not left[part.name]:
+                yield part.name, filled.pop(part.name)
+
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one of the planned tensors. Each tensor is written once.
+        """Writes one of the tensors of the files. Each tensor is written once.
 
         Raises ValueError if the shape or dtype differs from the planned tensor, and KeyError if no tensor of this name
         was planned or the tensor was already written.

@@ -57,6 +57,9 @@ FORMATS: Mapping[str, Format] = {
     "nvfp4": Format(block=(1, 16), largest=6.0, scales="float8_e4m3fn", bits=4, second=2.0**-8),
 }
 
+# OCP's mxfp4, the format of gpt-oss's files. Engines are not sent weights in this format.
+MXFP4 = Format(block=(1, 32), largest=6.0, scales="float8_e8m0fnu", bits=4)
+
 
 def is_quantised(row: Row) -> bool:
     """Checks whether engines with quantised weights hold a parameter quantised. This is so for the weights of linear

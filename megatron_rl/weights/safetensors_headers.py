@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -22,26 +22,45 @@ from megatron_rl.models.partitions import Source
 from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights.quantisation import FORMATS, SCALES
+from megatron_rl.weights.quantisation import FORMATS, MXFP4, SCALES, Format
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DAMAGED = (KeyError, TypeError, AttributeError)  # errors of reading an index whose JSON has a different structure
+# Suffixes of the names of MXFP4 values and scales in gpt-oss's files. They are [experts, rows, columns / 32, 16] and
+# [experts, rows, columns / 32]; files of other dtypes hold the same tensor as [experts, columns, rows].
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 # first bytes of a git-lfs pointer: a small file in place of a large file that git-lfs has not downloaded
 LFS = b"version https://git-lfs.github.com/"
+
+
+class Part(NamedTuple):
+    """The place of a tensor in a larger tensor, which holds it together with others."""
+
+    name: str  # name of the larger tensor
+    shape: tuple[int, ...]  # shape of the larger tensor
+    expert: int | None  # index in the first dimension; None if the larger tensor does not stack experts
+    row: int
+    rows: int
+    transposed: bool = False  # True if the larger tensor has the rows in its last dimension
+
+    def of(self, whole: Any) -> Any:
+        """Returns the tensor as a view of the larger tensor `whole`."""
+        own = whole if self.expert is None else whole[self.expert]
+        return (own.T if self.transposed else own)[self.row : self.row + self.rows]
 
 
 class Stored(NamedTuple):
     """A tensor in a safetensors file, as described by the file's header."""
 
     file: Path
-    # Name of the dtype in safetensors: F32, BF16, F16, ... BF16 if `scales` is set, because 8-bit values are converted
-    # to bfloat16 when they are read.
+    # Name of the dtype in safetensors: F32, BF16, F16, ... BF16 if `scales` is set, because quantised values are
+    # converted to bfloat16 when they are read.
     dtype: str
     shape: tuple[int, ...]
-    # If the tensor is part of a stacked tensor: (name of the stacked tensor, expert index or None, first row).
-    part: tuple[str, int | None, int] | None = None
-    scales: Stored | None = None  # the scales of 8-bit values, one per block of FORMATS["fp8"]
+    part: Part | None = None  # its place if it is part of a larger tensor
+    scales: Stored | None = None  # the scales of quantised values, one per block of `format`
+    format: Format = FORMATS["fp8"]
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
@@ -123,36 +142,56 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     except (OSError, ValueError):
         return found
     out = dict(found)
-    for name, shape, expert, parts in stacked(sizes) if sizes.experts else ():
-        if name not in found:
-            continue
-        stack, first = found[name], 0
-        if stack.shape != shape:
-            raise ConfigError(f"{stack.file}: {name} is {list(stack.shape)}, config.json says {list(shape)}")
-        out.pop(name, None)
-        for own in parts:
-            part = (name, expert, first)
-            out[own.name] = Stored(stack.file, stack.dtype, (own.rows, own.columns), part)
-            first += own.rows
+    for own, part in stacked(sizes) if sizes.experts else ():
+        shape = (own.rows,) if own.columns == 1 else (own.rows, own.columns)
+        if part.name in found:
+            stack = _stack(found, part)
+            out[own.name] = Stored(stack.file, stack.dtype, shape, part)
+        elif part.name + BLOCKS in found and len(shape) == 2:
+            form, (high, wide) = MXFP4, MXFP4.block
+            grid = part.shape[0], part.shape[2] // high, part.shape[1] // wide  # the blocks of all experts
+            halves = [
+                part._replace(name=part.name + suffix, shape=(*grid, *last), transposed=False)
+                for suffix, last in ((BLOCKS, (wide // form.packed,)), (BLOCK_SCALES, ()))
+            ]
+            values, scales = (Stored(_stack(found, half, "U8").file, "U8", shape, half) for half in halves)
+            out[own.name] = values._replace(dtype="BF16", scales=scales, format=form)
+            for half in halves:
+                out.pop(half.name, None)
+        out.pop(part.name, None)
     return out
 
 
-def stacked(sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...], int | None, list[Source]]]:
-    """Yields the tensors that transformers 5 holds in memory in place of several tensors of the files.
+def _stack(found: dict[str, Stored], part: Part, dtype: str | None = None) -> Stored:
+    """Returns the stored tensor that holds `part`. Raises ConfigError if it is missing, or has another shape or another
+    dtype than `dtype`."""
+    stack = found.get(part.name)
+    if stack is None or stack.shape != part.shape or dtype not in (None, stack.dtype):
+        said = f"{list(stack.shape)} of {stack.dtype}" if stack else "missing"
+        file, of = (stack or next(iter(found.values()))).file, f" of {dtype}" if dtype else ""
+        raise ConfigError(f"{file}: {part.name} is {said}, config.json says {list(part.shape)}{of}")
+    return stack
 
-    A stack of experts is yielded once per expert: (name of the stack, shape of the stack, index of the expert or None,
-    the files' tensors that are concatenated along the rows).
+
+def stacked(sizes: Sizes, *, in_files: bool = False) -> Iterator[tuple[Source, Part]]:
+    """Yields the tensors that transformers 5 holds in memory as parts of larger tensors, such as the tensors of every
+    expert: (name and shape of the tensor, its place). `in_files`: yields only those that are parts in files, too.
     """
     for layer in range(sizes.num_layers):
         prefix = HF_LAYER.format(layer)
         for row in layer_rows(sizes, layer):
-            if row.in_memory is None or row.in_memory == row.sources[0].name:
+            if row.in_memory is None or row.in_memory == row.sources[0].name or (in_files and not row.stacked):
                 continue
             one = sum(source.rows for source in row.sources), row.sources[0].columns
-            shape = (row.experts, *one) if row.experts else one
+            if row.stacked:
+                one = one[::-1] if one[1] > 1 else one[:1]
+            shape, turned = (row.experts, *one) if row.experts else one, row.stacked and len(one) > 1
             for number in range(row.experts or 1):
-                parts = [s._replace(name=prefix + s.name.replace(EXPERT, str(number))) for s in row.sources]
-                yield prefix + row.in_memory, shape, number if row.experts else None, parts
+                first, expert = 0, number if row.experts else None
+                for source in row.sources:
+                    part = Part(prefix + row.in_memory, shape, expert, first, source.rows, turned)
+                    yield source._replace(name=prefix + source.name.replace(EXPERT, str(number))), part
+                    first += source.rows
 
 
 def read_file(file: Path) -> dict[str, Stored]:

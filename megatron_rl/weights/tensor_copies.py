@@ -66,11 +66,10 @@ def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     file's name, as in transformers 4, are returned unchanged.
     """
     out = dict(tensors)
-    for name, _, expert, parts in stacked(sizes):
-        if name in tensors:
-            out.pop(name, None)
-            whole = tensors[name] if expert is None else tensors[name][expert]
-            out |= zip((own.name for own in parts), whole.split([own.rows for own in parts]), strict=True)
+    for own, part in stacked(sizes):
+        if part.name in tensors:
+            out.pop(part.name, None)
+            out[own.name] = part.of(tensors[part.name])
     return out
 
 

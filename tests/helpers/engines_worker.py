@@ -28,7 +28,6 @@ import torch
 import urllib3
 from layouts_worker import learn
 from limits import PROCESS_S, RUN_S
-from safetensors.torch import save_file
 from toys import characters
 
 from megatron_rl.cluster.watchdog import Watchdog
@@ -47,6 +46,7 @@ from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 from megatron_rl.types import Stop
+from megatron_rl.weights.hf_writer import HfWriter
 
 ROLE = "generator"
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
@@ -279,10 +279,10 @@ class Scenario:
 
     def keep_weights(self, name: str) -> None:
         """Writes a Hugging Face directory, for the judge."""
-        tensors = {n: t.detach().clone() for n, t in self.policy.export.weights()}
+        tensors, planned = dict(self.policy.export.weights()), self.policy.export.planned()
         if self.world.rank == 0:
             (self.out / name).mkdir(parents=True, exist_ok=True)
-            save_file(tensors, self.out / name / "model.safetensors")
+            HfWriter(self.out / name, planned).write_all(tensors.items())
 
 
 def main() -> None:

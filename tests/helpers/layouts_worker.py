@@ -150,8 +150,9 @@ def force(model, arch: hf_model.Architecture, shown: list[torch.Tensor]) -> None
         return logits, weights.to(logits.dtype), chosen
 
     for number, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(partial(hook, number))
+        if hasattr(layer.mlp, "experts"):
+            router = layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
+            router.register_forward_hook(partial(hook, number))
 
 
 def reference(
@@ -214,9 +215,11 @@ def reference(
     logprobs, ent = torch.where(batch.mask, live.detach(), 0.0), float(entropy[batch.mask].sum())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     named = dict(model.named_parameters())
+    # transformers stacks the biases of experts, which are vectors
+    vectors = {n for n, p in named.items() if p.dim() == 1 or n.endswith("_bias")}
     groups = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": DECAY if decay_norms else 0.0},
+        {"params": [p for n, p in named.items() if n not in vectors], "weight_decay": DECAY},
+        {"params": [named[n] for n in vectors], "weight_decay": DECAY if decay_norms else 0.0},
     ]
     clip = min(1.0, 1.0 / (float(norm) + 1e-6))
     grads = {n: (torch.zeros_like(p) if p.grad is None else p.grad.float()) / clip for n, p in named.items()}

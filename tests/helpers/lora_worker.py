@@ -35,7 +35,7 @@ from megatron_rl.megatron import offload, optimizer, parallel, pipeline_pass
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.weights import lora_adapters, tensor_copies
+from megatron_rl.weights import hf_model, lora_adapters, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 from megatron_rl.weights.rank_layouts import EngineLayout
 
@@ -84,7 +84,7 @@ def parity(path: str, told: Path, case: dict[str, Any]) -> dict[str, float]:
     rollouts, loss = make_rollouts(policy.arch.vocab), WeightedLogprobs()
     work, index = work_of(policy, rollouts, loss)
     base = {name: tensor.clone() for name, tensor in policy.export.shards().items()}
-    merged = load_file(told / "merged/model.safetensors")
+    merged = dict(hf_model.read_tensors(told / "merged"))
     now = dict(policy.export.weights())
     errors = {
         "merged": max((now[name] - merged[name]).abs().max().item() for name in now),

@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -43,6 +45,7 @@ FAMILIES = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),  # of a family in a package of its own (own_family.py)
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
@@ -95,6 +98,14 @@ OWN_SIZES = {  # of a family, over SIZES
         "norm_topk_prob": False,
     },
     "deepseek_v3": LATENT | {"q_lora_rank": 24, "routed_scaling_factor": 2.5, "rope_parameters": YARN},
+    "gpt_oss": EXPERTS
+    | {
+        "num_local_experts": 4,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "sliding_window": 6,
+        "rope_parameters": {key: YARN[key] for key in YARN if "mscale" not in key} | {"truncate": False},
+    },
 }
 SIZES = {
     "vocab_size": 96,
@@ -139,7 +150,7 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
                 if "norm" in name:
                     parameter.uniform_(0.5, 1.5).sub_(1.0 if family in FROM_ONE else 0.0)
                 elif name.endswith("bias"):
-                    parameter.normal_(std=0.3)
+                    parameter.normal_(std=4.0 if "gate_up" in name else 0.3)  # gpt-oss clamps values above 7
                 else:
                     parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
             for name, buffer in model.named_buffers():

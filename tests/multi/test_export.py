@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     make_model(folder / "large", "qwen2", **LARGE)
     make_model(folder / "tied", "qwen2", vocab_size=97, tie_word_embeddings=True)
     make_model(folder / "experts", "qwen3_moe", vocab_size=97)
+    make_model(folder / "stacked", "gpt_oss", vocab_size=97)
     (folder / "tied/chat_template.jinja").write_text("{{ messages }}")
     return folder
 
@@ -44,6 +45,7 @@ def answers(folder):
     cases = {
         "tied": case(folder, "tied", layout={"pp": 2}, dtype="bfloat16"),
         "experts": case(folder, "experts", layout={"ep": 2}),
+        "stacked": case(folder, "stacked", layout={"ep": 2}),
         "tp": case(folder, "large", layout={"tp": 2}, shard_bytes=SHARD),
         "pp": case(folder, "large", layout={"pp": 2}, shard_bytes=SHARD),
         "again": case(folder, "tied", layout={"pp": 2}, dtype="bfloat16", shard_bytes=1 << 30),
@@ -61,14 +63,17 @@ def test_an_export_of_forty_shards_takes_the_memory_of_two_on_any_rank(folder, a
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", ["tp", "pp", "experts"])
+@pytest.mark.parametrize("name", ["tp", "pp", "experts", "stacked"])
 def test_an_export_holds_the_weights_of_the_policy_and_loads(folder, answers, name):
     for answer in answers:
         assert answer[name]["same"] and answer[name]["names"]
-    target = folder / f"{'experts_ep' if name == 'experts' else f'large_{name}'}"
+    target = folder / (f"large_{name}" if name in ("tp", "pp") else f"{name}_ep")
     assert not wrong_of(target)
     hf_model.check(target, hf_model.read_architecture(target))
     assert (target / safetensors_headers.INDEX).is_file()
+    if name == "stacked":  # transformers finds the tensors under its own names
+        models = [AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (target, folder / name)]
+        assert all(torch.equal(models[0][key], tensor) for key, tensor in models[1].items())
 
 
 @pytest.mark.multi

@@ -90,6 +90,16 @@ CASES: dict[int, list[dict]] = {
         {"name": "gemma3-bf16", "model": "gemma3_text", "layout": {}, "dtype": "bfloat16"},
         {"name": "deepseek_v2", "model": "deepseek_v2", "layout": {}},
         {"name": "olmo2", "model": "olmo2", "layout": {}},
+        {"name": "gpt_oss", "model": "gpt_oss", "layout": {}},
+        {"name": "gpt_oss-one-micro-batch", "model": "gpt_oss", "layout": {}, "budget": 4096},
+        {
+            "name": "gpt_oss-selective",
+            "model": "gpt_oss",
+            "layout": {},
+            "model_settings": selective("core_attn", "moe"),
+        },
+        {"name": "gpt_oss-replay", "model": "gpt_oss", "layout": {}, "replay": True, "loss": "policy"},
+        {"name": "gpt_oss-bf16", "model": "gpt_oss_all", "layout": {}, "dtype": "bfloat16"},
         {"name": "head", "layout": {}, "head": "value"},
         {"name": "critic", "layout": {}, "loss": "shared"},
         {"name": "head-bf16", "layout": {}, "head": "score", "dtype": "bfloat16"},
@@ -153,6 +163,11 @@ CASES: dict[int, list[dict]] = {
         {"name": "deepseek_v3-pp2", "model": "deepseek_v3", "layout": PP},
         {"name": "deepseek_v3-cp2", "model": "deepseek_v3", "layout": CP},
         {"name": "olmo2-tp2sp", "model": "olmo2", "layout": SP},
+        {"name": "gpt_oss-ep2", "model": "gpt_oss", "layout": EP},
+        {"name": "gpt_oss-tp2sp", "model": "gpt_oss", "layout": SP | {"etp": 1}},
+        {"name": "gpt_oss-tp2sp-ep2", "model": "gpt_oss", "layout": SP | EP | {"etp": 1}},
+        {"name": "gpt_oss-pp2", "model": "gpt_oss", "layout": PP},
+        {"name": "gpt_oss-cp2", "model": "gpt_oss", "layout": CP},
         {"name": "head-tp2sp", "layout": SP, "head": "value"},
         {"name": "head-tied-pp2", "model": "qwen2_tied", "layout": PP, "head": "value"},
         {"name": "critic-tp2", "layout": TP, "loss": "shared"},
@@ -349,9 +364,11 @@ def results(tmp_path_factory):
     make_model(directory / "qwen3", "qwen3", **sizes)
     for family in (
         *("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "gemma3_text", "olmo2"),
-        *("deepseek_v2", "deepseek_v3"),
+        *("deepseek_v2", "deepseek_v3", "gpt_oss"),
     ):
         make_model(directory / family, family, **sizes)
+    # every expert is chosen, so that rounding sends no token to others
+    make_model(directory / "gpt_oss_all", "gpt_oss", num_experts_per_tok=4, **sizes)
     make_model(directory / "gemma3_untied", "gemma3_text", tie_word_embeddings=False, **sizes)
     for family in MOE:
         make_model(directory / f"{family}_deep", family, **sizes, num_hidden_layers=4)

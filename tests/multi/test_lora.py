@@ -18,7 +18,7 @@ ATTENTION = ALL[:4]  # of models with experts
 TARGETS = {"all": ALL, "some": SOME, "attention": ATTENTION}
 TOLD = {
     "qwen2": ("all", "some"), "qwen3": ("all",), "llama": ("all",), "tied": ("all",), "gemma3_text": ("all",),
-    "qwen3_moe": ("attention",), "qwen2_moe": ("attention",),
+    "qwen3_moe": ("attention",), "qwen2_moe": ("attention",), "gpt_oss": ("attention",),
 }  # fmt: skip
 TP, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
 CASES: dict[int, list[dict]] = {
@@ -52,6 +52,8 @@ MORE: dict[int, list[dict]] = {  # make test-more ONLY=layouts
         {"name": "pp vpp", "model": "qwen2", "layout": {"pp": 2, "vpp": 2, "overlap_p2p": True}},
         {"name": "cp", "model": "qwen2", "layout": {"cp": 2}},
         {"name": "experts pp", "model": "qwen2_moe", "told": "attention", "layout": {"pp": 2}},
+        {"name": "sinks ep", "model": "gpt_oss", "told": "attention", "layout": {"ep": 2}},
+        {"name": "sinks tp sp", "model": "gpt_oss", "told": "attention", "layout": SP | {"etp": 1}},
     ],
     4: [
         {"name": "tp sp pp", "model": "qwen2", "layout": SP | {"pp": 2}},
@@ -95,7 +97,7 @@ RUNS = [
 def folder(tmp_path_factory):
     """Models, and what peft computes of each."""
     place = tmp_path_factory.mktemp("lora")
-    for name in ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen2_moe"):
+    for name in ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen2_moe", "gpt_oss"):
         make_model(place / name, name, vocab_size=97)
     make_model(place / "tied", "qwen2", vocab_size=97, tie_word_embeddings=True)
     make_model(place / "qwen2 trained", "qwen2", vocab_size=97, seed=1)

@@ -462,9 +462,9 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
     benchmarks/plan_memory.py compares larger models.
     """
     sizes = {"hidden_size": 128, "vocab_size": 256}
-    dense, experts, moved = (
+    dense, experts, moved, sinks = (
         make_model(tmp_path / name, family, **sizes)
-        for name, family in (("dense", "qwen2"), ("experts", "qwen3_moe"), ("moved", "olmo2"))
+        for name, family in (("dense", "qwen2"), ("experts", "qwen3_moe"), ("moved", "olmo2"), ("sinks", "gpt_oss"))
     )
     together = {"tp": 2, "sequence_parallel": True}
     latent = make_model(tmp_path / "latent", "deepseek_v3", **sizes)  # a dense layer, and one with experts
@@ -475,7 +475,7 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
         (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
         (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
         (dense, {}, {"dtype": "bfloat16"}), (experts, {"ep": 2}, {}), (experts, together, {}),
-        (moved, together, {}), (moved, {}, {"dtype": "bfloat16"}),
+        (moved, together, {}), (moved, {}, {"dtype": "bfloat16"}), (sinks, together | {"etp": 1}, {}),
         (dense, {}, {"prompt": 40, "group": 4, "micro": 112}), (latent, together, {"prompt": 40, "group": 4}),
         (dense, {}, {"lora": {"rank": 8}}), (dense, together, {"lora": {"rank": 4}, "dtype": "bfloat16"}),
     ]  # fmt: skip

@@ -151,6 +151,7 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
         ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}, False, {}),
         ("qwen2_moe", {"ep": 2, "pp": 2}, True, {}),
         ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "ep": 2}, True, {}),
+        ("gpt_oss", {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}, True, {}),
     ):
         path = make_model(tmp_path / family, family, **sizes)
         cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})

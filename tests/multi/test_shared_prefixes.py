@@ -26,6 +26,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "mixtral", "model": "mixtral"},
         {"name": "qwen2_moe-replay", "model": "qwen2_moe", "replay": True, "loss": "policy"},
         {"name": "deepseek_v3", "model": "deepseek_v3"},
+        {"name": "gpt_oss", "model": "gpt_oss"},
         {"name": "qwen2-lora", "model": "qwen2", "lora": True},
     ],
     2: [

@@ -20,7 +20,6 @@ import torch
 from compare_checkpoints import compare
 from conftest import ROOT, environment, program
 from ranks import run_ranks
-from safetensors.torch import load_file
 from tiny_models import LATENT, make_model
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +32,7 @@ from megatron_rl.conversion.weight_source import find, read_sizes
 from megatron_rl.main import main
 from megatron_rl.models.registry import families
 from megatron_rl.run.checkpoint import damage, seal
+from megatron_rl.weights import hf_model
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, places
 from megatron_rl.weights.dist_writer import DistWriter
@@ -96,7 +96,10 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(tmp_path, family, tied):
     convert.to_megatron(find(model), tmp_path / "ck", verify=True)
     convert.to_hf(find(tmp_path / "ck"), tmp_path / "back", shard_bytes=8_000)
     rows = compare(find(model), find(tmp_path / "back"))
-    assert len(rows) == len(load_file(model / "model.safetensors")) and all(row["equal"] for row in rows)
+    assert len(rows) == len(hf_model.tensor_files(model)) and all(row["equal"] for row in rows)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").state_dict()
+    read = AutoModelForCausalLM.from_pretrained(model, dtype="auto").state_dict()
+    assert read.keys() == written.keys() and all(torch.equal(read[name], own) for name, own in written.items())
     assert len([*(tmp_path / "back").glob("*.safetensors")]) > 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").dtype == (
         torch.bfloat16 if tied else torch.float32
@@ -291,7 +294,7 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
     make_model(tmp_path / "other", "qwen3", vocab_size=59, seed=5)
     other, largest = parity.logits_gap(forms["to-hf"], tmp_path / "other")
     assert same < 1e-5 and other > 0.1 * largest
-    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text", "olmo2", "deepseek_v3"):
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text", "olmo2", "deepseek_v3", "gpt_oss"):
         model = tiny(tmp_path / family, family)
         convert.to_megatron(find(model), tmp_path / f"{family}_megatron")
         gap, largest = parity.logits_gap(tmp_path / f"{family}_megatron", model)
@@ -340,16 +343,18 @@ def loaded(tmp_path_factory):
         case = {"name": name, "model": str(model), "other": str(other), "checkpoint": str(folder / f"{name}_ck")}
         imported.append(case | {"layouts": [{}, {"tp": 2}, {"pp": 2}]})
     layouts = [{"pp": 2}, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}]
-    case = {"name": "deepseek_v3", "checkpoint": str(folder / "deepseek_v3_ck"), "layouts": layouts}
-    for what, seed in (("model", 0), ("other", 1)):
-        case[what] = str(make_model(folder / f"deepseek_v3{seed}", "deepseek_v3", vocab_size=59, seed=seed))
-    convert.to_megatron(find(Path(case["model"])), folder / "deepseek_v3_ck")
-    imported.append(case)
+    for family in ("deepseek_v3", "gpt_oss"):
+        case = {"name": family, "checkpoint": str(folder / f"{family}_ck"), "layouts": layouts}
+        for what, seed in (("model", 0), ("other", 1)):
+            case[what] = str(make_model(folder / f"{family}{seed}", family, vocab_size=59, seed=seed))
+        convert.to_megatron(find(Path(case["model"])), folder / f"{family}_ck")
+        imported.append(case)
     resharded = [
         {"name": "tp1_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {}, "to": {"tp": 2}},
         {"name": "pp2_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {"pp": 2}, "to": {"tp": 2}},
         {"name": "tied", "model": str(folder / "qwen30"), "vocab": 59, "from": {"tp": 2}, "to": {}},
         {"name": "layers_differ", "model": str(folder / "deepseek_v30"), "vocab": 59, "from": {"pp": 2}, "to": {}},
+        {"name": "sinks", "model": str(folder / "gpt_oss0"), "vocab": 59, "from": {"pp": 2}, "to": {}},
         {"name": "norms", "model": str(folder / "olmo20"), "vocab": 59, "from": {"tp": 2}, "to": {"pp": 2}},
     ]
     cases = json.dumps({"imported": imported, "resharded": resharded})
@@ -359,13 +364,13 @@ def loaded(tmp_path_factory):
 @pytest.mark.multi
 def test_weights_converted_are_loaded_by_core_under_every_layout_bit_for_bit(loaded):
     for answer in loaded:
-        assert len(answer["imported"]) == 14 and all(answer["imported"].values()), answer["imported"]
+        assert len(answer["imported"]) == 16 and all(answer["imported"].values()), answer["imported"]
 
 
 @pytest.mark.multi
 def test_weights_resharded_train_on_as_if_nothing_had_happened(loaded):
     for answer in loaded:
-        assert len(answer["resharded"]) == 5
+        assert len(answer["resharded"]) == 6
         for name, gaps in answer["resharded"].items():
             assert gaps["loaded"] == 0.0 and gaps["lr"] == 0.0, name
             assert gaps["loss"] < 1e-6 and gaps["grad_norm"] < 1e-5 and gaps["after"] < 1e-5, (name, gaps)

@@ -41,6 +41,13 @@ def test_families_with_experts_answer_with_the_weights_of_an_expert_parallel_act
 
 
 @pytest.mark.matrix
+def test_sinks_and_biases_of_experts_reach_the_server(tmp_path):
+    """The windows of every second layer are shorter than the longest prompt."""
+    sizes = {"head_dim": 32, "intermediate_size": 64, "sliding_window": 20}
+    check_before_and_after_an_update(tmp_path, "gpt_oss", "{ep: 2}", **EXPERTS, **sizes)
+
+
+@pytest.mark.matrix
 def test_a_family_of_a_users_own_is_known_to_the_server(tmp_path):
     """vLLM has no model of its own for it and runs that of transformers, whose projections it joins."""
     own = ["own_family:FAMILY"]

@@ -26,6 +26,9 @@ DENSE = {  # what a config.json must have
     "vocab_size": 96,
 }
 
+SINKS = DENSE | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+PACKED = {"quantization_config": {"quant_method": "mxfp4"}}
+
 
 @pytest.mark.parametrize(
     ("layout", "key"),
@@ -120,6 +123,14 @@ LONGROPE = DENSE | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}
         (DENSE, ["engine.kind=vllm", "engine.expert_parallel=true"], "engine of a: .* has no experts"),
         (DENSE, ["engine.kind=vllm", "engine.tp=2"], None),
         (DENSE | {"model_type": "gpt2"}, ["roles.a.policy=none"], "model_type 'gpt2' is not supported"),
+        (SINKS, [], None),
+        (SINKS, ["roles.a.model.attention_backend=flash"], "roles.a: .* has attention sinks, which torch's flash"),
+        (SINKS, ["roles.a.layout={ep: 2, etp: 2}"], "roles.a: .* has experts with biases, and layout.etp = 2"),
+        (SINKS, ["engine.kind=vllm", "engine.tp=2"], "engine of a: .* has experts with biases, and engine.tp = 2"),
+        (SINKS, ["engine.kind=vllm", "engine.tp=2", "engine.expert_parallel=true"], None),
+        (SINKS, ["engine.kind=vllm", "engine.quantization=fp8"], "engine.quantization = 'fp8', and .* with biases"),
+        (SINKS | PACKED, ["engine.kind=vllm"], "has quantised weights, .* directory that `megatron-rl convert to-hf`"),
+        (SINKS | PACKED, [], None),
     ],
 )  # fmt: skip
 def test_settings_that_a_model_does_not_allow_are_refused_before_it_is_built(tmp_path, base, facts, words, says):

@@ -40,6 +40,7 @@ MODELS = {
     "deepseek_v2-greedy": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "greedy", "first_k_dense_replace": 0}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 3}),
     "olmo2": ("olmo2", {}),
+    "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4}),
     "olmo2-every-head-its-key": ("olmo2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)

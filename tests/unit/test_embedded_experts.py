@@ -25,7 +25,7 @@ from megatron_rl.types import FREE
 from megatron_rl.weights import counting, hf_model
 from megatron_rl.weights.parameter_mapping import hf_shapes
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)], [8] * 17]
 CPU = torch.device("cpu")
 
@@ -50,8 +50,9 @@ def chosen_by_transformers(model, sequence):
     none.
     """
     told = []
-    sparse = [layer for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    hooks = [layer.mlp.gate.register_forward_hook(lambda module, given, made: told.append(made[2])) for layer in sparse]
+    sparse = [layer for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    routers = [layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate for layer in sparse]
+    hooks = [router.register_forward_hook(lambda module, given, made: told.append(made[2])) for router in routers]
     with torch.no_grad():
         model(torch.tensor([sequence]))
     for hook in hooks:

@@ -53,6 +53,8 @@ PUBLISHED = {
     "olmo-2-7b": 7.299,
     "olmo-2-13b": 13.72,
     "olmo-2-32b": 32.23,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
 }
 
 
@@ -158,6 +160,8 @@ LATENT = replace(SPARSE, family="deepseek_v2", heads=16, ffn=100, dense_layers=1
         (SPARSE, {"etp": 8}, "moe_intermediate_size = 20 of it is not divisible by etp = 8: the nearest that work are"),
         (LATENT, {"tp": 8}, "intermediate_size = 100 of it is not divisible by tp = 8: the nearest that works is"),
         (SPARSE, {"tp": 2}, "trains that only with sequence parallelism; set layout.sequence_parallel to true"),
+        (replace(SPARSE, family="gpt_oss"), {"etp": 2}, "it has experts with biases, and layout.etp = 2 (null: tp)"),
+        (replace(SPARSE, family="gpt_oss"), {"tp": 2, "sequence_parallel": True}, "the bias; set layout.etp to 1"),
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_divide_a_model_is_refused_with_the_nearest_that_does(sizes, layout, says):

@@ -68,7 +68,7 @@ class Decoder:
             kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
             keys, values = kv if isinstance(layer.qkv, Tensor) else self._expand(kv[0, :, 0], layer.qkv)
             q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
-            y = sdpa.attend(q, keys, values, mask=masks[kind], scale=self._scale)
+            y = sdpa.attend(q, keys, values, mask=masks[kind], scale=self._scale, sinks=layer.sinks)
             chosen += self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
             cache.append(kv)
         return x.unflatten(0, (rows, width)), cache, chosen
@@ -166,7 +166,7 @@ class Decoder:
     def _attend_cached(self, q: Tensor, cache: Tensor, bias: Tensor, layer: Layer) -> Tensor:
         """Computes attention of one query per row and head over the KV cache. Queries [B, H, d] -> [B, H v]."""
         if isinstance(layer.qkv, Tensor):
-            return self._attend(q, cache[0], cache[1], bias)
+            return self._attend(q, cache[0], cache[1], bias, layer.sinks)
         up = layer.qkv.up.unflatten(0, (self.arch.heads, -1))  # [H, n + v, r]
         query = torch.einsum("bhn,hnr->bhr", q[..., : self._plain], up[:, : self._plain])
         query = torch.cat([query, q[..., self._plain :]], dim=-1)
@@ -174,9 +174,9 @@ class Decoder:
         y = self._attend(query, cache[0], latents, bias).unflatten(-1, (self.arch.heads, -1))
         return torch.einsum("bhr,hvr->bhv", y, up[:, self._plain :]).flatten(1)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Computes attention of one query per row and head over the first L positions of the KV cache. Queries [B, H,
-        d], keys [B, KV, L, d] and values [B, KV, L, v] -> [B, H v].
+        d], keys [B, KV, L, d] and values [B, KV, L, v] -> [B, H v]. `sinks`: [H], a further score of each head.
 
         In float32, two matrix products with a softmax between them are fastest on CPU. In lower precision they would
         round every score, and the log-probs would differ too much from the trainer's. The fused kernel keeps scores in
@@ -187,11 +187,13 @@ class Decoder:
             keys, values = (held.flatten(0, 1)[:, :window] for held in (keys, values))  # [B KV, window, d or v]
             q = q.reshape(rows * kv_heads, -1, q.shape[-1])  # [B KV, H / KV, d]
             scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
-            return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.view(kv_heads, -1, 1).repeat(rows, 1, 1)], dim=-1)
+            return torch.bmm(scores.softmax(dim=-1)[..., :window], values).view(rows, -1)
         keys, values = keys[:, :, :window], values[:, :, :window]
         # The H / KV queries that share a key head are positions of one sequence, because they have the same mask.
         q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
+        y = sdpa.attend(q, keys, values, mask=mask, scale=self._scale, sinks=sinks)
         return y.reshape(rows, -1)
 
     def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
@@ -199,6 +201,8 @@ class Decoder:
         place. Returns a list with the chosen experts [N, k] (the placeholder FREE in a dense layer), or an empty list
         for a dense model.
         """
+        if layer.out_bias is not None:
+            x.add_(layer.out_bias)
         if layer.out_after is None:
             x.addmm_(attended, layer.out.T)
         else:

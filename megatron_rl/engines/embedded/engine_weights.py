@@ -53,6 +53,10 @@ class ExpertWeights:
     down: Tensor  # [E, h, f]
     shared: SharedExpert | None
     bias: Tensor | None = None  # [E] float32, bias on the router scores that is used only to choose experts
+    # biases of the projections, and gate and up in alternating rows: in gpt-oss only
+    router_bias: Tensor | None = None  # [E]
+    gate_up_bias: Tensor | None = None  # [E, 2 f]
+    down_bias: Tensor | None = None  # [E, h]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class Layer:
     qkv_bias: Tensor | None  # [(H + 2 KV) d]
     q_norm: Tensor | None  # [d] if each head is normalized separately, or [H d] if all heads are normalized together
     k_norm: Tensor | None  # [d], or [KV d]
+    sinks: Tensor | None  # [H], a score of each head beside those of the keys
     out: Tensor  # [h, H d], or with latents [h, H v]
+    out_bias: Tensor | None  # [h]
     out_after: Tensor | None  # [h], norm of the attention's output
     mlp_norm: Tensor | None  # [h], norm of the feed-forward's input
     mlp: FeedForward | ExpertWeights
@@ -247,7 +253,9 @@ class _Storage:
             qkv_bias=made.get("self_attention.linear_qkv.bias"),
             q_norm=None if self._arch.kv_rank else made.get("self_attention.q_layernorm.weight"),
             k_norm=made.get("self_attention.k_layernorm.weight"),
+            sinks=made.get("self_attention.core_attention.softmax_offset"),
             out=made["self_attention.linear_proj.weight"],
+            out_bias=made.get("self_attention.linear_proj.bias"),
             out_after=made.get("self_attn_bda.weight"),
             mlp_norm=made.get("pre_mlp_layernorm.weight"),
             mlp=_experts(made) if "mlp.router.weight" in made else _feed_forward(made, "mlp"),
@@ -283,12 +291,14 @@ def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
     """Returns the weights of the router, the experts and, if there is one, the shared expert. `made`: the layer's
     allocated parameters by name.
     """
-    fc1, fc2 = (made[f"mlp.experts.local_experts.{EXPERT}.linear_{fc}.weight"] for fc in ("fc1", "fc2"))
+    fc1, fc2 = (f"mlp.experts.local_experts.{EXPERT}.linear_{fc}." for fc in ("fc1", "fc2"))
     shared = None
     if "mlp.shared_experts.linear_fc1.weight" in made:
         gate = made.get("mlp.shared_experts.gate_weight")
         shared = SharedExpert(gate, _feed_forward(made, "mlp.shared_experts"))
-    return ExpertWeights(made["mlp.router.weight"], fc1, fc2, shared, made.get("mlp.router.expert_bias"))
+    router, up, down = (made[f"{name}weight"] for name in ("mlp.router.", fc1, fc2))
+    a, b, c, d = (made.get(f"{name}bias") for name in ("mlp.router.expert_", "mlp.router.", fc1, fc2))
+    return ExpertWeights(router, up, down, shared, bias=a, router_bias=b, gate_up_bias=c, down_bias=d)
 
 
 def _latents(made: Mapping[str, Tensor]) -> Latents:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.engines.embedded.engine_weights import ExpertWeights
-from megatron_rl.models.sizes import Routing
+from megatron_rl.models.sizes import ALPHA, CLAMP, Routing
 
 
 def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
@@ -25,8 +25,11 @@ def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) ->
     # [E], end index of each expert's pairs in the sorted order
     ends = torch.searchsorted(experts, numbers, right=True).int()
     rows = y.index_select(0, order // routing.chosen)
-    inner = gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
+    inner = F.grouped_mm(rows, layer.gate_up.mT, offs=ends)
+    inner = gated(inner) if layer.gate_up_bias is None else clamped(inner + layer.gate_up_bias[experts])
     made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]
+    if layer.down_bias is not None:
+        made += layer.down_bias[experts]
     by_token = made.index_select(0, order.argsort()).unflatten(0, (-1, routing.chosen))
     x.add_((by_token * weights[..., None]).sum(dim=1))
     if layer.shared is not None:
@@ -44,7 +47,8 @@ def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Te
     The weights are softmax scores over all experts, or sigmoid scores, as in transformers' routers. Logits are float32
     also in a bfloat16 model, as in the trainer: rounded logits would send tokens near a tie to other experts.
     """
-    logits = F.linear(y.float(), layer.router.float())
+    offset = None if layer.router_bias is None else layer.router_bias.float()
+    logits = F.linear(y.float(), layer.router.float(), offset)
     scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
     liked = scores if layer.bias is None else scores + layer.bias
     if routing.groups > 1:
@@ -54,6 +58,12 @@ def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Te
     if routing.renormalised:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights * routing.scale, chosen
+
+
+def clamped(fused: Tensor) -> Tensor:
+    """Computes gpt-oss's activation of alternating elements of gate and up. [N, 2 f] -> [N, f]"""
+    gate, up = fused[..., ::2].clamp(max=CLAMP), fused[..., 1::2].clamp(-CLAMP, CLAMP)
+    return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
 def gated(fused: Tensor, activation: str = "silu") -> Tensor:
