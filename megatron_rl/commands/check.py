@@ -17,7 +17,7 @@ from megatron_rl.config.base import Use
 from megatron_rl.config.schema import Model
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
-from megatron_rl.spec.explain import explain, explain_recipe
+from megatron_rl.spec.explain import explain, explain_recipe, float32_notes
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, RunSpec, Spec
 from megatron_rl.spec.server_gpus import device_problems
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         for reward in rewards:
             plugins.build(Use(target=reward.target, args=reward.args))
         check_models(spec)
+    lines += [f"note: {one}" for one in (float32_notes(spec) if host.gpus else [])]
     lines += [f"note: {one}" for one in missing_files.absent_files(spec) if args.elsewhere or one.on_hub]
     if args.show:
         print(config_files.dump(config), end="")

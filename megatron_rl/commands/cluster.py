@@ -31,14 +31,20 @@ def run(args: argparse.Namespace) -> int:
 def _submit(args: argparse.Namespace) -> int:
     from megatron_rl.cluster import job_slices, slurm_commands
     from megatron_rl.jobs import submit
+    from megatron_rl.spec import missing_files
+    from megatron_rl.spec.explain import float32_notes
+    from megatron_rl.spec.resolve import specify
 
     submission, run = _planned(args)
     left_out = ", ".join(slurm_commands.left_out(os.environ)) or "nothing"
-    said = f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"
+    said = [f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"]
+    if run is not None:
+        spec = specify(run, 1)[0]
+        said += [f"note: {one}" for one in [*missing_files.absent_files(spec), *float32_notes(spec)]]
     if args.dry_run:
         for name in submission.scripts:
             print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
-        print(f"# ---- {said}")
+        print("\n".join(f"# ---- {one}" for one in said))
         done = run is not None and run.run.resume != "must" and job_slices.finished(submission.directory)
         if submission.finished or done:
             print(f"# ---- {submission.directory} is finished: `submit` will refuse it")
@@ -49,7 +55,7 @@ def _submit(args: argparse.Namespace) -> int:
     for name, job in submit.send(submission).items():
         print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
         print("  " + " ".join(re.findall(r"^#SBATCH (.*)$", submission.files[name], re.MULTILINE)))
-    print(said)
+    print(*said, sep="\n")
     print(f"megatron-rl status {submission.directory}\nmegatron-rl stop {submission.directory}")
     return 0
 

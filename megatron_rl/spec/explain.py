@@ -8,7 +8,7 @@ from megatron_rl.config.base import read_object
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import num_elements, owners
-from megatron_rl.spec.run_spec import RunSpec, Spec
+from megatron_rl.spec.run_spec import RunSpec, SftSpec, Spec
 
 
 def explain(spec: Spec) -> list[str]:
@@ -65,6 +65,20 @@ def explain_recipe(spec: RunSpec) -> list[str]:
         elif first is not None and own[-1] < first:
             lines.append(f"note: {name} is trained in the first {len(own)} iterations alone, before any other role is")
     return lines
+
+
+def float32_notes(spec: Spec) -> list[str]:
+    """Returns a note for each role that is trained in float32, the default of model.dtype. GPUs compute in float32
+    many times slower than in bfloat16, and the weights take twice the memory."""
+    trained = (
+        {f"roles.{name}.": spec.roles[name] for name in spec.trained_policies} if isinstance(spec, RunSpec) else {}
+    )
+    trained |= {"": spec.roles["model"]} if isinstance(spec, SftSpec) else {}
+    return [
+        f"{place}model.dtype is float32: set bfloat16 for training on GPUs"
+        for place, role in trained.items()
+        if role.model.dtype == "float32"
+    ]
 
 
 def _update(spec: RunSpec, name: str, group_size: int) -> str:

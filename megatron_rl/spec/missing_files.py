@@ -23,6 +23,8 @@ PACKAGE = "megatron_rl."
 RUNS_CODE = ("rewards.code_cases:grade", "rewards.code_answer:grade_input", "environments.python_tool:PythonTool")
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# End of an error message about a program that this machine lacks
+ELSEWHERE = "; to check a run that starts on another machine, give `check` the option --elsewhere"
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ def server_problems(engine: EngineSpec | None) -> list[str]:
         return []
     if settings.python is not None:
         missing = shutil.which(settings.python) is None
-        said = f"engine.python = {settings.python} is not there: run `make engines`, or mend the path"
+        said = f"engine.python = {settings.python} is not there: run `make engines`, or mend the path{ELSEWHERE}"
         return [said] if missing else []
     if importlib.util.find_spec(settings.kind) is None:
         return [
             f"engine.kind = {settings.kind!r}: the package {settings.kind} is not installed here; run `make engines`, "
-            "and set engine.python to the interpreter that has it"
+            f"and set engine.python to the interpreter that has it{ELSEWHERE}"
         ]
     return []
 

@@ -194,7 +194,13 @@ def test_a_sweep_file_gives_its_points(tmp_path):
 
 def test_a_dry_run_prints_scripts_and_writes_nothing(tmp_path, capsys):
     assert main(["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "--profile", "a100", "--dry-run"]) == 0
-    assert "#SBATCH --nodes=4" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "#SBATCH --nodes=4" in told and "is float32" not in told
+    more = [f"data.path={tmp_path}/none.jsonl", "roles.verifier.model.dtype=float32"]
+    assert main(["submit", str(TANGO), *more, f"run.dir={tmp_path}", "--profile", "a100", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert f"# ---- note: data = {tmp_path}/none.jsonl is not there yet" in told
+    assert "# ---- note: roles.verifier.model.dtype is float32: set bfloat16" in told
     assert not [*tmp_path.iterdir()]
 
 

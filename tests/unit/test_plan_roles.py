@@ -169,6 +169,15 @@ def test_only_roles_that_the_trainer_holds_are_cut(capsys):
     assert "recompute_modules=[" in capsys.readouterr().out, "brackets were taken for a style"
 
 
+def test_a_role_that_is_trained_in_float32_is_said(capsys):
+    """A user would have submitted 7 B parameters in float32, the default, which is right on a laptop alone."""
+    words = ["plan", str(EXAMPLES / "published/grpo_qwen2.5_7b.yaml"), "--cluster", "4x8xA100-80"]
+    said = "roles.generator.model.dtype is float32: set bfloat16"
+    assert main(words) == 0 and said not in capsys.readouterr().out
+    main([*words, "roles.generator.model.dtype=float32"])
+    assert said in capsys.readouterr().out
+
+
 def test_a_longest_answer_that_a_request_may_not_wait_for_is_said():
     """ScaleRL's answers of 14,336 tokens took longer than a request may."""
     case = case_of(load("published/scalerl_qwen3_8b", "engine.request_timeout_s=600"), "2x8xA100-80")

@@ -147,6 +147,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
         ("evaluation.sets=[{{path: {tmp}/none.jsonl}}]", "evaluation.sets.none = {tmp}/none.jsonl is not there"),
         ("engine.kind=vlm", "engine.kind"),
         ("engine={{kind: vllm, python: {tmp}/python}}", "engine.python = {tmp}/python is not there"),
+        ("engine={{kind: vllm, python: null}}", "starts on another machine, give `check` the option --elsewhere"),
         ("recipe.args.group_sise=4", "did you mean 'group_size'"),
         ("recipe.args.group_size=1", "recipe.args.group_size = 1: give at least 2"),
         ("roles.generator.sampling.temperature=0.0", "sampling.temperature = 0: all 5 samples of a problem"),
