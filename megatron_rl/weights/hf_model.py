@@ -81,7 +81,8 @@ def local_directory(path: str | Path) -> Path:
         )
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        # without folders: some repositories hold the weights in other forms there
+        return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise FileNotFoundError(
             f"there is no directory {path} here, and it could not be downloaded from the hub: {error}"

@@ -255,11 +255,14 @@ FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
             "optimizer": {"overlap": True},
         },
         {"name": "deepseek_v3-tp2sp-bf16", "model": "deepseek_v3", "layout": SP, "dtype": "bfloat16"},
+        {"name": "gpt_oss-pp2vpp2", "model": "gpt_oss_deep", "layout": VPP},
+        {"name": "gpt_oss-dp2-overlap", "model": "gpt_oss", "layout": {}, "optimizer": {"overlap": True}},
         {"name": "deepseek_v2-replay-pp2", "model": "deepseek_v2", "layout": PP, "replay": True},
     ],
     4: [
         {"name": "deepseek_v3-tp2sp-pp2", "model": "deepseek_v3", "layout": SP | PP},
         {"name": "deepseek_v2-pp2-ep2", "model": "deepseek_v2", "layout": PP | EP},
+        {"name": "gpt_oss-tp2sp-cp2-ep2", "model": "gpt_oss", "layout": SP | CP | EP | {"etp": 1}},
         {"name": "deepseek_v3-tp2sp-cp2-ep2", "model": "deepseek_v3", "layout": SP | CP | EP},
     ],
 }
@@ -372,6 +375,7 @@ def results(tmp_path_factory):
     make_model(directory / "gemma3_untied", "gemma3_text", tie_word_embeddings=False, **sizes)
     for family in MOE:
         make_model(directory / f"{family}_deep", family, **sizes, num_hidden_layers=4)
+    make_model(directory / "gpt_oss_deep", "gpt_oss", **sizes, num_hidden_layers=4)
     make_model(directory / "deepseek_v3_deep", "deepseek_v3", **sizes, num_hidden_layers=4)
     make_model(directory / "deepseek_v2_greedy", "deepseek_v2", **sizes, q_lora_rank=24, topk_method="greedy")
     make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
