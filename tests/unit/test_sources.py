@@ -4,11 +4,14 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from scripted_rollouts import GROUP, context_of, ids, lucky
+from scripted_rollouts import GROUP, TOKENIZER, context_of, ids, lucky
 from toys import graded
 
+from megatron_rl.config.data_sources import Source
+from megatron_rl.config.datasets import PromptSet
 from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import Draw, Problem, PromptReader, place_of, source_of
 from megatron_rl.recipes.curriculum import Curriculum, Rates
@@ -17,6 +20,7 @@ from megatron_rl.recipes.dynamic_sampling import DynamicSampling
 from megatron_rl.rewards.source_grading import by_source
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
+from megatron_rl.training.prompts import readers_of
 from megatron_rl.training.rollouts import measure
 from megatron_rl.training.store import IterationStore
 from megatron_rl.types import SOURCE
@@ -69,6 +73,16 @@ def test_a_source_has_epochs_and_an_order_of_its_own():
     assert places[0][1].startswith("code/") and [row for _, row in places[:7]] != [row for _, row in places[7:14]]
     gsm8k = next(p for p in reader_of().take(20) if source_of(p) == "openai/gsm8k")
     assert gsm8k.id.startswith("openai/gsm8k/0/") and place_of(gsm8k)[1].startswith("openai/gsm8k/")
+
+
+def test_prompts_name_the_source_that_they_come_from():
+    """Two sources have problems of the same row, whose ids must differ."""
+    problems = {name: [Problem(0, {"question": "1"})] for name in ("data.sources.a", "data.sources.b", "mine")}
+    sets = {"data.sources.a": Source(path="a"), "data.sources.b": Source(path="b"), "mine": PromptSet(path="m")}
+    recipe = SimpleNamespace(prompt=lambda values: f"Q{values['question']}")
+    limits = {"roles.generator.max_prompt_tokens": 100}
+    readers = readers_of(recipe, TOKENIZER, sets, problems, limits=limits, seed=3)
+    assert [reader.take(1)[0].id for reader in readers.values()] == ["a/0/0", "b/0/0", "0/0"]
 
 
 @pytest.mark.parametrize("before", [0, 1, 9, 10, 333])
