@@ -12,7 +12,7 @@ from megatron_rl.config import files
 from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
 from megatron_rl.recipes.dynamic_sampling import Group
-from megatron_rl.recipes.length_rewards import Brevity
+from megatron_rl.recipes.length_rewards import Brevity, LengthReward
 from megatron_rl.recipes.solutions import Solution
 from megatron_rl.training.iteration import Iteration
 from megatron_rl.types import Prompt
@@ -62,6 +62,12 @@ def test_brevity_gives_nothing_to_the_wrong_solutions_of_a_group_with_a_right_on
     group = Group(prompt=Prompt(id="0", tokens=[1], payload={}), solutions=solutions, drawn=2)
     (right, wrong) = Brevity(share=1.0).rewards([group], 10)[0]
     assert right < 0 and wrong == 0
+
+
+def test_a_length_reward_tells_two_lengths_apart():
+    solutions = [Solution(rollout=rollout(tokens=(7, *[1] * n)), text="", correct=True) for n in (1, 3, 1)]
+    group = Group(prompt=Prompt(id="0", tokens=[7], payload={}), solutions=solutions, drawn=3)
+    assert LengthReward().rewards([group], 10) == [[0.5, -0.5, 0.5]]
 
 
 def test_experts_of_all_tokens_but_the_last_are_what_an_engine_tells():
