@@ -28,10 +28,7 @@ platform.install()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel import (  # noqa: E402
-    gather_from_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 MAX_PADDING = 1.15  # maximum ratio of tokens with padding to tokens without padding in an attention bucket
@@ -360,7 +357,7 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
         if features.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(
         self,

@@ -181,12 +181,9 @@ class ClampedSwiGLU(SwiGLU):
         return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 
 
-class GeGLU(Chosen, MegatronModule):
+class GeGLU(SwiGLU):
     """The GeGLU activation gelu_tanh(gate) * up on the fused output [gate | up] of the first feed-forward projection
     (fc1). [..., 2 f] -> [..., f]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.triton:

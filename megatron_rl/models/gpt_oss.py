@@ -47,8 +47,7 @@ class GptOss(Family):
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
         """Returns the two kinds of attention, with and without a sliding window. They have the same rotary
         embedding."""
-        rotary = Rotary.read(config)
-        return AttentionKind(rotary=rotary, window=config.get("sliding_window")), AttentionKind(rotary=rotary)
+        return tuple(AttentionKind(rotary=Rotary.read(config), window=w) for w in (config.get("sliding_window"), None))
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
         """Returns how the routers choose experts: the scores are a softmax over the chosen experts."""

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -51,8 +51,7 @@ class HfWriter:
     is larger. No whole file is held in memory.
     """
 
-    def __init__(self, folder: Path, planned: Iterable[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
-        planned = [*planned]
+    def __init__(self, folder: Path, planned: Sequence[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
         self._parts = {tensor.name: tensor.part for tensor in planned if tensor.part is not None}
         whole = dict.fromkeys((t.part.name, t.part.shape, t.dtype) if t.part else t[:3] for t in planned)
         shards: list[list[Planned]] = [[]]

@@ -148,14 +148,13 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
             stack = _stack(found, part)
             out[own.name] = Stored(stack.file, stack.dtype, shape, part)
         elif part.name + BLOCKS in found and len(shape) == 2:
-            form, (high, wide) = MXFP4, MXFP4.block
-            grid = part.shape[0], part.shape[2] // high, part.shape[1] // wide  # the blocks of all experts
+            grid = *part.shape[::2], part.shape[1] // MXFP4.block[1]  # the blocks of all experts
             halves = [
                 part._replace(name=part.name + suffix, shape=(*grid, *last), transposed=False)
-                for suffix, last in ((BLOCKS, (wide // form.packed,)), (BLOCK_SCALES, ()))
+                for suffix, last in ((BLOCKS, (16,)), (BLOCK_SCALES, ()))
             ]
             values, scales = (Stored(_stack(found, half, "U8").file, "U8", shape, half) for half in halves)
-            out[own.name] = values._replace(dtype="BF16", scales=scales, format=form)
+            out[own.name] = values._replace(dtype="BF16", scales=scales, format=MXFP4)
             for half in halves:
                 out.pop(half.name, None)
         out.pop(part.name, None)
