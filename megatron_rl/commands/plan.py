@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(found, made, console)
-        console.print(str(whole), highlight=False)
+        console.print(str(whole))
     return int(not found) if args.search else int(bool(made.problems))
 
 
@@ -101,7 +101,7 @@ def _other(args: argparse.Namespace) -> int:
         print(_json(made, whole, {"notes": rows.notes}))
     else:
         tables.show_parts(made, _console(), notes=rows.notes)
-        _console().print(str(whole), highlight=False)
+        _console().print(str(whole))
     return int(bool(made.problems))
 
 
@@ -110,4 +110,4 @@ def _json(made: RunPlan, whole: Totals, more: Mapping[str, Any]) -> str:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=False, width=None if Console().is_terminal else 130)
+    return Console(soft_wrap=False, highlight=False, width=None if Console().is_terminal else 130)

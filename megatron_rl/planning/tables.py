@@ -17,103 +17,98 @@ from megatron_rl.weights import counting
 
 
 def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
-    """Prints tables of memory and time, followed by notes, assumptions on episodes, problems and advice."""
-    console.print(_memory_table(plan))
-    if plan.servers:
-        console.print(_servers_table(plan))
+    """Prints tables of memory and time, followed by notes, assumptions on episodes, problems and advice. `console`
+    highlights no numbers."""
+    _show_memory(plan, console)
     console.print(_time_table(plan))
     device = plan.cluster.device
     flops = sum(iteration.flops * iteration.times for iteration in plan.iterations)
     console.print(
         f"a cycle: {plan.cycle_s:.0f} s, {plan.tokens_per_gpu:,.0f} tokens trained on a second and GPU, "
-        f"{flops / plan.cycle_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone"
+        f"{flops / plan.cycle_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone",
+        highlight=True,
     )
     assumed = [f"in {iteration.role}'s iteration {one}" for iteration in plan.iterations for one in iteration.episodes]
-    for line in [*notes, *assumed]:
-        console.print(f"[yellow]note[/] {escape(line)}", highlight=False)
-    for problem in plan.problems:
-        console.print(f"[red]does not fit[/] {escape(problem)}", highlight=False)
+    _show_remarks([*notes, *assumed], plan.problems, console)
     for line in advice:
-        console.print(f"- {escape(line)}", highlight=False)
+        console.print(f"- {escape(line)}")
 
 
 def show_parts(plan: RunPlan, console: Console, *, notes: Sequence[str]) -> None:
     """Prints the tables of a command other than `train`, followed by notes and problems."""
-    if plan.roles:
-        console.print(_memory_table(plan))
-    if plan.servers:
-        console.print(_servers_table(plan))
-    table = Table("part", "times", "seconds", "of these", "tokens written", title="time", title_justify="left")
+    _show_memory(plan, console)
+    table = _table("part", "times", "seconds", "of these", "tokens written", title="time")
     for one in plan.iterations:
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in one.phases.items())
         table.add_row(one.role, f"{one.times:,}", f"{one.seconds:,.1f}", phases, f"{one.generated:,.0f}")
-    console.print(table, highlight=False)
-    for line in notes:
-        console.print(f"[yellow]note[/] {escape(line)}", highlight=False)
-    for problem in plan.problems:
-        console.print(f"[red]does not fit[/] {escape(problem)}", highlight=False)
+    console.print(table)
+    _show_remarks(notes, plan.problems, console)
 
 
 def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:
     """Prints the proposals of a search, fastest first, with the config overrides of each proposal."""
     if not found:
-        console.print(
-            "[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths", highlight=False
-        )
+        console.print("[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths")
     for one in found:
         saved = "" if asked.problems else f" ({one.plan.cycle_s / asked.cycle_s:.0%} of what was asked about)"
         layouts = "; ".join(f"{role.name} {role.parallel}" for role in one.plan.roles)
-        console.print(f"[bold]{one.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}", highlight=False)
-        console.print(
-            "    " + (" ".join(map(_quoted, one.overrides)) or "as it is"),
-            highlight=False,
-            markup=False,  # printed without markup, because the text may contain brackets such as [mlp]
-            soft_wrap=True,
-        )
+        console.print(f"[bold]{one.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}")
+        words = " ".join(map(_quoted, one.overrides)) or "as it is"
+        console.print(f"    {words}", markup=False, soft_wrap=True)  # the text may contain brackets such as [mlp]
 
 
 def show_schedules(found: Sequence[Schedule], own: int, console: Console, *, auto: bool) -> None:
     """Prints the simulated schedules. `own`: max_staleness of the run. `auto`: whether the plan chose it."""
-    table = Table(
+    table = _table(
         "rollouts.max_staleness", "iterations an hour", "engines idle", "trainer idle",
         "samples trained 0, 1, ... updates after their start", title="iterations in flight, simulated",
-        title_justify="left",
     )  # fmt: skip
     for one in found:
         mark = "" if one.max_staleness != own else " (auto)" if auto else " (configured)"
         ages = ", ".join(f"{share:.0%}" for share in one.staleness)
         idle = f"{one.engines_idle:.0%}", f"{one.trainer_idle:.0%}"
         table.add_row(f"{one.max_staleness}{mark}", f"{one.iterations_per_hour:.3g}", *idle, ages)
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
     """Prints the time and GPUs of the run with the configured engine, which comes first, and with other engines."""
     title = "engines: the config's own first, then what others would give"
-    table = Table(
-        "engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title, title_justify="left"
-    )
+    table = _table("engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title)
     for one in found:
         cost = "does not fit" if one.problem else f"{one.cycle_s:.0f}"
         words = "\n".join(map(_quoted, one.overrides)) or "as it is"
         table.add_row(one.engine, str(one.engine_gpus or ""), str(one.trainer_gpus), cost, words)
-    console.print(table, highlight=False)
+    console.print(table)
+
+
+def _show_memory(plan: RunPlan, console: Console) -> None:
+    if plan.roles:
+        console.print(_memory_table(plan))
+    if plan.servers:
+        console.print(_servers_table(plan))
+
+
+def _show_remarks(notes: Sequence[str], problems: Sequence[str], console: Console) -> None:
+    for line in notes:
+        console.print(f"[yellow]note[/] {escape(line)}")
+    for problem in problems:
+        console.print(f"[red]does not fit[/] {escape(problem)}")
+
+
+def _table(*columns: str, title: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", caption_justify="left")
 
 
 def _memory_table(plan: RunPlan) -> Table:
     title = f"GiB of a trainer's GPU, the worst of {plan.ranks} ({plan.cluster}, {plan.cluster.device.memory_gib} GiB)"
-    table = Table("", *(f"{role.name} trains" for role in plan.roles), title=title, title_justify="left")
-    labels = {
-        "weights": "weights",
-        "gradients": "gradients",
-        "optimizer": "optimizer",
-        "activations": "activations",
-        "workspace": "output layer's logits",
-    }
+    table = _table("", *(f"{role.name} trains" for role in plan.roles), title=title)
     roles, count = plan.roles, len(plan.roles)
     embedded, asleep = sum(r.embedded for r in roles), sum(r.asleep - r.embedded for r in roles)
-    rows = [(label, [getattr(r.training, part) for r in roles], "") for part, label in labels.items()]
+    parts = ("weights", "gradients", "optimizer", "activations")
+    rows = [(part, [getattr(r.training, part) for r in roles], "") for part in parts]
     rows += [
+        ("output layer's logits", [r.training.workspace for r in roles], ""),
         ("reference in the weights' place", [r.training.swapped for r in roles], "dim"),
         ("embedded engine's weights, all roles", [embedded] * count, ""),
         ("other roles, asleep or not", [asleep - (r.asleep - r.embedded) for r in roles], ""),
@@ -134,31 +129,22 @@ def _memory_table(plan: RunPlan) -> Table:
     if plan.beside:
         caption.append(f"while servers generate in it: {_gib(plan.rollout_peak)} GiB")
     table.caption = "\n".join([*caption, f"of each node's own memory: {_gib(plan.host_per_node)} GiB"])
-    table.caption_justify = "left"
     return table
 
 
 def _servers_table(plan: RunPlan) -> Table:
-    table = Table(
-        "engine of",
-        "weights",
-        "keys and values",
-        "longest sequences",
-        title="GiB of an engine's GPU",
-        title_justify="left",
-    )
+    table = _table("engine of", "weights", "keys and values", "longest sequences", title="GiB of an engine's GPU")
     for server in plan.servers:
         table.add_row(server.role, _gib(server.weights), _gib(server.cache), f"{server.sequences:.0f}")
     if plan.staging_per_node:
         table.caption = f"of each node's own memory, for new weights: {_gib(plan.staging_per_node)} GiB"
-        table.caption_justify = "left"
     return table
 
 
 def _time_table(plan: RunPlan) -> Table:
     every = plan.iterations
     heads = [f"{one.role}'s iteration" + (f" (x{one.times})" if one.times > 1 else "") for one in every]
-    table = Table("seconds", *heads, "of a cycle", title="time", title_justify="left")
+    table = _table("seconds", *heads, "of a cycle", title="time")
     whole, longest = sum(plan.phases.values()), max(plan.phases.values())
     for name, seconds in plan.phases.items():
         own = [f"{one.phases[name]:.1f}" if name in one.phases else "" for one in every]
