@@ -227,7 +227,7 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
     ends = ends[order]
     if not (ends[0] > 0 and ends[-1] <= length):
         wrong = ends[-1] if ends[0] > 0 else ends[0]
-        raise ValueError(f"group {rollout.group!r}: a step ends at {wrong}, outside its {length} tokens")
+        raise ValueError(f"group {rollout.group!r}: a step ends at token {wrong}, but the rollout has {length} tokens")
     own = scores[order]
     values = own if credit.span == "own" else np.cumsum(own[::-1])[::-1]
     return np.repeat(np.append(values, 0.0), np.diff(ends, prepend=0, append=length))

@@ -44,7 +44,7 @@ class ValueLoss:
         over trained tokens, by name). `live`: the values of the current forward pass.
 
         `batch.values` has `old_value` and `returns` [N]: the values before the update, and the returns that the values
-        should predict. Values at positions without weight, also nan, affect neither value nor gradient.
+        should predict. Values at positions with weight 0, even nan, change neither the loss nor its gradient.
 
         The metrics: value, returns, value_error (the squared difference of value and return), returns_square (the
         squared return, for the variance of the returns), and value_clip_frac (the clip determines the token's loss).

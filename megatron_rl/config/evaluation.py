@@ -64,7 +64,7 @@ class Reward:
 class EvaluationSet(PromptSet):
     """A set of problems on which a model is evaluated: a benchmark (`name`), or problems of your own (`path`). For a
     setting that is null, the evaluation's setting with the same name is used. During training, a set of your own with
-    neither `fields` nor `settings` takes over `data.fields`."""
+    neither `fields` nor `settings` inherits `data.fields`."""
 
     path: str = ""  # file, directory or hub name of the problems, as data.path; empty: the benchmark `name`
     # The benchmark (docs/how_to/evaluation.md); with `path`: the set's name in metrics, by default the file's.

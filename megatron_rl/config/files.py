@@ -71,7 +71,7 @@ class _Loader(yaml.SafeLoader):
     values that are too deep or too large after aliases are expanded are errors."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # stops a document so deep that composing it would overflow the stack; `count` checks the exact limit
+        # rejects documents so deeply nested that composing them would overflow the stack; `count` checks the limit
         if len(self.states) > 2 * MAX_DEPTH:
             raise ConfigError(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
         return super().compose_node(parent, index)

@@ -95,7 +95,7 @@ class Model:
     # Which activations are recomputed in the backward pass to save memory. none: no activations. selective: the
     # activations of recompute_modules. full: the activations of whole layers.
     recompute: Literal["none", "selective", "full"] = "none"
-    # Parts of a layer that recompute = selective recomputes.
+    # Parts of a layer whose activations are recomputed if `recompute` is "selective".
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
     # Attention over packed sequences (several sequences in one row without padding); used if the layers are not
     # Transformer Engine's. flash: torch's variable-length flash attention, one call for all sequences; it needs a GPU,

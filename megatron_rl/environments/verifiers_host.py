@@ -24,7 +24,7 @@ from typing import Any
 # Environment variable with the access token of the token route. verifiers passes no variable with API_KEY in its name
 # to its subprocesses.
 TOKEN_VARIABLE = "MEGATRON_RL_API_KEY"
-LEAVE_S = 10.0  # seconds that running episodes have to end after the end of the standard input
+LEAVE_S = 10.0  # grace period in seconds for running episodes after the standard input is closed
 
 
 class Host:

@@ -82,8 +82,8 @@ class Judging(Generic[Item, Opinion]):
             yield key, [self._judgement(key, completion) for completion in completions]
 
     def collect(self, watch: Stopwatch) -> dict[int, list[Judgement[Item, Opinion]]]:
-        """Waits for the judgements of all requested items. Returns {key: judgements}. `watch` measures the time as the
-        part "review" of an iteration."""
+        """Waits for the judgements of all requested items. Returns {key: judgements}. `watch` records the
+        waiting time under the name "review"."""
         found: dict[int, list[Judgement[Item, Opinion]]] = {}
         with watch("review"):
             # judgements are parsed while others are still being generated

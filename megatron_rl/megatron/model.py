@@ -394,11 +394,11 @@ def _mark_experts(chunk: PolicyModel) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
             # core would sum the gradient of an expert's bias over the tensor-parallel ranks a second time
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            # or only the first tensor-parallel rank would count its part of the bias in the norm of the gradients
+            # otherwise the gradient norm would include the bias of the first tensor-parallel rank only
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     for name, module in chunk.named_modules():
         if name.endswith(".linear_fc2") and parameter_mapping.is_expert(name) and chunk.config.add_bias_linear:
-            # core adds the bias in place, and the output is a view, of which autograd refuses that
+            # core adds the bias in place, which autograd refuses for this output, because the output is a view
             module.register_forward_hook(lambda _module, _inputs, out: (out[0].clone(), out[1]))
 
 

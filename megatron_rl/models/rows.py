@@ -37,7 +37,8 @@ class Row:
     # Name of the transformers parameter that holds the Hugging Face tensors in memory. None: the names of the tensors.
     in_memory: str | None = None
     experts: int = 0  # number of experts of the layer; 0 if the parameter does not belong to an expert
-    # True if Hugging Face files, too, hold all experts in one tensor `in_memory`, [experts, columns, rows]
+    # True if the Hugging Face files also store all experts in one tensor, which is named `in_memory` and has the shape
+    # [experts, columns, rows]
     stacked: bool = False
     copy: bool = False  # True for a copy of another parameter: the output layer of a tied model
     # True if the parameter is untrained and always float32, also in files and engines, whatever the model's dtype

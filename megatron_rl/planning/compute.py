@@ -88,7 +88,7 @@ class EngineSetup:
     keeps_prefix: bool = True
     shares_prompt: bool = True  # whether samples with the same prompt compute (prefill) it once and share its KV cache
     overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
-    format: Format | None = None  # format of the quantised weights; products take as long as with bfloat16 weights
+    format: Format | None = None  # format of the quantised weights; matmuls take as long as with bfloat16 weights
     cache_width: int | None = None  # bytes per element of the KV cache; None: those of a weight that is not quantised
 
 

@@ -301,7 +301,7 @@ def _experts(actor: Actor, tokens: int) -> float:
     wide = sizes.expert_ffn / parallel.etp
     # the router keeps its input as float32
     router = stream * (sizes.experts * 9 + shape.active * 24) + (0 if w == 4 else 4 * stream * sizes.hidden)
-    widths = GATE_KEEPS[shape.features.activation] + 1  # and the output times the expert's score
+    widths = GATE_KEEPS[shape.features.activation] + 1  # 1: the gated activation multiplied by the routing score
     return router + sent * (w * (sizes.hidden + widths * wide) + 4)
 
 

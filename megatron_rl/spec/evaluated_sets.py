@@ -39,7 +39,8 @@ def evaluated_sets(
     """Resolves the settings of problem sets. Returns the resolved sets in order.
 
     `defaults`: config section with `n`, `k`, `template`, `limit` and `data_dir` for sets in which they are null.
-    `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; None: `defaults`.
+    `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; if it is None,
+        `defaults` has them.
     `fields`: data.fields, for sets of your own (files or data sets of the hub) with neither `fields` nor `settings`.
     `reward`: the grader of sets of your own. Its numbers of workers and its limits also apply to benchmarks' graders.
 

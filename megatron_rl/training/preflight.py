@@ -63,8 +63,8 @@ def check_reward(
     """Checks that the reward function separates correct from wrong answers. Grades responses with each problem's gold
     answer, and responses with `wrong_answer`, both inserted into `answer_format`.
 
-    `bounds`: lowest and highest score (setting reward.range). `place`: the setting of the prompts' set for the message.
-        Called on the driver. Returns the mean score of the correct and of the wrong answers as metrics.
+    `bounds`: lowest and highest score (reward.range). `place`: name of the setting that defines the prompts, for
+        error messages. Called on the driver. Returns the mean score of the correct and of the wrong answers as metrics.
 
     Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
     of wrong answers is above WRONG_SHARE of it. Also raises PreflightFailure if the reward function raises an error or
@@ -84,9 +84,9 @@ def check_reward(
             raise PreflightFailure(
                 f"{place}: the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. "
                 f"to the response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (correct ones need at "
-                f"least {least:g}, wrong ones at most {most:g}): look at the set's fields and answer_pattern, at "
-                "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
-                "off by preflight.reward=false"
+                f"least {least:g}, wrong ones at most {most:g}). Check the set's fields and answer_pattern, "
+                "reward.target, and whether reward.answer_format is how a response states its answer. To skip this "
+                "check, set preflight.reward=false"
             )
     return {"preflight/reward_correct": scores["correct"], "preflight/reward_wrong": scores["wrong"]}
 

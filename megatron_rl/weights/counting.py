@@ -122,8 +122,8 @@ def engine_bytes(shape: Shape, width: int, form: Format | None) -> float:
 
 @lru_cache(maxsize=16)
 def staging_bytes(sizes: Sizes, layout: EngineLayout, width: int, *, experts_only: bool) -> int:
-    """Returns the bytes of pinned host memory in which a rank of an engine receives its parameters, or its fused
-    experts alone, beside those that it uses. torch rounds each pinned tensor up to a power of two.
+    """Returns the bytes of pinned host memory that a rank of an engine needs for receiving parameters (or only fused
+    experts), in addition to the parameters in use. torch rounds each pinned tensor up to a power of two.
 
     `width`: bytes per element of the weights that are not quantised.
     """

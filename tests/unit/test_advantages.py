@@ -364,7 +364,7 @@ def test_a_missing_reward_names_what_there_is():
 def test_a_step_that_ends_outside_the_tokens_is_refused(end):
     """An end of 0 would put the reward on the last token, by Python's negative index."""
     t = dataclasses.replace(solution("+", 1.0), annotations={STEP: Annotations([(0, end)], [1.0])})
-    with pytest.raises(ValueError, match=f"a step ends at {end}"):
+    with pytest.raises(ValueError, match=f"a step ends at token {end}, but the rollout has"):
         [*step_advantages([t])]
 
 

@@ -88,7 +88,7 @@ class Layer:
     qkv_bias: Tensor | None  # [(H + 2 KV) d]
     q_norm: Tensor | None  # [d] if each head is normalized separately, or [H d] if all heads are normalized together
     k_norm: Tensor | None  # [d], or [KV d]
-    sinks: Tensor | None  # [H], a score of each head beside those of the keys
+    sinks: Tensor | None  # [H], attention sinks: one learned logit per head, which the softmax over the keys includes
     out: Tensor  # [h, H d], or with latents [h, H v]
     out_bias: Tensor | None  # [h]
     out_after: Tensor | None  # [h], norm of the attention's output

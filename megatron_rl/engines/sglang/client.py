@@ -232,7 +232,7 @@ class SglangServer(Server):
         """Sends an order (see worker.Refits) to every rank of the server. Before it, SGLang's weights are restored to
         the form in which they were loaded; after it, SGLang processes the weights again.
         """
-        packed = base64.b64encode(pickle.dumps(order)).decode()  # the order contains only numbers and strings
+        packed = base64.b64encode(pickle.dumps(order)).decode()  # the request contains only numbers and strings
         body = {"serialized_named_tensors": [packed] * self._tp, "flush_cache": False, "selector": "target"}
         body |= {"weight_version": str(version)} if version is not None else {}
         try:
