@@ -23,9 +23,11 @@ from megatron_rl.rewards.grading_pool import Graded, RewardFailure
 from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.session import builders
+from megatron_rl.session.evaluations import held_out_sets
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.text import fill
-from megatron_rl.training.iteration import EvaluationDraws, Grade
+from megatron_rl.training.held_out_sets import COUNTS, HeldOutSet, evaluate_sets, value_of
+from megatron_rl.training.iteration import EvaluationDraws, Grade, RolloutContext
 from megatron_rl.training.preflight import PreflightFailure, check_rewards
 from megatron_rl.types import SOURCE, Outcome, Prompt, Stop
 from megatron_rl.vocabulary import vocabulary_of
@@ -59,7 +61,12 @@ def trial_lines(spec: RunSpec, *, here: bool) -> list[str]:
                 check_rewards(grade, plan)
             if not plays or OUTCOME in spec.recipe.rewards:
                 lines += [_reward_line(spec, one, grade) for one in firsts]
-            lines += _episode_lines(spec, tokenizers, firsts[0], grade) if plays else []
+            ends = {n: min(vocabulary_of(role.model, tokenizers[n]).ends, default=0) for n, role in spec.roles.items()}
+            engines: dict[str, Any] = {name: EmptyAnswers(end) for name, end in ends.items()}
+            context = builders.context(spec, engines, tokenizers, grade, Stopwatch())
+            lines += _episode_lines(spec, context, firsts[0]) if plays else []
+            sets = held_out_sets(spec, {name: own[:1] for name, own in held_out.items()}, stack)
+            _check_metrics(spec, context, sets)
     return lines
 
 
@@ -128,24 +135,32 @@ def _score(graded: Graded) -> str:
     return f"{graded.score:g}" if graded.outcome is Outcome.SCORE else f"no score ({graded.detail})"
 
 
-def _episode_lines(spec: RunSpec, tokenizers: Mapping[str, Any], task: Prompt, grade: Grade) -> list[str]:
+def _episode_lines(spec: RunSpec, context: RolloutContext, task: Prompt) -> list[str]:
     """Plays one episode in which all answers are empty. Returns lines with the first prompt and the rewards."""
-    engines: dict[str, Any] = {
-        name: EmptyAnswers(min(vocabulary_of(role.model, tokenizers[name]).ends, default=0))
-        for name, role in spec.roles.items()
-    }
-    context = builders.context(spec, engines, tokenizers, grade, Stopwatch())
+    engines: Mapping[str, Any] = context.engines
     try:
         found = spec.recipe.evaluate([task], replace(context, evaluation=EvaluationDraws(greedy=False)))
         told = ", ".join(f"{name} {value:g}" for name, value in found.items())
     except (RewardFailure, EngineError) as error:
         told = f"WARNING: it fails: {error}"
     first = next((tokens for engine in engines.values() for tokens in engine.prompts[:1]), ())
-    name = next((name for name, engine in engines.items() if engine.prompts), next(iter(tokenizers)))
+    name = next((name for name, engine in engines.items() if engine.prompts), next(iter(spec.roles)))
     return [
-        f"the first prompt of an episode, to {name}: {_shown(tokenizers[name], first)}",
+        f"the first prompt of an episode, to {name}: {_shown(context.tokenizers[name], first)}",
         f"an episode in which every answer is empty: {told}",
     ]
+
+
+def _check_metrics(spec: RunSpec, context: RolloutContext, sets: Sequence[HeldOutSet]) -> None:
+    """Raises ConfigError if evaluation.best or evaluation.early_stop names a metric that an evaluation with empty
+    answers does not have. Counts and F1 scores, which depend on the answers, are allowed."""
+    followed = [own for own in (spec.loop.evaluation.best, spec.loop.evaluation.early_stop) if own is not None]
+    if followed and sets:
+        with contextlib.suppress(RewardFailure, EngineError):
+            found, _ = evaluate_sets(spec.recipe, sets, context)
+            for own in followed if found else ():
+                last = own.metric.rpartition("/")[2].removesuffix("_greedy")
+                value_of(found, own, known=last in COUNTS or last.endswith("_f1"))
 
 
 def _shown(tokenizer: Any, tokens: Tokens) -> str:

@@ -31,16 +31,14 @@ def run(args: argparse.Namespace) -> int:
 def _submit(args: argparse.Namespace) -> int:
     from megatron_rl.cluster import job_slices, slurm_commands
     from megatron_rl.jobs import submit
-    from megatron_rl.spec import missing_files
-    from megatron_rl.spec.explain import float32_notes
-    from megatron_rl.spec.resolve import specify
+    from megatron_rl.spec import explain, missing_files, resolve
 
     submission, run = _planned(args)
     left_out = ", ".join(slurm_commands.left_out(os.environ)) or "nothing"
     said = [f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"]
     if run is not None:
-        spec = specify(run, 1)[0]
-        said += [f"note: {one}" for one in [*missing_files.absent_files(spec), *float32_notes(spec)]]
+        spec = resolve.specify(run, 1)[0]
+        said += [f"note: {one}" for one in [*missing_files.absent_files(spec), *explain.float32_notes(spec)]]
     if args.dry_run:
         for name in submission.scripts:
             print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")

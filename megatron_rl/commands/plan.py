@@ -42,9 +42,8 @@ def run(args: argparse.Namespace) -> int:
     models = workload.models_of(config.roles, args.shape)
     spec = resolve(config, trainer_gpus(engine, cluster), to_come=True)
     fills, names = workload.fills_of(spec.roles, args.fill), [own.name for own in spec.data.held_out]
-    rows = Rows(
-        given=workload.rows_given(names, args.rows), notes=[*workload.guess_notes(models), *float32_notes(spec)]
-    )
+    notes = workload.guess_notes(models) + float32_notes(spec)
+    rows = Rows(given=workload.rows_given(names, args.rows), notes=notes)
     episodes, draws = workload.episodes_of(spec, args.episode), workload.draws_of(spec.roles, args.draws)
     work = workload.cycle_work(spec, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
@@ -91,9 +90,8 @@ def _other(args: argparse.Namespace) -> int:
     spec = resolve(config, ranks if isinstance(spec, SftSpec) else 1, to_come=True)
     models, fills = workload.models_of(run.roles, args.shape), workload.fills_of(run.roles, args.fill)
     names = [own.name for own in spec.evaluated] if isinstance(spec, EvalSpec) else ["data"]
-    rows = Rows(
-        given=workload.rows_given(names, args.rows), notes=[*workload.guess_notes(models), *float32_notes(spec)]
-    )
+    notes = workload.guess_notes(models) + float32_notes(spec)
+    rows = Rows(given=workload.rows_given(names, args.rows), notes=notes)
     case = Case(spec=run, cluster=cluster, models=models, work=other_commands.work_of(spec, run, rows, fills))
     made = make(case)
     whole = totals.of_command(spec, case, made, rows)

@@ -19,9 +19,8 @@ from megatron_rl.types import Prompt
 BEST = 10.0  # maximum score that a judge may give; the minimum is 0
 
 _TAGS = ("<principles>", "</principles>", "<critique>", "</critique>", "<scores>", "</scores>")
-_FORM = re.compile(
-    r"<principles>(.*)</principles>\s*<critique>(.*)</critique>\s*<scores>.*</scores>", re.DOTALL
-)  # the pattern matches in only one way, because each tag must occur exactly once
+# The pattern matches in only one way, because each tag must occur exactly once
+_FORM = re.compile(r"<principles>(.*)</principles>\s*<critique>(.*)</critique>\s*<scores>.*</scores>", re.DOTALL)
 _SCORES = re.compile(r"\s*(\d{1,2}(?:\.\d{1,6})?)\s*,\s*(\d{1,2}(?:\.\d{1,6})?)\s*")
 
 

@@ -315,9 +315,8 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
         decode_step_seconds(shape, engine, cluster, rows=count, context=context, width=width)
         for count in (rows, 1.0, most)
     )
-    behind = (
-        max(0.0, draw.longest - response) * answers
-    )  # number of tokens of the longest sample that are decoded after most samples are done
+    # number of tokens of the longest sample that are decoded after most samples are done
+    behind = max(0.0, draw.longest - response) * answers
     late_context = draw.context(answers - 1) + behind + response
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
     kept = engine.keeps_prefix and own <= room

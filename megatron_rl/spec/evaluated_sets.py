@@ -4,12 +4,10 @@ training runs and by `megatron-rl eval`. Does not import torch."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.evaluation import EvaluationSet, Reward
 from megatron_rl.data.benchmarks import Benchmark, benchmark, source_of
@@ -33,25 +31,21 @@ class EvaluatedSet:
 
 
 def evaluated_sets(
-    sets: Sequence[EvaluationSet], defaults: Any, reward: Reward, *, drawn: Any = None,
-    fields: Mapping[str, str] = MappingProxyType({}),
+    sets: Sequence[EvaluationSet], defaults: Any, reward: Reward, *, drawn: Any = None
 ) -> tuple[EvaluatedSet, ...]:  # fmt: skip
     """Resolves the settings of problem sets. Returns the resolved sets in order.
 
     `defaults`: config section with `n`, `k`, `template`, `limit` and `data_dir` for sets in which they are null.
     `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; if it is None,
         `defaults` has them.
-    `fields`: data.fields, for sets of your own (files or data sets of the hub) with neither `fields` nor `settings`.
     `reward`: the grader of sets of your own. Its numbers of workers and its limits also apply to benchmarks' graders.
 
     Raises ConfigError for an unknown benchmark, and for a benchmark that is not on the hub without `data_dir`.
     """
-    return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn, fields) for own in sets)
+    return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn) for own in sets)
 
 
-def _resolved(
-    own: EvaluationSet, defaults: Any, reward: Reward, drawn: Any, fields: Mapping[str, str]
-) -> EvaluatedSet:  # fmt: skip
+def _resolved(own: EvaluationSet, defaults: Any, reward: Reward, drawn: Any) -> EvaluatedSet:
     limit = own.limit or defaults.limit
     found = None if own.path else benchmark(own.name)
     if found is not None:
@@ -62,8 +56,6 @@ def _resolved(
         reward = dataclasses.replace(reward, target=found.grader, args={}, range=(0.0, 1.0))
     else:
         shared = {field.name: getattr(own, field.name) for field in dataclasses.fields(PromptSet)}
-        if not own.fields and own.settings is None and generated_name(own.path) is None:
-            shared["fields"] = dict(fields)
         source = PromptSet(**shared | {"path": _local(own.path, defaults.data_dir), "limit": limit})
     numbers = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k")}
     return EvaluatedSet(

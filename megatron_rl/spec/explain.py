@@ -70,15 +70,10 @@ def explain_recipe(spec: RunSpec) -> list[str]:
 def float32_notes(spec: Spec) -> list[str]:
     """Returns a note for each role that is trained in float32, the default of model.dtype. GPUs compute in float32
     many times slower than in bfloat16, and the weights take twice the memory."""
-    trained = (
-        {f"roles.{name}.": spec.roles[name] for name in spec.trained_policies} if isinstance(spec, RunSpec) else {}
-    )
-    trained |= {"": spec.roles["model"]} if isinstance(spec, SftSpec) else {}
-    return [
-        f"{place}model.dtype is float32: set bfloat16 for training on GPUs"
-        for place, role in trained.items()
-        if role.model.dtype == "float32"
-    ]
+    names = {f"roles.{name}.": name for name in spec.trained_policies} if isinstance(spec, RunSpec) else {}
+    names |= {"": "model"} if isinstance(spec, SftSpec) else {}
+    slow = [place for place, name in names.items() if spec.roles[name].model.dtype == "float32"]
+    return [f"{place}model.dtype is float32: set bfloat16 for training on GPUs" for place in slow]
 
 
 def _update(spec: RunSpec, name: str, group_size: int) -> str:

@@ -129,10 +129,8 @@ def transport_problems(engine: EngineSpec | None) -> list[str]:
     """Returns the reasons why a trainer on this machine could not send weights with the configured transport."""
     if engine is None or engine.refit.transport != "nixl" or importlib.util.find_spec("nixl") is not None:
         return []
-    said = (
-        "refit.transport = 'nixl': the package nixl is not installed here; pip install 'nixl[cu13]', or set it to auto"
-    )
-    return [said]
+    cure = "pip install 'nixl[cu13]', or set it to auto"
+    return [f"refit.transport = 'nixl': the package nixl is not installed here; {cure}"]
 
 
 def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 from megatron_rl.config import files, plugins
 from megatron_rl.config.base import ConfigError, refuse, sections
+from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.data_sources import Sources
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import Servers
@@ -156,10 +157,12 @@ def _evaluated(
     sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None, data: PromptSet | Sources | None = None
 ) -> tuple[tuple[EvaluatedSet, ...], list[str]]:  # fmt: skip
     """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors. `data`: the
-    training problems, whose `fields` sets of your own take over."""
-    fields = data.fields if isinstance(data, PromptSet) else {}
+    training problems. Sets of your own with neither `fields` nor `settings` take over its `fields`."""
+    fields, given = data.fields if isinstance(data, PromptSet) else {}, sets_of(sets)
+    bare = [one.path and not (one.fields or one.settings or generated_name(one.path)) for one in given]
+    given = [dataclasses.replace(one, fields=fields) if own else one for one, own in zip(given, bare, strict=True)]
     try:
-        return evaluated_sets(sets_of(sets), defaults, reward, drawn=drawn, fields=fields), []
+        return evaluated_sets(given, defaults, reward, drawn=drawn), []
     except ConfigError as error:
         return (), [str(error)]
 

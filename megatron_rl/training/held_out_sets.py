@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, hint
 from megatron_rl.config.evaluation import Best, EarlyStop
 from megatron_rl.training.iteration import EvaluationDraws, Recipe, RolloutContext
 from megatron_rl.types import Prompt
@@ -70,7 +70,7 @@ def ranked(
     `best`: the best evaluations before. `done`: number of finished iterations at the new evaluation. `metrics`: metrics
     of the new evaluation. Raises ConfigError if neither `metrics` nor an earlier evaluation has `settings.metric`.
     """
-    sign, value = -1 if settings.mode == "max" else 1, _value(metrics, settings, known=bool(best))
+    sign, value = -1 if settings.mode == "max" else 1, value_of(metrics, settings, known=bool(best))
     both = [*best, *([] if value is None else [(done, value)])]
     return sorted(both, key=lambda one: (sign * one[1], one[0]))[: settings.keep]
 
@@ -83,7 +83,7 @@ def followed(
     metrics of the new evaluation. An evaluation without a finite value counts as not better. Raises ConfigError if
     neither `metrics` nor an earlier evaluation has `settings.metric`.
     """
-    value = _value(metrics, settings, known=before is not None)
+    value = value_of(metrics, settings, known=before is not None)
     if value is not None and (before is None or (value > before[0] if settings.mode == "max" else value < before[0])):
         return value, 0
     return None if before is None else (before[0], before[1] + 1)
@@ -96,7 +96,7 @@ def stopped_early(settings: EarlyStop | None, state: tuple[float, int] | None) -
     return settings is not None and state is not None and state[1] >= settings.patience
 
 
-def _value(metrics: Mapping[str, float], settings: Best | EarlyStop, *, known: bool) -> float | None:
+def value_of(metrics: Mapping[str, float], settings: Best | EarlyStop, *, known: bool) -> float | None:
     """Returns the value of `settings.metric`; None if the evaluation has no finite value of the metric. Some metrics
     are undefined in some evaluations, for example F1 where all solutions are correct. `known`: whether an earlier
     evaluation had a value; if False, a missing metric raises ConfigError.
@@ -105,7 +105,7 @@ def _value(metrics: Mapping[str, float], settings: Best | EarlyStop, *, known: b
         place = "best" if isinstance(settings, Best) else "early_stop"
         raise ConfigError(
             f"evaluation.{place}.metric = {settings.metric!r}: the evaluation has no such metric; it has "
-            f"{', '.join(metrics)}"
+            f"{', '.join(metrics)}; {hint(settings.metric, metrics, 'name one of them')}"
         )
     value = metrics.get(settings.metric, math.nan)
     return value if math.isfinite(value) else None

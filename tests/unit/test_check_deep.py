@@ -110,6 +110,18 @@ def test_a_set_without_answers_is_refused_by_its_own_name(check, tmp_path):
         assert status == 0, errors
 
 
+def test_it_refuses_a_metric_that_no_evaluation_has(check):
+    for place in ("best", "early_stop"):
+        status, told, errors = check(f"evaluation.{place}={{metric: generator/rewards}}")
+        assert status == 2, told
+        assert f"evaluation.{place}.metric = 'generator/rewards': the evaluation has no such metric" in errors
+        assert "did you mean 'generator/reward'?" in errors and "generator/accuracy_greedy" in errors
+        assert check(f"evaluation.{place}={{metric: accuracy}}")[0] == 2, "it has no role"
+    for metric in ("generator/accuracy", "generator/pass@2", "generator/reward_greedy", "generator/ungraded"):
+        status, _, errors = check(f"evaluation.best={{metric: {metric}}}", "evaluation.n=2", "evaluation.k=[1,2]")
+        assert status == 0, errors
+
+
 def test_it_warns_of_a_text_that_the_reward_cannot_grade(check):
     status, told, errors = check("reward.target=bad_rewards:beyond", "preflight.reward=false")
     assert status == 0, errors
@@ -131,6 +143,9 @@ def test_it_plays_an_episode_with_empty_answers(check, monkeypatch):
     assert "the first prompt of an episode, to agent: " in told
     assert "'<|im_start|>user\\nQ: 1 + 1?<|im_end|>\\n<|im_start|>assistant\\n'" in told
     assert "an episode in which every answer is empty: agent/empty 2, episodes/answers 2" in told
+    status, _, errors = check("preflight.reward=false", "evaluation.best.metric=agent/emty", **episodes)
+    assert status == 2 and "did you mean 'agent/empty'?" in errors
+    assert check("preflight.reward=false", "evaluation.best.metric=agent/empty", **episodes)[0] == 0
     monkeypatch.setattr(check_trials, "MOST_ANSWERS", 10)
     _, told, _ = check("preflight.reward=false", "recipe.args.environment.args.answers=20", **episodes)
     assert "WARNING: it fails: the episode does not end after 10 empty answers" in told
