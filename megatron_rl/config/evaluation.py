@@ -139,7 +139,7 @@ class Evaluation:
     # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
     # DIR`. null: load sets that are no local files from the Hugging Face hub.
     data_dir: str | None = None
-    every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end
+    every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end, and at the start (at_start)
     at_start: bool = True  # true: evaluate before the first iteration in addition to the later evaluations
     limit: PositiveInt | None = None  # maximum number of problems of each set; null: all problems
     n: PositiveInt = 1  # number of samples of each problem
