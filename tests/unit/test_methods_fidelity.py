@@ -203,7 +203,7 @@ def test_weights_that_nothing_reads_are_refused(texts, args, message):
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"train": TrainConfig, "sft": SftConfig, "generate": GenerateConfig}
 FLAGS = (ROOT / "docs/reference/fidelity.md").read_text().partition("## Flags and files")[2].split("\n### ")[1:]
-OURS = re.compile(r"Ours: `megatron-rl (\w+)`.*?examples/(published/\S+?\.yaml)\)", re.DOTALL)
+OURS = re.compile(r"This project's command: `megatron-rl (\w+)`.*?examples/(published/\S+?\.yaml)\)", re.DOTALL)
 # The last words of the flags that the releases' scripts set; of train/tandem_grpo.sh also its variables.
 SCRIPTS = {
     "scripts/run_rl_tango.sh": (
