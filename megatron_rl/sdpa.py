@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 WIDEST_HEAD = 256  # maximum head size that flash attention supports
 
@@ -15,8 +16,8 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     mask: Tensor | None,
+    *,
     scale: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -33,8 +34,14 @@ def attend(
     if sinks is not None:
         width, scale = value.shape[-1], scale or query.shape[-1] ** -0.5
         products = (sinks / scale).view(query.shape[1], -1)
-        query, key, value, mask = _with_sinks(query, key, value, mask, products)
-        return attend(query, key, value, mask=mask, scale=scale)[..., :width]
+
+        def attended(query: Tensor, key: Tensor, value: Tensor, products: Tensor) -> Tensor:
+            return attend(*_with_sinks(query, key, value, mask, products), scale=scale)[..., :width]
+
+        if not torch.is_grad_enabled():
+            return attended(query, key, value, products)
+        # The mask of every layer, of a row's length squared, would otherwise be stored for the backward pass.
+        return checkpoint(attended, query, key, value, products, use_reentrant=False, preserve_rng_state=False)
     grouped = query.shape[1] != key.shape[1]
     if grouped and not _takes_groups(query, value, mask):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))

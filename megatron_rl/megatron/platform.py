@@ -9,6 +9,7 @@ and optimizer. Without a GPU, the patches redirect these calls to the CPU. They 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import sys
@@ -352,9 +353,10 @@ def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mend_names() -> None:
-    """Fixes two names in Megatron-core that are wrong without Transformer Engine.
+    """Fixes two names in Megatron-core.
 
-    `te_general_gemm`: the router of core 0.16.1 checks whether it is None, but defines it only with Transformer Engine.
+    `te_general_gemm`: the router of core 0.16.1 checks whether it is None, but defines it only with Transformer Engine;
+    see also `_adding_bias`.
     `HAVE_TE` in core's multi-latent attention: it is True even if the import of Transformer Engine produced a
     placeholder, and the attention then cannot be built.
     """
@@ -362,9 +364,23 @@ def _mend_names() -> None:
         from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils
 
-    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    product = moe_utils.__dict__.setdefault("te_general_gemm", None)
+    if product is not None and not hasattr(product, "__wrapped__"):
+        moe_utils.__dict__["te_general_gemm"] = _adding_bias(product)
     if not isinstance(vars(multi_latent_attention).get("TELinear"), type):
         multi_latent_attention.__dict__["HAVE_TE"] = False
+
+
+def _adding_bias(product: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns Transformer Engine's matrix product with a bias of the output's dtype. Transformer Engine reads the bytes
+    of a bias of any other dtype as if they had that dtype (TransformerEngine issue 3562), and core gives a bfloat16
+    bias of a router to a float32 product."""
+
+    @functools.wraps(product)
+    def converted(a: Any, b: Any, out_dtype: Any, *, bias: torch.Tensor | None = None, **rest: Any) -> Any:
+        return product(a, b, out_dtype, bias=None if bias is None else bias.to(out_dtype), **rest)
+
+    return converted
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:

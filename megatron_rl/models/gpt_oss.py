@@ -39,10 +39,13 @@ class GptOss(Family):
         return super().read(config, where)
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features of the model described by a config.json. If the file does not list the layers' kinds of
-        attention, every second layer has a window, and the first layer does."""
-        types = config.get("layer_types") or [KINDS[i % 2] for i in range(int(config["num_hidden_layers"]))]
-        return replace(super().features(config), pattern=tuple(KINDS.index(word) for word in types))
+        """Returns the features of the model described by a config.json. The first layer and every second layer after
+        it have a window. Raises ConfigError for other layer_types, which vLLM ignores."""
+        pattern = tuple(i % 2 for i in range(int(config["num_hidden_layers"])))
+        types = [KINDS[kind] for kind in pattern]
+        if (config.get("layer_types") or types) != types:
+            raise ConfigError(f"layer_types = {config['layer_types']!r} is not supported, only {types!r} is")
+        return replace(super().features(config), pattern=pattern)
 
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
         """Returns the two kinds of attention, with and without a sliding window. They have the same rotary

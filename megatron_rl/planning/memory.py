@@ -183,7 +183,7 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
             parts = module_bytes(actor, load.tokens, sparse=like) | {"core_attn": seen}
             own = sum(parts.get(name, 0.0) for name in load.recompute)
             kept = whole - own
-        held, again = held + number * kept, max(again, own)
+        held, again = held + number * kept, max(again, own + _sinks(actor, load.tokens))
     under_way = _under_way(parallel, load.count, stage) * held
     outside = _ends(actor, load.tokens) if stage == parallel.pp - 1 else 0.0
     return under_way + max(
@@ -242,9 +242,9 @@ def _attention(actor: Actor, tokens: int) -> float:
     shape, parallel, numbers, _ = actor
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
-    if shape.features.sinks:  # attention computes with wider heads, see sdpa.py
-        q, kv = (n * (sizes.head_dim + 8) / sizes.head_dim for n in (q, kv))
     attention = own * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
+    if shape.features.sinks:  # keeps only its inputs, see sdpa.py
+        attention = own * w * (2 * q + 2 * kv)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
         copied = q if sizes.kv_heads > parallel.tp else 0  # a single group of heads is a view of the joined projection
         attention += own * w * (q + 2 * kv + copied)
@@ -256,6 +256,18 @@ def _attention(actor: Actor, tokens: int) -> float:
     ):  # its inputs without conversion, and one float32 per token for each of the two norms
         attention += own * 4 * 2
     return attention
+
+
+def _sinks(actor: Actor, tokens: int) -> float:
+    """Returns the bytes that the attention of one layer with sinks takes while the backward pass computes it again
+    (sdpa.py): the mask as booleans and as numbers, and keys and values repeated for every query head. The mask is that
+    of one sequence as long as the row, which is the largest that it can be.
+    """
+    shape, parallel, numbers, _ = actor
+    if not shape.features.sinks:
+        return 0.0
+    width = 3 * shape.sizes.heads * (shape.sizes.head_dim + 8) / parallel.tp
+    return tokens / parallel.cp * (tokens * (1 + numbers.width) + numbers.width * width)
 
 
 def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]:

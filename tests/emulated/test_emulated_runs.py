@@ -26,6 +26,7 @@ def actor(family: str, *, ranks: int = 1, recompute: str = "none", layout=None, 
 
 
 ACTORS = {
+    "sinks-full": actor("gpt_oss", recompute="full"),
     "dense": actor("qwen2"),
     "dense-bf16": actor("qwen2", **HALF),
     "dense-full": actor("qwen3", recompute="full"),

@@ -64,6 +64,15 @@ def test_a_float32_model_keeps_the_torch_layers(fused):
     check_waits(found)
 
 
+def test_routers_with_a_bias_are_right_beside_transformer_engine(fused):
+    """gpt-oss has torch layers, and core's router takes Transformer Engine's product where the package is there. That
+    read the bytes of the router's bfloat16 bias as float32."""
+    found = fused.run("actor", **actor("gpt_oss", **HALF) | {"sizes": TWO | {"num_experts_per_tok": 4}})
+    (errors,) = found.answers
+    check_actor(errors, half=True)
+    assert not errors["fused"]
+
+
 def test_a_transformer_engine_that_cannot_be_imported_is_not_used(tmp_path_factory):
     """A model could not be built where the package was there, and its libraries were not."""
     packages = tmp_path_factory.mktemp("packages")

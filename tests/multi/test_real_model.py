@@ -108,10 +108,10 @@ def test_every_part_of_the_example_runs_and_a_second_call_goes_on_from_its_end(t
     (tmp_path / "runs/real_model/model").symlink_to(MODEL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command = [sys.executable, str(ROOT / "examples/studies/real_model/run.py"), "--quick"]
-    shown, costs = [], []
+    shown, costs, wide = [], [], environment() | {"COLUMNS": "200"}
     runs = tmp_path / "runs/real_model/quick"
     for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=wide, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         shown.append(done.stdout[done.stdout.index("SmolLM2-135M-Instruct (4-bit weights)") :])
         costs.append((runs / "tango_0/cpu_seconds.jsonl").read_text())
