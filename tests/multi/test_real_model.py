@@ -108,14 +108,14 @@ def test_every_part_of_the_example_runs_and_a_second_call_goes_on_from_its_end(t
     (tmp_path / "runs/real_model/model").symlink_to(MODEL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command = [sys.executable, str(ROOT / "examples/studies/real_model/run.py"), "--quick"]
-    shown, costs, wide = [], [], environment() | {"COLUMNS": "200"}
+    shown, costs = [], []
     runs = tmp_path / "runs/real_model/quick"
     for _ in range(2):
-        done = subprocess.run(command, cwd=tmp_path, env=wide, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         shown.append(done.stdout[done.stdout.index("SmolLM2-135M-Instruct (4-bit weights)") :])
         costs.append((runs / "tango_0/cpu_seconds.jsonl").read_text())
-    assert "right answers, sampled" in shown[0] and "verifier: F1 of verdicts on steps" in shown[0]
+    assert "right answers, sampled" in shown[0] and "verifier: F1 of final verdicts" in shown[0]
     assert "grpo_0, iteration 1: " in shown[0] and "tango_0, iteration " in shown[0], "a sample of each arm"
     assert shown[1] == shown[0]
     assert {path.name for path in runs.iterdir()} >= {"generator", "verifier", "grpo_0", "tango_0"}

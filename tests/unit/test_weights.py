@@ -32,7 +32,7 @@ from megatron_rl.weights.parameter_mapping import Rect, Shard, megatron, megatro
             "with quant_method 'fp8' is not supported, mxfp4",
         ),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0 is not supported, only 7.0 is"),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "layer_types = "),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "layer_types = "),
         ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not supported, only True is"),
         ("llama", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
