@@ -32,11 +32,11 @@ def attend(
     Keys and values are repeated for every query head if torch would otherwise materialise the scores [S, H, L, M].
     """
     if sinks is not None:
-        width, scale = value.shape[-1], scale or query.shape[-1] ** -0.5
-        products = (sinks / scale).view(query.shape[1], -1)
+        width, factor = value.shape[-1], scale or query.shape[-1] ** -0.5
+        products = (sinks / factor).view(query.shape[1], -1)
 
         def attended(query: Tensor, key: Tensor, value: Tensor, products: Tensor) -> Tensor:
-            return attend(*_with_sinks(query, key, value, mask, products), scale=scale)[..., :width]
+            return attend(*_with_sinks(query, key, value, mask, products), scale=factor)[..., :width]
 
         if not torch.is_grad_enabled():
             return attended(query, key, value, products)
