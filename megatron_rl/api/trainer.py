@@ -120,28 +120,31 @@ class Trainer:
         return read_result(run)
 
     def evaluate(
-        self, dataset: data_files.Rows | str | Path | None = None, *, n: int | None = None, temperature: float = 0.0
-    ) -> dict[str, float]:
+        self, dataset: data_files.Rows | str | Path | None = None, *, n: int | None = None,
+        temperature: float | None = None,
+    ) -> dict[str, float]:  # fmt: skip
         """Evaluates the first role's model with the run's reward: the trained model, or the initial one before
         training.
 
         `dataset`: the problems; None: the config's evaluation.sets. `n`: samples of each problem; None: evaluation.n
-        for the config's sets, and 1 for `dataset`. Returns `accuracy` (the fraction of correct answers), `reward` (the
-        mean) and the other metrics of `megatron-rl eval`.
+        for the config's sets, and 1 for `dataset`. `temperature`: None for greedy decoding if n is 1, and for
+        evaluation.temperature otherwise. Returns `accuracy` (the fraction of correct answers), `reward` (the mean) and
+        the other metrics of `megatron-rl eval`. With greedy decoding, `accuracy` is what a run calls accuracy_greedy.
         Raises ConfigError if there is no data or the recipe plays episodes of an environment, and RunFailed if the
         evaluation fails.
         """
         config = self.config.resolve()
         sets, run = self._asked(dataset), config.directory
+        n = (config.evaluation.n if dataset is None else 1) if n is None else n
+        default = 0.0 if n == 1 else config.evaluation.temperature
         number = len([*(run / "evaluations").glob("[0-9]*.json")]) + 1  # beside iteration_N.json of the training
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings() | {
-            "sets": sets, "limit": config.evaluation.limit, "template": self._template(), "output": str(output),
-            "n": (config.evaluation.n if dataset is None else 1) if n is None else n,
+            "sets": sets, "n": n, "limit": config.evaluation.limit, "template": self._template(), "output": str(output),
             "reward": self.config.get("reward", {}), "seed": config.run.seed,
             "data_dir": self.config.get("evaluation.data_dir"),
         }  # fmt: skip
-        tree["sampling"] = tree["sampling"] | {"temperature": temperature}
+        tree["sampling"] = tree["sampling"] | {"temperature": default if temperature is None else temperature}
         self._run("eval", EvalConfig, tree, output.with_suffix(".yaml"))
         return json.loads(output.read_text(encoding="utf-8"))["metrics"]
 

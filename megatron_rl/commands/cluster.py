@@ -43,8 +43,7 @@ def _submit(args: argparse.Namespace) -> int:
         for name in submission.scripts:
             print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
         print("\n".join(f"# ---- {one}" for one in said))
-        done = run is not None and run.run.resume != "must" and job_slices.finished(submission.directory)
-        if submission.finished or done:
+        if submission.finished or run and run.run.resume != "must" and job_slices.finished(submission.directory):
             print(f"# ---- {submission.directory} is finished: `submit` will refuse it")
         return 0
     submit.write(submission)

@@ -13,8 +13,9 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     """Returns {metric: [P] values} of graded answers. `groups`: [P][n], n samples of each of P problems.
 
     The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
-    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). pass@k, maj@n,
-    best_of_n and vote_of_n use whether an answer is correct, not its score.
+    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). Votes compare
+    whole responses if no response has an answer that can be extracted. pass@k, maj@n, best_of_n and vote_of_n use
+    whether an answer is correct, not its score.
     """
     n = min((len(group) for group in groups), default=0)
     correct = [[float(row["correct"]) for row in group] for group in groups]
@@ -23,7 +24,8 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     told = [k for k in ks if k <= n and (n > 1 or k > 1)]
     out |= {f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in correct] for k in told}
     if n > 1:
-        keys = [[row["key"] for row in group] for group in groups]
+        name = "key" if any(row["key"] is not None for group in groups for row in group) else "response"
+        keys = [[row[name] for row in group] for group in groups]
         out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, correct, strict=True)]
         if "confidence" in groups[0][0]:
             weights = [[row["confidence"] for row in group] for group in groups]

@@ -27,11 +27,13 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
     """Returns a sentence for each sign that the run went wrong; a sentence also says what to look at. "First" and
     "last" iterations are the first and the last fifth of the run. `picked`: rollouts of this run."""
     found = [*_broken(run), *_blind_reward(picked)]
-    held_out = main_gains(evaluation_gains(run), run.settings)
+    gains = evaluation_gains(run)
+    held_out = main_gains(gains, run.settings)
+    rising = {gain.role for gain in gains if gain.name.endswith("/reward") and gain.rose}
     for role in run.updates:
         reward = reward_gain(run, role)
-        own = [gain for gain in held_out if gain.name.partition("/")[0] == role]
-        found += [*_verifier(run, role), *_hacked(role, reward, own)]
+        own = [gain for gain in held_out if gain.role == role]
+        found += [*_verifier(run, role), *_hacked(role, reward, own, graded=role in rising)]
         if reward is None or reward.end < NEARLY_ALL:  # samples of a run that has solved its task are all alike
             found += [*_collapsed(run, role), *_unfinished(run, role)]
         found += _ungraded(run, role)
@@ -63,13 +65,20 @@ def _blind_reward(picked: Picked) -> Iterator[str]:
             )
 
 
-def _hacked(role: str, reward: Gain | None, held_out: list[Gain]) -> Iterator[str]:
+def _hacked(role: str, reward: Gain | None, held_out: list[Gain], *, graded: bool) -> Iterator[str]:
     """Yields a sentence if the reward rose in training and the main held-out metric of the role fell, or is an accuracy
     that stayed low. An accuracy is compared only with a reward between 0 and 1, and stayed low if it rose, even at the
-    upper end of its interval, by less than a quarter of the reward's rise."""
+    upper end of its interval, by less than a quarter of the reward's rise. `graded`: whether the held-out reward rose,
+    so that an accuracy that stayed low only shows that solutions get partial credit."""
     for gain in held_out if reward is not None and reward.rose else ():
         assert reward is not None
-        low = "accuracy" in gain.name and reward.start >= 0 and reward.end <= 1 and gain.end < reward.end / 2
+        low = (
+            not graded
+            and "accuracy" in gain.name
+            and reward.start >= 0
+            and reward.end <= 1
+            and gain.end < reward.end / 2
+        )
         most = gain.end - gain.start + (gain.error or 0.0)
         if gain.better is False or low and most < (reward.end - reward.start) / 4:
             yield (

@@ -188,6 +188,9 @@ def test_the_trained_model_answers_and_is_measured(make, tmp_path):
     assert 0.0 <= before["accuracy"] < after["accuracy"], "the model that is measured is the trained one"
     assert trained.metrics["generator_accuracy_end"] >= 0.0
     assert {"001.json", "002.json"} <= {path.name for path in (tmp_path / "run/evaluations").iterdir()}
+    written = trainer.evaluate(n=4) and (tmp_path / "run/evaluations/003.jsonl").read_text().splitlines()
+    drawn = {(row["id"], row["response"]) for row in map(json.loads, written)}
+    assert len(written) == 12 and len(drawn) > 3, "several samples of a problem are not drawn greedily"
     answers = trainer.generate(["aaa", "bbb"], temperature=0.0)
     assert len(answers) == 2 and sum(map(len, answers)) and sum(text.count("e") for text in answers) > 0
     asked = trainer.generate([[{"role": "user", "content": "aaa"}], "bbb"], n=3, max_tokens=2)

@@ -90,6 +90,13 @@ def test_faults_votes_count_right_answers_as_accuracy_does():
     assert [metrics[name] for name in names] == [[1.0]] * 5 and metrics["reward"] == [0.8]
 
 
+def test_votes_of_responses_without_an_extracted_answer_compare_the_responses():
+    """Eight equal answers to a reward of the user's own had accuracy 0.125 and maj@8 0."""
+    row = {"score": 1.0, "correct": True, "key": None, "finished": True, "tokens": 1}
+    rows = [[row | {"response": "ee"}] * 3, [row | {"response": "a", "correct": False}] * 2 + [row | {"response": "b"}]]
+    assert answer_values(rows, [])["maj@3"] == [1.0, 0.0]
+
+
 def test_faults_answers_are_those_of_all_agents_in_every_figure():
     """The console's column said that they were those of an agent."""
     recipe, context = agents({"won": 1.0}), episode_context(0.0)

@@ -39,6 +39,7 @@ def wrong_run(tmp_path, *, text=(), config=CONFIG, **changes):
         tracker.log(i, "solver", metrics, iteration=i)
         for suffix in ("", "_greedy"):
             evaluated = {f"solver/accuracy{suffix}": now["accuracy"], "solver/num_problems": problems}
+            evaluated |= {f"solver/reward{suffix}": now["held out"]} if "held out" in now else {}
             tracker.log(i, "eval", evaluated, iteration=i)
         own = Iteration(cycle=i, index=0, roles=("solver",), number=i)
         rollouts = [
@@ -60,6 +61,10 @@ FAILURES = {
     "an accuracy that stays low": (
         {"reward": (0.2, 0.98), "accuracy": (0.1, 0.12)},
         ["the held-out sampled accuracy from 0.1 to 0.12: the reward may be exploited"],
+    ),
+    "a held-out accuracy that falls while the reward rises": (
+        {"reward": (0.2, 0.98), "accuracy": (0.6, 0.1), "held out": (0.2, 0.9)},
+        ["the held-out sampled accuracy from 0.6 to 0.1"],
     ),
     "collapse of entropy": (
         {"entropy": (1.0, 0.0), "alike": (0.1, 1.0), "reward": (0.2, 0.5)},
@@ -109,6 +114,7 @@ def test_a_seeded_failure_is_named(tmp_path, failure):
         {"reward": (0.5, 0.9), "accuracy": (0.2, 0.35)},  # held-out problems that are harder
         {"reward": (0.4, 0.7), "accuracy": (0.033, 0.067), "problems": 30.0},  # so few that the rise may be larger
         {"reward": (3.0, 7.0), "accuracy": (0.4, 0.55)},  # a reward that is no share
+        {"reward": (0.04, 0.4), "accuracy": (0.0, 0.0), "held out": (0.05, 0.3)},  # partial credit
         {"finished": (0.0, 0.0), "config": CONFIG.replace("}}}", "}, sampling: {max_tokens: 1}}}")},  # moves of a game
     ],
 )
