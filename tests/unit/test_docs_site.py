@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -31,6 +32,22 @@ def hooks():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def cells(row: str) -> int:
+    return len(re.findall(r"(?<!\\)\|", row.strip().strip("|"))) + 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page):
+    """Wrapping a page's lines anew had joined rows of tables and items of lists."""
+    lines = prose(page)
+    for i, rule in enumerate(lines):
+        if i and re.fullmatch(r" *\|[-:| ]+\| *", rule):
+            rows = itertools.takewhile(str.strip, lines[i + 1 :])
+            wrong = [row for row in rows if not row.lstrip().startswith("|") or cells(row) != cells(rule)]
+            assert not wrong, wrong
+    assert not [line for line in lines if re.search(r"[.;] - (?=[`*])", line) and "|" not in line]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install -e '.[docs]'")
