@@ -30,7 +30,7 @@ def test_attention_to_bfloat16_is_near_that_in_float64(monkeypatch, keys, narrow
 
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
-    layer = SimpleNamespace(scale=0.2)
+    layer = SimpleNamespace(scale=0.2, softmax_offset=None)
     found, wanted = (attention.SDPAttention._attend(layer, *own, mask) for own in (inputs, exact))
     assert seen[0] == (torch.float32 if keys < attention.WIDENED else torch.bfloat16)
     assert found.dtype == torch.bfloat16 and found.shape == (2, HEADS, keys, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.chat_template import tokenize
@@ -13,6 +13,7 @@ from megatron_rl.recipes.review import Reviewer, Verification
 from megatron_rl.recipes.solutions import Solution
 from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.verdicts import Review
+from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import STEP, Prompt
 
@@ -63,14 +64,17 @@ class JudgingOfPairs:
         if len(own) == SIZE:
             self._request(self._open.pop(solution.rollout.group))
 
-    def answers(self) -> Iterator[tuple[int, list[Verification]]]:
-        """Yields (index of a solution, its verifications). Solutions that are still alone are asked about first."""
+    def collect(self, watch: Stopwatch) -> dict[int, list[Verification]]:
+        """Waits for all verifications; see `Judging.collect`. Returns {index of a solution: its verifications}. Asks
+        about solutions that are still alone first."""
         for own in self._open.values():
             self._request(own)
         self._open = {}
-        for key, answers in self._pairs.answers():
-            for i, place in enumerate(self._asked[key]):
-                yield place, [replace(a, item=a.item[i], opinion=a.opinion[i]) for a in answers]
+        return {
+            place: [replace(a, item=a.item[i], opinion=a.opinion[i]) for a in answers]
+            for key, answers in self._pairs.collect(watch).items()
+            for i, place in enumerate(self._asked[key])
+        }
 
     def _request(self, own: Sequence[tuple[int, Solution]]) -> None:
         self._asked[own[0][0]] = [place for place, _ in own]
