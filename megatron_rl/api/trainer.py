@@ -295,8 +295,8 @@ def _with_rewards(
 
 
 def _data(base: Config, sets: Sequence[Any] | None, dataset: Any, held_out: Any, directory: Path) -> Settings:
-    """Returns the config sections of the given data sets. The held-out set gets the training set's settings, and comes
-    before the `sets` that are given beside it."""
+    """Returns the config sections of the given data sets. The held-out data become the first evaluation set, in front
+    of `sets`, and are read with the settings of the training data."""
     found: dict[str, Any] = {}
     data = base.get("data", {})
     if dataset is not None:

@@ -152,8 +152,11 @@ def _episode_lines(spec: RunSpec, context: RolloutContext, task: Prompt) -> list
 
 
 def _check_metrics(spec: RunSpec, context: RolloutContext, sets: Sequence[HeldOutSet]) -> None:
-    """Raises ConfigError if evaluation.best or evaluation.early_stop names a metric that an evaluation with empty
-    answers does not have. Counts and F1 scores, which depend on the answers, are allowed."""
+    """Raises ConfigError if evaluation.best or evaluation.early_stop names a metric that evaluations do not report.
+
+    The known names are those of an evaluation in which every answer is empty. Counts and F1 scores are always accepted,
+    because an evaluation of empty answers may lack them. Nothing is checked if that evaluation fails.
+    """
     followed = [own for own in (spec.loop.evaluation.best, spec.loop.evaluation.early_stop) if own is not None]
     if followed and sets:
         with contextlib.suppress(RewardFailure, EngineError):

@@ -15,8 +15,8 @@ _NAMES = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(e
 RECIPES: Mapping[str, str] = _NAMES["RECIPES"]  # {short name of a recipe: its class}
 SHORT: Mapping[str, str] = _NAMES["SHORT"]  # {short name of a setting: its dotted key}
 TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: the Trainer's argument}
-TRL: Mapping[str, str] = _NAMES["TRL"]  # {setting of TRL: setting of this project}
-VERL: Mapping[str, str] = _NAMES["VERL"]  # {setting of verl: setting of this project}
+TRL: Mapping[str, str] = _NAMES["TRL"]  # {setting of TRL: the corresponding setting here}
+VERL: Mapping[str, str] = _NAMES["VERL"]  # {setting of verl: the corresponding setting here}
 VERL_ROOTS = ("actor_rollout_ref", "critic", "algorithm", "custom_reward_function", "trainer")
 
 

@@ -82,11 +82,11 @@ class Judging(Generic[Item, Opinion]):
             yield key, [self._judgement(key, completion) for completion in completions]
 
     def collect(self, watch: Stopwatch) -> dict[int, list[Judgement[Item, Opinion]]]:
-        """Waits for the judgements of all requested items. Returns {key: judgements}. `watch` records the
-        waiting time under the name "review"."""
+        """Waits for the judgements of all requested items. Returns {key: judgements}. `watch` records the waiting
+        time under the name "review"."""
         found: dict[int, list[Judgement[Item, Opinion]]] = {}
         with watch("review"):
-            # judgements are parsed while others are still being generated
+            # each judgement is parsed as soon as it arrives, while the engine generates other judgements
             for key, judgements in self.answers():
                 found[key] = judgements
                 watch.beat()

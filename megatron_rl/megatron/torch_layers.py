@@ -194,8 +194,9 @@ class GeGLU(SwiGLU):
         return F.gelu(gate, approximate="tanh") * up
 
 
-# Activation name (models/sizes.py) -> (function for Megatron-core's config, which accepts only activations that core
-# knows; module that computes the gated activation from fc1's fused output instead of core).
+# {name of the activation (models/sizes.py): (function, module)}. The function is the value of Megatron-core's setting
+# activation_func, for which core accepts only functions that it knows. The module replaces core's computation: it
+# computes the gated activation from the fused output of fc1.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": (F.silu, SwiGLU),
     "gelu_tanh": (F.gelu, GeGLU),

@@ -107,7 +107,7 @@ class RefitStore:
         """
         found = self.peek(key, timeout_s)
         if found is None:
-            raise TransportError(f"no {self.prefix + key!r} on the refit store within {timeout_s:.1f} s")
+            raise TransportError(f"the refit store got no value of {self.prefix + key!r} within {timeout_s:.1f} s")
         return found
 
     def has(self, key: str, timeout_s: float) -> bool:

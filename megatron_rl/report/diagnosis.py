@@ -106,7 +106,8 @@ def _collapsed(run: RunMetrics, role: str) -> Iterator[str]:
 
 
 def _unfinished(run: RunMetrics, role: str) -> Iterator[str]:
-    """Yields a sentence if nearly all samples were cut at their maximum length, unless that length is below LONG."""
+    """Yields a sentence if nearly all samples were cut at their maximum length. Short maximum lengths, below LONG
+    tokens, are left out."""
     finished = run.curves.get((role, "finished"), Curve())
     asked = run.settings.get(f"roles.{role}.sampling.max_tokens", LONG)
     if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL and asked not in range(LONG):

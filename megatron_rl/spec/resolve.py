@@ -157,7 +157,7 @@ def _evaluated(
     sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None, data: PromptSet | Sources | None = None
 ) -> tuple[tuple[EvaluatedSet, ...], list[str]]:  # fmt: skip
     """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors. `data`: the
-    training problems. Sets of your own with neither `fields` nor `settings` take over its `fields`."""
+    training problems. Sets of your own with neither `fields` nor `settings` inherit its `fields`."""
     fields, given = data.fields if isinstance(data, PromptSet) else {}, sets_of(sets)
     bare = [one.path and not (one.fields or one.settings or generated_name(one.path)) for one in given]
     given = [dataclasses.replace(one, fields=fields) if own else one for one, own in zip(given, bare, strict=True)]

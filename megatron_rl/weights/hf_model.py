@@ -139,7 +139,7 @@ def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
             cure = "set tie_word_embeddings" if name == HEAD and EMBEDDING in found else "the directory is not complete"
             yield f"{directory} holds no tensor {name!r}, which its config.json asks for: {cure}"
         elif (stored := found[name]).shape != shape:
-            file, said = stored.file, f"{name} is {list(stored.shape)}, config.json says {list(shape)}"
+            file, said = stored.file, f"{name} is {list(stored.shape)}, but config.json requires {list(shape)}"
             yield f"{file}: {said}: is it another model's?"
     kept = {name for name in kept_float32(sizes) & wanted.keys() if found[name].dtype == "F32"}
     by_dtype = {found[name].dtype: (name, found[name].file) for name in wanted if name not in kept}

@@ -27,15 +27,15 @@ from megatron_rl.weights.quantisation import FORMATS, MXFP4, SCALES, Format
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DAMAGED = (KeyError, TypeError, AttributeError)  # errors of reading an index whose JSON has a different structure
-# Suffixes of the names of MXFP4 values and scales in gpt-oss's files. They are [experts, rows, columns / 32, 16] and
-# [experts, rows, columns / 32]; files of other dtypes hold the same tensor as [experts, columns, rows].
+# Suffixes of the names of MXFP4 tensors in gpt-oss's files. The values have the shape [experts, rows, columns / 32, 16]
+# and the scales [experts, rows, columns / 32]. In unquantised files, the same weight is [experts, columns, rows].
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 # first bytes of a git-lfs pointer: a small file in place of a large file that git-lfs has not downloaded
 LFS = b"version https://git-lfs.github.com/"
 
 
 class Part(NamedTuple):
-    """The place of a tensor in a larger tensor, which holds it together with others."""
+    """The position of a tensor inside a larger tensor that contains several tensors, such as those of all experts."""
 
     name: str  # name of the larger tensor
     shape: tuple[int, ...]  # shape of the larger tensor
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     transposed: bool = False  # True if the larger tensor has the rows in its last dimension
 
     def of(self, whole: Any) -> Any:
-        """Returns the tensor as a view of the larger tensor `whole`."""
+        """Returns the view of the larger tensor `whole` that contains this tensor."""
         own = whole if self.expert is None else whole[self.expert]
         return (own.T if self.transposed else own)[self.row : self.row + self.rows]
 
@@ -54,11 +54,11 @@ class Stored(NamedTuple):
     """A tensor in a safetensors file, as described by the file's header."""
 
     file: Path
-    # Name of the dtype in safetensors: F32, BF16, F16, ... BF16 if `scales` is set, because quantised values are
-    # converted to bfloat16 when they are read.
+    # Name of the dtype in the safetensors format, such as F32 or BF16. It is BF16 if `scales` is set, because quantised
+    # values are converted to bfloat16 when they are read.
     dtype: str
     shape: tuple[int, ...]
-    part: Part | None = None  # its place if it is part of a larger tensor
+    part: Part | None = None  # position inside a larger tensor of the file; None if the tensor is stored alone
     scales: Stored | None = None  # the scales of quantised values, one per block of `format`
     format: Format = FORMATS["fp8"]
 
@@ -162,19 +162,20 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def _stack(found: dict[str, Stored], part: Part, dtype: str | None = None) -> Stored:
-    """Returns the stored tensor that holds `part`. Raises ConfigError if it is missing, or has another shape or another
-    dtype than `dtype`."""
+    """Returns the stored tensor that contains `part`. Raises ConfigError if the tensor is missing, or does not have the
+    expected shape and, if `dtype` is given, the dtype `dtype`."""
     stack = found.get(part.name)
     if stack is None or stack.shape != part.shape or dtype not in (None, stack.dtype):
         said = f"{list(stack.shape)} of {stack.dtype}" if stack else "missing"
         file, of = (stack or next(iter(found.values()))).file, f" of {dtype}" if dtype else ""
-        raise ConfigError(f"{file}: {part.name} is {said}, config.json says {list(part.shape)}{of}")
+        raise ConfigError(f"{file}: {part.name} is {said}, but config.json requires {list(part.shape)}{of}")
     return stack
 
 
 def stacked(sizes: Sizes, *, in_files: bool = False) -> Iterator[tuple[Source, Part]]:
-    """Yields the tensors that transformers 5 holds in memory as parts of larger tensors, such as the tensors of every
-    expert: (name and shape of the tensor, its place). `in_files`: yields only those that are parts in files, too.
+    """Yields (name and shape of the tensor, its position in a larger tensor) for each tensor that transformers 5 stores
+    in memory as a part of a larger tensor, for example the tensors of one expert. `in_files`: yields only tensors that
+    are also stored in this way in the files.
     """
     for layer in range(sizes.num_layers):
         prefix = HF_LAYER.format(layer)

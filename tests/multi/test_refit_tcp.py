@@ -237,7 +237,7 @@ def test_refit_stores_are_closed_to_those_without_the_secret():
     other.under("epoch1").put("next", 1)
     assert store.has("epoch1/next", 5.0) and store.under("epoch1").peek("next") == 1
     other.remove("epoch1/next")
-    with pytest.raises(TransportError, match="no 'epoch1/next' on the refit store within 0.1 s"):
+    with pytest.raises(TransportError, match="the refit store got no value of 'epoch1/next' within 0.1 s"):
         store.get("epoch1/next", 0.1)
 
 

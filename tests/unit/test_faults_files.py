@@ -200,7 +200,7 @@ def test_cases_stacked_experts_are_read_as_save_pretrained_writes_them(tmp_path,
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
     bent = {name: t[:1].contiguous() if "gate_up" in name else t.contiguous() for name, t in weights.items()}
     save_file(bent, stacked / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"gate_up_proj is \[1, .*config.json says"):
+    with pytest.raises(ConfigError, match=r"gate_up_proj is \[1, .*config.json requires"):
         hf_model.check(stacked, sizes)
 
 
@@ -253,8 +253,8 @@ def test_cases_check_deep_compares_weights_with_the_config_beside_them(base, tmp
     """config.json says fewer layers, other heads, or rows that the embedding does not have."""
     data = jsonl(tmp_path / "rows.jsonl", {"prompt": "ab", "response": "a"})
     cases = [
-        ({"vocab_size": rows_of(base) + 4}, "config.json says [64, 64]"),
-        ({"num_key_value_heads": 4}, "config.json says"),
+        ({"vocab_size": rows_of(base) + 4}, "config.json requires [64, 64]"),
+        ({"num_key_value_heads": 4}, "config.json requires"),
         ({"num_hidden_layers": 3}, "contradicts itself"),
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "holds no tensor"),
         ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "model.layers.1"),

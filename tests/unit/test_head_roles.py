@@ -151,7 +151,7 @@ def test_a_bias_of_a_head_is_refused_and_a_bias_of_0_is_not(tmp_path):
     with pytest.raises(ConfigError, match=re.escape("score.bias is [0.5], and heads here have no bias: set it to 0")):
         hf_model.check(directory, sizes)
     save_file(tensors | {"score.weight": torch.zeros(3, 64)}, file)
-    with pytest.raises(ConfigError, match=re.escape("score.weight is [3, 64], config.json says [1, 64]")):
+    with pytest.raises(ConfigError, match=re.escape("score.weight is [3, 64], but config.json requires [1, 64]")):
         hf_model.check(directory, sizes)
 
 

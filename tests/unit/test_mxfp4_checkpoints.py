@@ -69,12 +69,15 @@ def test_mxfp4_files_become_bfloat16_files_that_transformers_loads(published, tm
     [
         (
             lambda t: t.update({DOWN + "_scales": t[DOWN + "_scales"][:2]}),
-            r"_scales is \[2, 96, 2\] of U8, config.json says",
+            r"_scales is \[2, 96, 2\] of U8, but config.json requires",
         ),
-        (lambda t: t.pop(DOWN + "_scales"), r"down_proj_scales is missing, config.json says \[4, 96, 2\] of U8"),
+        (
+            lambda t: t.pop(DOWN + "_scales"),
+            r"down_proj_scales is missing, but config.json requires \[4, 96, 2\] of U8",
+        ),
         (
             lambda t: t.update({DOWN + "_blocks": t[DOWN + "_blocks"].char()}),
-            r"_blocks is \[4, 96, 2, 16\] of I8, config",
+            r"_blocks is \[4, 96, 2, 16\] of I8, but config",
         ),
     ],
 )

@@ -53,7 +53,7 @@ class ExpertWeights:
     down: Tensor  # [E, h, f]
     shared: SharedExpert | None
     bias: Tensor | None = None  # [E] float32, bias on the router scores that is used only to choose experts
-    # biases of the projections, and gate and up in alternating rows: in gpt-oss only
+    # These biases exist only in gpt-oss, whose rows of gate_up and gate_up_bias alternate between gate and up.
     router_bias: Tensor | None = None  # [E]
     gate_up_bias: Tensor | None = None  # [E, 2 f]
     down_bias: Tensor | None = None  # [E, h]
