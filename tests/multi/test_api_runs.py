@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from api_starts import forked_start
 from conftest import ROOT, environment
+from docs_pages import blocks_of
 from limits import RUN_S
 from transformers import TrainerCallback
 
@@ -286,8 +287,8 @@ def test_the_notebook_of_the_docs_runs(tmp_path):
 
 
 def test_python_blocks_of_the_page_run(tmp_path, monkeypatch):
-    page = (ROOT / "docs/how_to/python_api.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = ROOT / "docs/how_to/python_api.md"
+    blocks = [own.text for own in blocks_of(page) if own.language == "python" and not own.mark]
     assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
     for block in blocks[1:]:  # the first is the example

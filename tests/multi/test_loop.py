@@ -357,7 +357,9 @@ def test_the_loop_has_the_settings_of_its_config():
     reader = SimpleNamespace(first=lambda count: Questions().take(count))
     models = SimpleNamespace(readers={"generator": reader}, held_out={})
     first = Questions().take(2)
-    checks = preflight.PreflightPlan(settings=config.preflight, prompts=first, reward=config.reward)
+    checks = preflight.PreflightPlan(
+        settings=config.preflight, prompts=first, reward=config.reward, place="evaluation.sets: held"
+    )
     plan = loop.Plan(
         iterations=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
         train_without_signal=True,
