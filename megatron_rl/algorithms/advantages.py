@@ -1,5 +1,5 @@
-"""Computes advantages from rewards: an estimator compares the outcome rewards of a group's rollouts. The result can be
-mixed with Tango's advantages from rewards on reasoning steps.
+"""Computes advantages from rewards. An estimator compares the outcome rewards of the rollouts of a group. These outcome
+advantages can be mixed with step advantages, which Tango computes from rewards on reasoning steps.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megatron_rl.algorithms.estimators import (
 from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.types import STEP, Rollout
 
-TRAINED = "trained"  # name of the reward from which advantages are computed
+TRAINED = "trained"  # name under which a rollout stores the reward from which its advantages are computed
 RLOO_STEP_SCALE = 10.0  # factor on RLOO step advantages, hard-coded in the released Tango code
 
 
 @config
 class StepCredit:
-    """The conversion of reasoning-step rewards to token advantages. The defaults are Tango's (arXiv 2505.15034, eq. 3,
-    5, 6).
+    """Settings of how rewards on reasoning steps are converted to token advantages. The defaults are Tango's (arXiv
+    2505.15034, eq. 3, 5, 6).
 
     `span`: which step rewards a token gets. "rest" means the sum over the token's step and all later steps. "own" means
         only the reward of the token's step; step rewards are then not divided by the number of steps.
     `baseline`: which steps a step's reward is compared with. "group" means all steps of all solutions of the group.
-        "step" means only the steps with the same index in these solutions; a step whose index occurs in one solution
-        only gets 0.
+        "step" means only the steps with the same index in these solutions. If only one solution has a step with this
+        index, the step gets 0.
     """
 
     span: Literal["rest", "own"] = "rest"
@@ -68,7 +68,7 @@ def assign_advantages(
         2505.15034, eq. 7): (1 - alpha) x outcome advantage + alpha x step advantage. If no rollout has scores on its
         reasoning steps, only the outcome is used.
     `steps`: how step rewards are converted to token advantages.
-    `weights`: [B] factors on the advantages (the verifier's class weights, eq. 9).
+    `weights`: [B] factors on the advantages. For Tango's verifier, these are the class weights of eq. 9.
 
     A rollout that is alone in its group, for instance because the gradings of the other rollouts failed, gets an
     advantage of 0 from every estimator except those in UNGROUPED. This also holds for user-defined estimators.
@@ -123,8 +123,8 @@ def step_advantages(
     rloo_scale: float = RLOO_STEP_SCALE,
 ) -> Iterable[np.ndarray | float]:
     """Yields the step advantages of each of [B] rollouts, in order (Tango, arXiv 2505.15034): [T] float64, or one
-    number if all tokens of the rollout have the same step advantage. A generator is returned to save memory: the step
-    advantages of all rollouts together would need 8 bytes per token.
+    number if all tokens of the rollout have the same step advantage. For all estimators except "reinforce_pp", the
+    result is a generator, because the step advantages of all rollouts together would need 8 bytes per token.
 
     The step rewards of all rollouts of a group form one set. The estimator is applied to this set, separately from the
     outcomes (eq. 5). Each step counts as one token; tokens without a step reward are not in the set. A token then gets
@@ -132,9 +132,9 @@ def step_advantages(
     can change which steps are in the set and in the sum. A set that contains the steps of only one rollout gives 0, as
     in `assign_advantages`.
     With the estimator "rloo", the result is multiplied by `rloo_scale`.
-    With the estimator "reinforce_pp", the result is the undiscounted reverse sums of the raw step rewards over the
-    tokens, whitened over the batch's trained tokens with sample std (n - 1) + 1e-6. Tokens after the last step and
-    rollouts without steps are included with return 0.
+    With the estimator "reinforce_pp", the return of a token is the undiscounted sum of the raw step rewards at or after
+    the token. The returns are whitened over the batch's trained tokens with sample std (n - 1) + 1e-6. Tokens after the
+    last step and rollouts without steps are included with return 0.
     A rollout whose steps have no rewards because its verification failed is left out of the set and gets 0. Raises
     ValueError for a step that ends outside its rollout.
     """
@@ -150,7 +150,7 @@ def step_advantages(
     rewards = np.concatenate([np.empty(0), *(own for own in scores if own is not None)])
     own_groups = _groups(rollouts)
     groups = np.repeat(own_groups, sizes)
-    # for each step: number of rollouts in its group that have step rewards
+    # for each step: number of rollouts with step rewards in the same group
     members = np.bincount(own_groups[np.array(sizes) > 0])[groups]
     if credit.baseline == "step":
         numbers = np.concatenate([np.arange(size) for size in sizes])
@@ -176,9 +176,10 @@ def _estimated(
 ) -> np.ndarray:
     """Applies an estimator to [B] rewards.
 
-    `members`: [B] number of rollouts in the group of each reward. Rewards of groups with less than two members get 0
-        and are not passed to an estimator that compares within groups. Raises ValueError unless the estimator returns
-        one finite number per reward.
+    `members`: [B] number of rollouts in the group of each reward. An estimator that is not in UNGROUPED does not see
+        the rewards of groups with fewer than two members; these rewards get the advantage 0.
+
+    Raises ValueError unless the estimator returns one finite number per reward.
     """
     chosen = (members > 1) | (word_of(named) in UNGROUPED)
     if not chosen.any():
@@ -217,8 +218,8 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
     """Converts the [K] scores of a rollout's reasoning steps to the advantage of each token, [T] float64. Returns 0.0
     if `scores` is None.
 
-    A token gets the sum of the scores of all steps that end at or after it. If `credit.span` is "own", a token gets
-    only the score of the first of these steps.
+    A token gets the sum of the scores of all steps that end at or after the token. If `credit.span` is "own", a token
+    gets only the score of the first of these steps.
     """
     if scores is None or not len(scores):
         return 0.0

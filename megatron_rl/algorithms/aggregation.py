@@ -1,4 +1,4 @@
-"""Computes the loss weights of the rollouts of an optimizer step, and the denominator of the summed loss."""
+"""Computes, for one optimizer step, the loss weight of each rollout and the denominator of the summed loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def aggregate(
     `kind`: how the token losses are averaged.
         token_mean     mean over all tokens: the denominator is their number (DAPO, arXiv 2503.14476)
         sequence_mean  mean over rollouts of their token means (GRPO, arXiv 2402.03300)
-        prompt_mean    mean over prompts of the token means of their groups (ScaleRL, arXiv 2510.13786)
+        prompt_mean    mean over prompts; the loss of a prompt is the mean over the tokens of its group (ScaleRL, arXiv
+                       2510.13786)
         constant       sum over tokens / (S x max_tokens), independent of rollout lengths (Dr.GRPO, arXiv 2503.20783)
     Rollouts and groups without a label in the loss are excluded from the means. Raises ValueError for `constant`
     without `max_tokens`.

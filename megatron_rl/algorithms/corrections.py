@@ -32,7 +32,7 @@ EXP_LIMIT = 40.0
 def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
     """Returns exp(values), [N], continued linearly (along the tangent) above `limit`, a number or [N].
 
-    Value and gradient stay finite and keep their direction. Up to `limit` both are exactly those of exp.
+    Above `limit`, the result and its gradient stay finite and positive. Up to `limit`, both are exactly those of exp.
     """
     held = torch.clamp(values, max=limit)  # type: ignore[call-overload]
     return held.exp() * (1 + (values - held))
@@ -45,14 +45,14 @@ def correction_weights(
     other labels.
 
     The weights have no gradient, and are 1 for labels that the policy did not sample. A metric is 1 for labels whose r
-    (or whose rollout's r) is outside the bounds: `correction_truncated` if r was clamped to the bounds,
-    `correction_masked` if the weight is 0. Without a correction, returns (None, {}).
+    (or, at the other levels, the r of the whole rollout) is outside the bounds: `correction_truncated` if r was clamped
+    to the bounds, `correction_masked` if the weight is 0. Without a correction, returns (None, {}).
 
     As in TRL 1.x and AReaL, a masked label still counts in the mean, and its KL and entropy stay in the loss. verl
-    removes the label from all three; otherwise its weights are the same (for GMPO it uses their geometric mean over a
-    rollout). The bounds of verl's rejection (`token_k1`, `seq_sum_k1`, `seq_mean_k1`) apply to 1 / r: verl's bounds
-    0.5_5.0 correspond to low 0.2 and high 2.0 of CorrectionConfig, and AReaL's level `sequence` to the level
-    `geometric`.
+    removes the label from the mean, the KL and the entropy. Otherwise verl's weights are the same, except that verl
+    uses the geometric mean of the weights over a rollout for GMPO. The bounds of verl's rejection (`token_k1`,
+    `seq_sum_k1`, `seq_mean_k1`) apply to 1 / r: verl's bounds 0.5_5.0 correspond to low 0.2 and high 2.0 of
+    CorrectionConfig. AReaL's level `sequence` corresponds to the level `geometric`.
     """
     if config is None or config.kind == "none":
         return None, {}

@@ -25,8 +25,8 @@ EPSILON = 1e-6  # added to every standard deviation, as in Tango's released code
 
 
 def grpo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns (r - mean of group) / (std of group + 1e-6), with sample std (n - 1) as in Tango's code (arXiv
-    2402.03300).
+    """Returns GRPO's advantage (arXiv 2402.03300): (r - mean of group) / (std of group + 1e-6). The std is the sample
+    std (n - 1), as in Tango's released code.
     """
     centred, std, _ = compare(rewards, groups)
     return centred / (std + EPSILON)
@@ -138,10 +138,10 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "w_reinforce": w_reinforce, "reinforce": reinforce,
     }
 )  # fmt: skip
-GAE = "gae"  # estimator of recipes with critics: it needs more than rewards, see algorithms.gae and recipes.critics
+GAE = "gae"  # estimator that needs the values of a critic too, see algorithms.gae and recipes.critics
 # Estimators that can give a nonzero advantage to a rollout that is alone in its group.
 # These estimators compare rewards over the whole batch, or do not compare rewards.
-# Other estimators and user-defined functions never get such a rollout (see advantages.assign_advantages).
+# Other estimators and user-defined functions never get a rollout without others in its group (assign_advantages).
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 
@@ -176,8 +176,8 @@ def word_of(named: EstimatorName) -> str:
 
 
 def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compares rewards with those of their group. Returns r - mean [B], the sample std (n - 1) of the group [B], and
-    the group size n [B].
+    """Compares each reward r with all rewards of its group. Returns r - mean [B], the sample std (n - 1) of the group
+    [B], and the group size n [B].
 
     For a group of equal rewards, and for a group of one rollout, r - mean and the std are exactly 0 regardless of
     rounding.
@@ -189,8 +189,8 @@ def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def _means(values: np.ndarray, groups: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Returns the mean of each group, weighted by [B] `weights`. If all values are equal, returns exactly that value;
-    if all weights are 0, returns 0.
+    """Returns the mean of each group, weighted by [B] `weights`. The mean of a group of equal values is exactly this
+    value. The mean of a group whose weights are all 0 is 0.
     """
     weights = np.ones(len(values)) if weights is None else weights
     total = np.bincount(groups, weights=weights)

@@ -28,13 +28,13 @@ class Gae:
     # its first token, the reward of a turn is the sum over its tokens, and all tokens of a turn have its advantage.
     level: Literal["token", "turn"] = "token"
     whiten: bool = True  # normalise the advantages to mean 0 and variance 1 over the trained tokens of the iteration
-    critic_warmup: CountOrZero = 0  # number of first iterations of a role that train its critic only
+    critic_warmup: CountOrZero = 0  # number of iterations at the start of the run in which only a role's critic trains
     # Coefficient of the KL divergence from the reference in the reward of each token; with `kl_target`, the coefficient
     # of the first iteration. (loss.kl_coef puts the KL divergence into the loss instead.)
     kl_coef: NonNegativeFloat = 0.0
     kl: Kl = "k1"  # estimator of the KL divergence per token, as in loss.kl; k3 is clamped at 10 as in verl
-    # Target of the mean KL divergence per token. After each iteration, the coefficient moves towards the target (arXiv
-    # 1909.08593); null: the coefficient is fixed.
+    # Target of the mean KL divergence per token. After each iteration, the coefficient is raised if the KL divergence
+    # is above the target, and lowered if it is below (arXiv 1909.08593). null: the coefficient is fixed.
     kl_target: PositiveFloat | None = None
     kl_horizon: PositiveInt = 10_000  # number of rollouts in which `kl_target` changes the coefficient by at most 20 %
 
@@ -46,7 +46,7 @@ class Gae:
 
 @dataclass(frozen=True, kw_only=True)
 class Credited:
-    """The rollouts on which a role and its critic are trained, and metrics."""
+    """The result of `assign_gae`: the rollouts on which a role and its critic are trained, and metrics."""
 
     policy: list[Rollout]  # [B] rollouts with advantages [T]
     critic: list[Rollout]  # [B] the same rollouts with the values `old_value` and `returns` [T]
@@ -64,10 +64,11 @@ def assign_gae(
 ) -> Credited:
     """Computes the advantages of [B] rollouts, and the returns that their critic learns.
 
-    The rollouts have the critic's values in `values["value"]` [T]. With a `kl_coef` above 0, they also have the values
-    `logprobs` and `reference_logprobs`. The reward of a token is -kl_coef times its KL estimate. The last trained token
-    also gets the outcome. Tokens that are not in the loss are skipped: after the last token of a turn, the next action
-    is the first token of the next turn, as in verl. Returns are values + advantages before whitening.
+    The rollouts must have the critic's values in `values["value"]` [T]. With a `kl_coef` above 0, the rollouts must
+    also have the values `logprobs` and `reference_logprobs`. The reward of a token is -kl_coef times the token's KL
+    estimate. The outcome is added to the reward of the last trained token. Tokens that are not in the loss are skipped:
+    after the last token of a turn, the next action is the first token of the next turn, as in verl. The returns are the
+    values plus the advantages before whitening.
 
     `reward`: name of the outcome reward, or {name: weight}. The outcome is stored as the reward TRAINED.
     `weights`: [B] factors on the advantages, applied after whitening.
@@ -118,8 +119,8 @@ def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: 
     advantages *= gamma
     advantages += rewards
     advantages -= values
-    # Loop over positions, counted backwards from the end of each sequence. `order` is sorted by length, so its first
-    # elements are the sequences that have an action at this position.
+    # Loop over positions, counted backwards from the end of each sequence.
+    # `order` lists the longest sequences first; the first `count` of them have an action at the loop's position.
     order = np.argsort(-lengths, kind="stable")
     last = ends[order] - 1
     active = np.searchsorted(-lengths[order], -np.arange(1, lengths.max(initial=0)))
@@ -166,9 +167,9 @@ def mix_steps(
     rollouts: Sequence[Rollout], *, alpha: float | Sequence[float], steps: StepCredit = PAPER_CREDIT
 ) -> list[Rollout]:
     """Mixes the advantages A of [B] rollouts with step advantages S: (1 - alpha) A + alpha S (Tango, arXiv 2505.15034,
-    eq. 7). S is that of the estimator "reinforce_pp": for each token the sum of the step rewards at or after the token,
-    whitened over the trained tokens. If no rollout has scores on its reasoning steps, returns the rollouts unchanged.
-    `alpha`: one number or [B].
+    eq. 7). S is computed with the estimator "reinforce_pp": for each token the sum of the step rewards at or after the
+    token, whitened over the trained tokens. If no rollout has scores on its reasoning steps, returns the rollouts
+    unchanged. `alpha`: one number or [B].
     """
     if all(rollout.annotations_of(STEP).scores is None for rollout in rollouts):
         return list(rollouts)
@@ -184,8 +185,8 @@ def mix_steps(
 def _over_turns(
     rewards: np.ndarray, values: np.ndarray, masks: Sequence[np.ndarray], settings: Gae
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Computes advantages over turns, each a run of consecutive trained tokens. Returns (advantages, returns) of the
-    turn of each trained token, both [N] float64.
+    """Computes advantages over turns. A turn is a run of consecutive trained tokens. Returns (advantages, returns),
+    both [N] float64, in which all tokens of a turn have the numbers of the turn.
     """
     firsts = [mask & ~np.concatenate([[False], mask[:-1]]) for mask in masks]
     starts = np.flatnonzero(np.concatenate([first[mask] for first, mask in zip(firsts, masks, strict=True)]))
@@ -204,8 +205,8 @@ def _gathered(rollouts: Sequence[Rollout], masks: Sequence[np.ndarray], name: st
 
 
 def _scattered(flat: np.ndarray, masks: Sequence[np.ndarray], lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the values of each rollout's tokens, [T] float32, with 0 for tokens that are not trained, from the values
-    of all trained tokens [N].
+    """Splits the values [N] of all trained tokens by rollout. Yields one array [T] float32 per rollout, with 0 for
+    tokens that are not trained.
     """
     for mask, own in zip(masks, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
         values = np.zeros(len(mask), np.float32)
@@ -214,12 +215,12 @@ def _scattered(flat: np.ndarray, masks: Sequence[np.ndarray], lengths: np.ndarra
 
 
 def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the sum of each rollout's values, [B], from the values of all trained tokens [N]."""
+    """Sums the values [N] of all trained tokens by rollout. Returns [B]."""
     return np.array([own.sum() for own in np.split(flat, np.cumsum(lengths)[:-1])])
 
 
 def _explained(values: np.ndarray, returns: np.ndarray) -> float:
-    """Returns the share of the variance of the returns that the values explain; 0 if all returns are equal."""
+    """Returns the explained variance, 1 - var(returns - values) / var(returns); 0 if all returns are equal."""
     variance = float(returns.var()) if len(returns) else 0.0
     rounding = 1e-12 * float(np.square(returns).mean()) if len(returns) else 0.0
     return 1.0 - float((returns - values).var()) / variance if variance > rounding else 0.0

@@ -43,13 +43,13 @@ class Objective:
     """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    # inputs besides log-probs: other packed_batch.STATISTICS, "old", "reference", "pairs", or keys of Rollout.values
+    # names of inputs besides log-probs: of packed_batch.STATISTICS, of Rollout.values, or "old", "reference", "pairs"
     needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
-    # True if the function multiplies its loss by the correction weights, values["correction"], itself
+    # True if the function itself applies the correction weights, which it finds in batch.values["correction"]
     reads_correction: bool = False
     # True if the function computes a loss per rollout, or per pair, and returns it at every position of the rollouts.
-    # The loss of an optimizer step is then the mean over rollouts, and is not corrected token by token.
+    # The loss of an optimizer step is then the mean over rollouts, and the weights of loss.correction are not applied.
     per_rollout: bool = False
 
     def __call__(self, live: Statistics, batch: Batch, **args: Any) -> Answer:
@@ -134,7 +134,7 @@ def gspo(
     ratio_cap: AboveOne | None = None,
 ) -> Answer:
     """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071). The gradient is distributed over the
-    tokens (the paper's GSPO-token, which equals GSPO if a rollout has one advantage).
+    tokens. This is the paper's GSPO-token, which equals GSPO if all tokens of a rollout have the same advantage.
 
     The paper averages with the aggregation sequence_mean; this corresponds to TRL's importance_sampling_level =
     sequence. With the aggregation constant and max_tokens 1 it corresponds to TRL's luspo.
@@ -167,8 +167,8 @@ def cispo(live: Statistics, batch: Batch, *, cap: Positive = 5.0) -> Answer:
     """Computes the REINFORCE loss, weighted by the ratio, which is capped at `cap` and has no gradient (CISPO, arXiv
     2506.13585).
 
-    `cap` is the largest value of the ratio itself, as in TRL (epsilon_high = 5.0 of this loss). NeMo-RL and verl cap at
-    1 + their parameter, and verl also clips from below.
+    `cap` is the largest value of the ratio itself, as in TRL (epsilon_high, 5.0 for CISPO). NeMo-RL and verl cap the
+    ratio at 1 + their parameter, and verl also clips the ratio from below.
     """
     ratio = bounded_exp(live.logprobs - batch.old).detach()
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
@@ -196,8 +196,9 @@ def vespo(
     k_neg: NotNegative = 3.0,
     lambda_neg: Positive = 2.0,
 ) -> Answer:
-    """Computes the REINFORCE loss with the weight w^k exp(lambda (1 - w)), without gradient, where w is the product
-    (not the mean) of a rollout's ratios (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code).
+    """Computes the REINFORCE loss, multiplied by the weight w^k exp(lambda (1 - w)), where w is the product (not the
+    mean) of a rollout's ratios (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code). The weight has no
+    gradient.
 
     k and lambda depend on the sign of the advantage; an advantage of 0 counts as positive. The token weights of a
     correction (corrections.py) are multiplied into w, so that w is the ratio to the engine that sampled the tokens. As
@@ -222,11 +223,11 @@ def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answ
 
 @objective(needs=["vocab_mean", "old"])
 def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Answer:
-    """Computes the squared difference between T log(p / p_old) of a token (T: `temperature`) and the advantage plus the
-    mean of T log(p / p_old) over the vocabulary at the next position (ROVER, arXiv 2509.24981; tinnerhrhe/ROVER,
-    Math/verl/workers/actor/dp_actor.py).
+    """Computes the squared error of T log(p / p_old) of a token, where T is `temperature`. The target is the advantage
+    plus the mean of T log(p / p_old) over the vocabulary at the next position (ROVER, arXiv 2509.24981;
+    tinnerhrhe/ROVER, Math/verl/workers/actor/dp_actor.py).
 
-    This mean is replaced by 0 if the next token is not in the loss: at the end of a rollout, or before a tool's output.
+    The mean is replaced by 0 if the next token is not in the loss: at the end of a rollout, or before a tool's output.
     """
     assert live.vocab_mean is not None  # requested by `needs`
     value = temperature * (live.logprobs - batch.old)
@@ -248,8 +249,8 @@ def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = Non
 
     `max_fall`: tokens whose probability under the policy is lower than under the engine by more than `max_fall` are
         dropped, and marked by the metric drop_frac (prime-rl, src/prime_rl/trainer/rl/loss.py, `ref_kl_loss_fn`: 0.2).
-        prime-rl uses the ratio to the engine, which corresponds to a correction whose bounds are never reached. It also
-        adds 0.001 log(ratio)^2, which this function does not.
+        prime-rl uses the ratio to the engine. Here, this corresponds to a loss.correction whose bounds are never
+        reached. prime-rl also adds 0.001 log(ratio)^2 to the loss; this function does not.
     """
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
     loss, metrics = -bounded_exp(live.logprobs - batch.old) * gain, {"teacher_gap": -gain}
@@ -270,7 +271,7 @@ def distilled_top_k(
     rest: Literal["bucket", "renormalised", "zero"] = "bucket",
 ) -> Answer:
     """Computes the loss of on-policy distillation: the KL divergence between teacher and policy at every position, over
-    the candidates, which are the teacher's k most likely tokens at the position (GKD, arXiv 2306.13649; of its
+    the candidates, which are the teacher's k most likely tokens at the position (GKD, arXiv 2306.13649; of GKD's
     divergences only forward and reverse KL).
 
     `kl`: "forward" is KL(teacher || policy), "reverse" is KL(policy || teacher), "mixed" is `forward_share` x forward +
@@ -278,7 +279,7 @@ def distilled_top_k(
     `rest`: how tokens that are not candidates are handled.
       bucket        these tokens form one additional token (TRL's loss_add_tail, its default; arXiv 2608.14728)
       renormalised  both distributions are renormalised over the candidates (NeMo-RL's default, and TRL without
-      loss_add_tail)
+                    loss_add_tail)
       zero          only the teacher is renormalised, and its log-prob of every other token is -100 (NeMo-RL's
                     zero_outside_topk)
     If all tokens are candidates, the three values of `rest` give the same loss.
@@ -306,13 +307,13 @@ def distilled_top_k(
 
 
 def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answer:
-    """Computes the loss of RL-PLUS: the policy's tokens have their unclipped ratio, and a partner's tokens (an expert's
-    solution) have a weight that does not depend on the model that generated them (RL-PLUS, arXiv 2508.00222;
+    """Computes the loss of RL-PLUS. Tokens that the policy generated have an unclipped ratio. Tokens of a partner (for
+    example an expert's solution) have a ratio that does not use the partner's probabilities (RL-PLUS, arXiv 2508.00222;
     YihongDong/RL-PLUS, rlplus_core_alg.py).
 
-    A partner's label, which has the loss weight partner_weight of its rollout, has the advantage A (1 - p)^focus (p
-    without gradient) and the ratio 2 p / (p_old + (1 + p_old) / 2). The released code sums over tokens and divides by a
-    constant (aggregation constant), has no KL term, and compares only the policy's samples in its estimator.
+    A partner's label has the advantage A (1 - p)^focus (p without gradient) and the ratio 2 p / (p_old + (1 + p_old) /
+    2). Its loss weight is the rollout's partner_weight. The released code sums over tokens and divides by a constant
+    (aggregation constant), has no KL term, and compares only the policy's samples in its estimator.
     """
     own = bounded_exp(at(batch.mask, live.logprobs - batch.old))
     ratio = torch.where(batch.mask, own, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
@@ -343,7 +344,7 @@ def _by_sign(positive: Tensor, upper: float, lower: float, like: Tensor) -> Tens
 
 
 def _label_counts(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Returns the number of labels in the loss of each rollout, [S], at least 1."""
+    """Returns, for each rollout, the number of labels that are in the loss, but at least 1: [S]."""
     return batch.sequence_sums(batch.counted.to(dtype)).clamp(min=1)
 
 

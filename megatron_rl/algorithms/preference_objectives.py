@@ -28,7 +28,7 @@ Answer = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Responses:
-    """Sums over the labels in the loss of each response, in tensors [R]."""
+    """For each of R responses, sums over the labels that are in the loss, as tensors [R]."""
 
     logps: Tensor  # log-prob of the response under the trained policy, with gradient
     reference_logps: Tensor  # log-prob under the frozen reference; 0 if the objective does not need the reference
@@ -46,7 +46,7 @@ class Responses:
 
 
 def responses(live: Statistics, batch: Batch) -> Responses:
-    """Returns the sums of all S rollouts of a batch."""
+    """Returns the summed log-probs, reference log-probs, label counts and advantages of all S rollouts of a batch."""
     kind, reference = live.logprobs.dtype, batch.reference_logprobs
     sums = [
         batch.sequence_sums(values.to(kind))
@@ -61,8 +61,8 @@ def responses(live: Statistics, batch: Batch) -> Responses:
 
 
 def pairs(live: Statistics, batch: Batch) -> tuple[Responses, Responses]:
-    """Returns the sums of the P = S / 2 chosen and of the P rejected responses of a batch. The single rollout of a
-    dummy batch becomes a pair of length 0.
+    """Returns the sums over labels for the P = S / 2 chosen responses and for the P rejected responses of a batch. The
+    single rollout of a dummy batch becomes a pair of length 0.
     """
     sides = [_sides(values) for values in vars(responses(live, batch)).values()]
     return Responses(*(chosen for chosen, _ in sides)), Responses(*(rejected for _, rejected in sides))
@@ -74,8 +74,8 @@ def over_pairs(batch: Batch, losses: Tensor) -> Tensor:
 
 
 def means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
-    """Returns metrics that are logged as the mean of `values` [R] where `mask` [R] is True: the sum of each metric, and
-    its count with the prefix COUNT. In the names, "__" is replaced by "/".
+    """Returns metrics that are logged as the mean of `values` [R] where `mask` [R] is True. For each metric, returns
+    the sum under the metric's name, and the count under COUNT + name. In the names, "__" is replaced by "/".
     """
     sums = {name.replace("__", "/"): torch.where(mask, one.detach(), 0).sum() for name, one in values.items()}
     return sums | {f"{COUNT}{name}": mask.sum() for name in sums}
@@ -121,8 +121,8 @@ def simpo(
     """Computes the loss of SimPO, which has no reference: the mean log-probs of the tokens of both responses must
     differ by a margin (arXiv 2405.14734; CPOTrainer's loss_type simpo).
 
-    `simpo_gamma`: the margin; sigmoid(beta x difference of the means - simpo_gamma). TRL's default of beta is 0.1; 2.0
-        is the default of the paper's code.
+    `simpo_gamma`: the margin: a pair's loss is -log sigmoid(beta x difference of the means - simpo_gamma) if
+        label_smoothing is 0. TRL's default of beta is 0.1; 2.0 is the default of the paper's code.
     """
     chosen, rejected = (
         Responses(own.per_token(own.logps), own.reference_logps, own.lengths, own.advantages)
@@ -157,12 +157,13 @@ def kto(
 
 
 def a_lol(live: Statistics, batch: Batch, *, clip: NotNegative = 0.9) -> Answer:
-    """Computes the loss of Advantage Leftover Lunch RL on fixed responses: minus the log-prob of a response, multiplied
-    by its advantage, at least 0, and by the ratio of its probabilities under policy and reference, without gradient
-    (arXiv 2305.14718; abaheti95/LoL-RL, lolrl_qlora_llama_hh.py, `a_lol`).
+    """Computes the loss of Advantage Leftover Lunch RL on fixed responses: -advantage x ratio x log-prob of the
+    response (arXiv 2305.14718; abaheti95/LoL-RL, lolrl_qlora_llama_hh.py, `a_lol`). Negative advantages count as 0. The
+    ratio is the response's probability under the policy divided by the probability under the reference, without
+    gradient.
 
-    `clip`: the ratio is clamped to [1 - clip, 1 + clip]. The advantage is the row's `reward`: subtract the reference's
-        mean reward for the prompt from it beforehand, as the paper does.
+    `clip`: the ratio is clamped to [1 - clip, 1 + clip]. The advantage is the `reward` of the data row. As in the
+        paper, this should be the response's reward minus the mean reward of the reference for the prompt.
     """
     own = responses(live, batch)
     ratio = bounded_exp(own.logratios.detach()).clamp(1 - clip, 1 + clip)
@@ -181,8 +182,8 @@ def rwr(live: Statistics, batch: Batch, *, beta: Positive = 1.0) -> Answer:
 
 def bradley_terry(live: Statistics, batch: Batch, *, center_rewards_coefficient: NotNegative = 0.0) -> Answer:
     """Computes the loss of a reward model on pairs: -log sigmoid(chosen score - rejected score - margin), as TRL's
-    RewardTrainer does. The score of a text is the output of the model's head before the text's only label. The margin
-    is the value "margin" of the chosen text's label.
+    RewardTrainer does. The score of a text is the head's output at the position that predicts the text's only label.
+    The margin is the value "margin" at the label of the chosen text.
 
     `center_rewards_coefficient`: weight of the mean of (chosen score + rejected score)^2, which keeps the mean score
         near 0 (arXiv 2312.09244).
@@ -204,9 +205,9 @@ def bradley_terry(live: Statistics, batch: Batch, *, center_rewards_coefficient:
 
 
 def prm(live: Statistics, batch: Batch) -> Answer:
-    """Computes the loss of a process reward model: the binary cross-entropy of the head's output at the end of each
-    step, as a logit, and the step's label, the value "step_label" (0 or 1). TRL's PRMTrainer has two outputs, whose
-    difference is this logit.
+    """Computes the loss of a process reward model: the binary cross-entropy between the head's output at the end of a
+    reasoning step, which is a logit, and the label of the step, which is the value "step_label" (0 or 1). TRL's
+    PRMTrainer has two outputs, whose difference is this logit.
     """
     assert live.value is not None
     labels = batch.values["step_label"].to(live.value.dtype)
@@ -215,8 +216,8 @@ def prm(live: Statistics, batch: Batch) -> Answer:
 
 
 def _sides(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits values [S] of a batch's rollouts into those of the chosen and of the rejected responses, [S / 2] each. The
-    single rollout of a dummy batch becomes a pair.
+    """Splits the values [S] of a batch's rollouts into the values of the chosen responses and the values of the
+    rejected responses, [S / 2] each. The single rollout of a dummy batch becomes a pair.
     """
     both = F.pad(values, (0, len(values) % 2)).view(-1, 2)
     return both[:, 0], both[:, 1]
@@ -228,8 +229,8 @@ def _sigmoid_loss(gap: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _answer(batch: Batch, losses: Tensor, chosen: Responses, rejected: Responses, beta: float) -> Answer:
-    """Returns the losses of pairs, [P], at every position, and the metrics of DPO. The implicit reward of a response is
-    beta x its log-ratio.
+    """Returns the loss of each pair [P] at every position [N] of its two rollouts, and the metrics of DPO. The implicit
+    reward of a response is beta x its log-ratio.
     """
     first, second = beta * chosen.logratios, beta * rejected.logratios
     metrics = means(

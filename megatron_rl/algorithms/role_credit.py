@@ -1,5 +1,5 @@
-"""Computes advantages for several roles that act in the same episodes: with a moving average of each role's rewards, or
-by comparison with rollouts of the same role on the same task.
+"""Computes advantages for several roles that act in the same episodes. The baseline is a moving average of the rewards
+of a role, or the mean reward of comparable rollouts of the same role.
 """
 
 from __future__ import annotations

@@ -45,12 +45,12 @@ class Rule:
     p: Share = 0.5
     max_gap: PositiveInt = 32
     chunk_size: PositiveInt = 16
-    boundary_ids: str | None = None  # JSON file with the boundary tokens' ids; None: found in the vocabulary
+    boundary_ids: str | None = None  # path of a JSON list of the boundary tokens' ids; None: search the vocabulary
 
     def senior_share(self, lengths: np.ndarray) -> tuple[float, float] | None:
-        """Returns the expected share of tokens that the senior generates in texts with [S] lengths, and an upper bound
-        of its standard deviation (0 for strategies without draws). Returns None if the share depends on the content of
-        the text, or if there are no tokens.
+        """Returns the expected share of tokens that the senior generates in S texts with the given `lengths`, and an
+        upper bound of the standard deviation of the share (0 for strategies without draws). Returns None if the share
+        depends on the content of the text, or if there are no tokens.
         """
         total = int(lengths.sum())
         if self.strategy == "sentence" or not total:
@@ -65,7 +65,7 @@ class Rule:
 
 class Pen:
     """The state that determines which model (senior or junior) generates the next token of one text. `senior` is True
-    if the senior model does.
+    if the senior model generates the next token.
 
     The state depends only on (rule, boundaries, key, tokens so far). So every engine chooses the same authors, and a
     restarted request continues unchanged.
@@ -134,13 +134,13 @@ def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[in
     """
     own = np.asarray(tokens, np.int64)
     real = own >= 0
-    before = np.cumsum(real) - real  # a placeholder has the author of the token after it
+    before = np.cumsum(real) - real  # a placeholder (negative id) has the author of the next real token
     return _authors(rule, boundaries, key, own[real])[before]
 
 
 def read_boundaries(path: str, vocab: int | None = None) -> frozenset[int]:
-    """Returns the token ids in a JSON file, which contains one list of them. Raises ConfigError for other contents, and
-    for an id that is not in a vocabulary of `vocab` tokens (if given).
+    """Reads a JSON file that contains one list of token ids, and returns the ids. Raises ConfigError for other
+    contents, for an empty list, and for an id that is not below `vocab`, the size of the vocabulary (if given).
     """
     with refusing(lambda _: f"tandem.boundary_ids = {path} is no JSON list of token ids: give one", *UNREADABLE):
         ids = TypeAdapter(frozenset[NonNegativeInt]).validate_json(Path(path).read_bytes())
@@ -151,8 +151,9 @@ def read_boundaries(path: str, vocab: int | None = None) -> frozenset[int]:
 
 
 def boundaries(tokenizer: Any, rule: Rule) -> frozenset[int]:
-    """Returns the token ids after which the author may change (strategy "word") or changes (strategy "sentence"); an
-    empty set for other strategies. Takes seconds for a large vocabulary, so the caller should cache the result.
+    """Returns the token ids after which the author may change (strategy "word") or does change (strategy "sentence").
+    Returns an empty set for other strategies. Takes seconds for a large vocabulary, so the caller should cache the
+    result.
 
     The ids are those in the file `rule.boundary_ids`. Without a file they are found in the vocabulary.
     For "word", these are the tokens that begin a word: the vocabulary string begins with a space mark (53,021 ids of

@@ -1,5 +1,5 @@
-"""The losses of models with a head: clipped squared errors of a critic's values, as in PPO, alone or added to the loss
-of a policy that the critic shares, and the losses of reward models.
+"""The losses of models with a head. A critic has PPO's clipped value loss. A model that is both policy and critic has
+the sum of policy loss and value loss. A reward model has the loss that `loss.objective` names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ else:
 
 
 class ValueLoss:
-    """Half the squared difference of the value and the return, in which the value is clipped to the old value plus or
-    minus `value_clip` where that makes the loss larger (PPO, as in verl's `compute_value_loss`)."""
+    """The value loss of PPO, as in verl's `compute_value_loss`: half the squared difference of value and return. With
+    `value_clip`, the loss is also computed with the value clamped to old value +- `value_clip`, and the larger of the
+    two losses is used."""
 
     needs: frozenset[str] = frozenset({VALUE, "old_value", "returns"})
     uses_advantages = False
@@ -34,8 +35,8 @@ class ValueLoss:
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
         """Returns the loss weight of each rollout of an optimizer step, [S] float32, and the number by which the summed
-        loss is divided. `counts`: [S] weighted number of labels of each rollout that are in the loss. `groups`: [S]
-        group index of each rollout.
+        loss is divided. `counts`: [S] for each rollout, the weighted number of labels that are in the loss. `groups`:
+        [S] group index of each rollout.
         """
         return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
 
@@ -69,8 +70,8 @@ class ValueLoss:
 
 
 class PolicyAndValueLoss(PolicyLoss):
-    """The loss of a policy that a critic shares: the policy loss plus `value_coef` times the value loss. The two losses
-    have the same aggregation.
+    """The loss of a model that is both policy and critic: the policy loss plus `value_coef` times the value loss. The
+    two losses have the same aggregation.
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -79,8 +80,9 @@ class PolicyAndValueLoss(PolicyLoss):
         self.needs = self.needs | ValueLoss.needs | {"logprobs"}
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the sum of the two losses of a micro-batch of whole rollouts, and the metrics of both (detached sums
-        over trained tokens). `live`: statistics of the current forward pass, among them the values.
+        """Returns policy loss + `value_coef` x value loss of a micro-batch of whole rollouts, and the metrics of both
+        losses (detached sums over trained tokens). `live`: statistics of the current forward pass, including the
+        values.
         """
         total, metrics = super().__call__(live, batch)
         value_loss, others = self._value_loss(live, batch)
@@ -88,7 +90,7 @@ class PolicyAndValueLoss(PolicyLoss):
 
 
 class RewardLoss(ValueLoss):
-    """The loss of a reward model, which `loss.objective` names (one of REWARD_OBJECTIVES)."""
+    """The loss of a reward model. `loss.objective` names the objective, one of REWARD_OBJECTIVES."""
 
     def __init__(self, config: LossConfig) -> None:
         super().__init__(config)
@@ -109,8 +111,9 @@ class RewardLoss(ValueLoss):
 
 
 def loss_of(role: RoleConfig) -> BatchLoss:
-    """Returns the loss that a role is trained with: the loss of a head, a policy loss, or both for a policy that a
-    critic shares. Raises ConfigError for a loss that cannot be built.
+    """Returns the loss with which a role is trained: a value loss for a critic, the loss of a reward model, a policy
+    loss, or policy loss plus value loss for a model that is both policy and critic. Raises ConfigError for a loss that
+    cannot be built.
     """
     if role.head is None:
         return PolicyAndValueLoss(role.loss) if role.loss.value_coef else PolicyLoss(role.loss)
