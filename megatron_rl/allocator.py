@@ -1,4 +1,4 @@
-"""Limits the memory that malloc keeps beyond the memory in use."""
+"""Limits how much freed memory malloc keeps instead of returning it to the operating system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ARENAS = 2
 
 def restart_without_thread_caches() -> None:
     """Restarts this program (exec, same process id and arguments) without malloc's per-thread caches. In the restarted
-    program, the call returns. Call it in a Python main program before anything is printed, opened, or imported slowly.
+    program, this function returns without another restart. Call it first in a Python main program, before the program
+    prints, opens files, or imports slow modules.
 
     glibc keeps up to seven freed blocks of each of 64 sizes per thread, and does not return their memory pages to the
     operating system. A driver process (rank 0) with twenty threads grew by 1.6 KiB per iteration with these caches and
@@ -54,8 +55,8 @@ def started_without_thread_caches() -> Iterator[None]:
 
 
 def give_caches_back() -> None:
-    """Removes the setting of this module from GLIBC_TUNABLES, so that programs that this process starts (such as
-    servers) have malloc's per-thread caches again.
+    """Removes the setting that turns malloc's per-thread caches off from GLIBC_TUNABLES. Programs that this process
+    starts later (such as servers) have the caches again.
     """
     own = os.environ.get(TUNABLES, "")
     if own.endswith(NO_CACHES):
@@ -67,8 +68,9 @@ def give_caches_back() -> None:
 
 
 def _switch_caches_off() -> bool:
-    """Sets GLIBC_TUNABLES for programs that start from now on. Returns whether it was set: the C library is glibc, and
-    the variable did not set the cache size before.
+    """Sets GLIBC_TUNABLES so that programs started from now on have no per-thread malloc caches. Returns True on
+    success. Returns False, and sets nothing, if the C library is not glibc or GLIBC_TUNABLES already sets the cache
+    size.
     """
     own = os.environ.get(TUNABLES, "")
     if platform.libc_ver()[0] != "glibc" or NO_CACHES.partition("=")[0] in own:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 THINK_TOKENS = 16  # number of tokens at the end of a prompt in which <think> is searched
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
-# An additional key of a message: the character ranges [[start, end], ...] of its content that are quoted from another
-# author than the message's author, see `environments.episode_types.quoting`.
+# Additional key of a message. The value lists character ranges [[start, end], ...] of the message's content.
+# Another author than the message's author wrote the text of these ranges, see `environments.episode_types.quoting`.
 QUOTED = "quoted"
-# An additional key of a message: 0 if this assistant turn is not trained on. The key is absent otherwise.
+# Additional key of an assistant message. The value 0 excludes the turn from training; other turns lack the key.
 WEIGHT = "weight"
 SYSTEMS = (SYSTEM, "developer")  # possible roles of a system message, which is the first message of a conversation
 # Message keys that a chat template may ignore, because they carry no content for the model.
@@ -44,7 +44,7 @@ class ChatError(ValueError):
 
 
 class UserText(str):
-    """The text of a user message, together with the messages before and after it. As a string it is the text;
+    """A string with the text of a user message, which also holds the messages before and after the user message.
     `tokenize` renders the whole conversation with the chat template.
     """
 
@@ -100,8 +100,8 @@ def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
 
 
 def check_models(first: Model, second: Model, why: str) -> None:
-    """Raises ConfigError if the tokenizers of two models have different tokens for the same id. Only models in local
-    directories are checked. `why`: see `check_vocabularies`.
+    """Raises ConfigError if the tokenizers of two models have different tokens for the same id. Checks nothing unless
+    both models are in local directories. `why`: the beginning of the error message, see `check_vocabularies`.
     """
     if all(Path(model.tokenizer or model.path).is_dir() for model in (first, second)):
         check_vocabularies(tokenizer_of(first), tokenizer_of(second), why)
@@ -153,8 +153,9 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Renders a conversation as a prompt and returns its token ids. The prompt ends with the template's header of an
-    assistant turn. If the last message is the assistant's, its turn stays open, and the model continues it (as in TRL).
+    """Renders a conversation as a prompt and returns the prompt's token ids. The prompt ends with the template's header
+    of an assistant turn. If the last message is the assistant's, the prompt instead ends with the text of this message,
+    without the end of the turn, so that the model continues the message (as in TRL).
 
     Raises ConfigError if the tokenizer has no chat template, and ChatError if the template fails to render the
     conversation or leaves a part of it out.
@@ -166,11 +167,12 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
 
 def answered_ids(tokenizer: Any, text: str, answer: str) -> list[int]:
-    """Returns the token ids of a prompt text with an answer to it, ended as `megatron-rl sft` ends its samples.
+    """Returns the token ids of a prompt text followed by an answer. The sequence ends like a training sample of
+    `megatron-rl sft`.
 
     A UserText, and every text if the tokenizer is a ChatTokenizer, is rendered with the chat template, and the answer
-    is the assistant's turn. If the conversation ends with an assistant's turn, the answer continues it. Any other
-    answer follows the prompt directly, and ends with the tokenizer's EOS token, if it has one.
+    is the assistant's turn. If the conversation ends with an assistant's turn, the answer continues this turn. Without
+    a chat template, the answer directly follows the prompt, and the tokenizer's EOS token (if any) follows the answer.
     """
     if isinstance(tokenizer, ChatTokenizer) and not isinstance(text, UserText):
         text = UserText(text)
@@ -211,7 +213,8 @@ def conversation_tokens(
     A turn whose message has the key WEIGHT is not trained on.
 
     Raises ConfigError if the tokenizer has no chat template. Raises ChatError if the template fails to render the
-    conversation, does not render it consistently, or leaves a part of it out, and if there are no assistant tokens.
+    conversation, renders it inconsistently, or leaves a part of it out. Also raises ChatError if no token of the
+    conversation is an assistant token to train on.
     """
     text = render(tokenizer, messages, tools=tools)
     _refuse_left_out(tokenizer, messages, tools, text)
@@ -236,9 +239,10 @@ def conversation_tokens(
 
 
 def thought_opening(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> str:
-    """Returns <think> and a line break if a prompt of [T] tokens ends with <think>, as with the chat templates of some
-    reasoning models, and "" otherwise. The result is put before the text of the response, so that a thought can be told
-    from an answer by the text alone; see rewards.tags.after_thinking.
+    """Returns <think> and a line break if the text of a prompt of [T] tokens ends with <think>, and "" otherwise. The
+    chat templates of some reasoning models end prompts with <think>. Callers put the result before the text of the
+    response, so that the text alone shows where the thought ends and the answer begins; see
+    rewards.tags.after_thinking.
     """
     end = decode(tokenizer, prompt[-THINK_TOKENS:]).text.rstrip()
     return f"{THINK}\n" if end.endswith(THINK) else ""
@@ -246,7 +250,8 @@ def thought_opening(tokenizer: Any, prompt: Sequence[int] | np.ndarray) -> str:
 
 def refuse_endless(vocabulary: Vocabulary, trained: np.ndarray) -> None:
     """Raises ChatError if none of the trained tokens [T] of a conversation is an end-of-text token or a special token.
-    A model trained on such conversations would not stop after its answer, and no engine could detect the end.
+    A model trained on such conversations would not stop after its answer, and engines could not detect the answer's
+    end.
     """
     if vocabulary.ends and not np.isin(trained, [*vocabulary.ends, *vocabulary.special]).any():
         raise ChatError(
@@ -290,8 +295,9 @@ def _beginning(
     tokenizer: Any, messages: Sequence[Message], tokens: np.ndarray, place: int,
     tools: Sequence[Mapping[str, Any]] | None, *, header: bool = False,
 ) -> int:  # fmt: skip
-    """Returns the number of tokens of the messages before the index `place`. Raises ChatError if these tokens are not
-    the beginning of the whole conversation's tokens.
+    """Returns the number of tokens into which the messages before the index `place` are rendered. If `header` is set,
+    counts the header of an assistant turn after these messages too. Raises ChatError if the tokens are not a prefix of
+    `tokens`, the tokens of the whole conversation.
     """
     if place == len(messages):
         return len(tokens)

@@ -1,5 +1,5 @@
-"""Escapes control tokens of a chat template, which mark the beginning and end of turns, in texts of models, tools and
-data.
+"""Escapes control tokens in texts that come from models, tools and data. Control tokens, such as `<|im_end|>`, mark the
+beginning and end of turns in a chat template.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from megatron_rl.text import TOKENIZERS, fill
 class ControlTokens:
     """The strings that a tokenizer converts to control tokens, such as `<|im_end|>`.
 
-    A tokenizer does not distinguish control tokens of the chat template from those in a tool's output. The output of a
-    tool could therefore end its turn and begin another one. To prevent this, a space is inserted after the first
-    character of each such string (`< |im_end|>`), so that it is tokenized as plain text.
+    A tokenizer does not distinguish control tokens that the chat template writes from control tokens in a tool's
+    output. The output of a tool could therefore end the tool's turn and begin another turn. To prevent this, a space is
+    inserted after the first character of each such string (`< |im_end|>`), so that the string is tokenized as plain
+    text.
     """
 
     def __init__(self, tokenizer: Any, frame: str = "") -> None:
@@ -41,16 +42,17 @@ class ControlTokens:
         return self._all.spell(text)
 
     def spell_message(self, message: Message) -> dict[str, Any]:
-        """Returns a message in which the control tokens in all texts are escaped. In messages of the assistant, added
-        tokens that are not special are kept, such as the model's `<think>`, because chat templates search for them.
+        """Returns a message in which the control tokens in all texts are escaped. In messages of the assistant, only
+        special tokens are escaped: chat templates search for other added tokens, such as `<think>`.
         """
         speller = self._special if message.get("role") == ASSISTANT else self._all
         return {name: speller.spell_within(value) for name, value in message.items() if name != QUOTED}
 
 
 def fill_quoting(tokenizer: Any, template: str, **values: str) -> str:
-    """Fills a prompt template like `fill`, and escapes control tokens in the values. So texts of models or data cannot
-    end the prompt's turn and begin another. Control tokens of the template itself are kept.
+    """Replaces `{name}` in a prompt template by each value, and escapes control tokens in the values. So a value that a
+    model or a data set wrote cannot end the prompt's turn and begin another. Control tokens of the template itself are
+    not escaped.
     """
     return fill(template, **{name: spelled(tokenizer, value) for name, value in values.items()})
 
@@ -82,7 +84,7 @@ class _Speller:
         found = {text for text in texts if len(text) > 1}
         longest_first = sorted(found, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # the first two characters of each string: a check for these few texts is much faster than the pattern
+        # first two characters of each string: searching a text for these few pairs is much faster than the pattern
         self._starts = sorted({text[:2] for text in found})
 
     def spell(self, text: str) -> str:
@@ -90,7 +92,7 @@ class _Speller:
         if self._normalise is None or not self._pattern.search(normalised := self._normalise(text)):
             return text
         text = self._spaced(normalised)
-        # the tokenizer's normalization removes spaces, so that a space does not escape a control token
+        # If the tokenizer's normalization removes spaces, a space does not escape a control token: remove the token.
         if self._pattern.search(self._normalise(text)):
             return self._pattern.sub("", normalised)
         return text

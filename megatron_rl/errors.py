@@ -16,7 +16,7 @@ from megatron_rl.training.credit import RolloutError
 from megatron_rl.training.loop import NothingTrained
 from megatron_rl.training.preflight import PreflightFailure
 from megatron_rl.training.store import StoreError
-from megatron_rl.world import DriverError  # error that the other ranks raise if an error occurred on rank 0
+from megatron_rl.world import DriverError  # raised on all ranks except rank 0 after an error on rank 0
 
 EXPECTED = (
     CheckpointError,

@@ -23,7 +23,7 @@ Arrays = dict[str, np.ndarray]  # arrays by name
 
 
 class CodecError(ValueError):
-    """Raised for bytes that are not a valid frame, or whose frame does not hold a valid value."""
+    """Raised for bytes that are not a valid frame, and for a frame from which no valid value can be deserialised."""
 
 
 def pack(about: Any, arrays: Mapping[str, np.ndarray]) -> bytearray:

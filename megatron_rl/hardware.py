@@ -8,8 +8,8 @@ _BOARDS = ((r"\bA100\b", A100), (r"\bG?H100\b(?!.*(PCIe|NVL))", HOPPER), (r"\bG?
 
 
 def peak_flops(name: str) -> float | None:
-    """Returns the peak dense bfloat16 operations per second of a device, by torch's device name (`NVIDIA H100 80GB
-    HBM3`).
+    """Returns the peak dense bfloat16 operations per second of a device. `name`: torch's name of the device, such as
+    `NVIDIA H100 80GB HBM3`.
 
     Returns None if the peak rate of the device is unknown.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # so that batches can be created without importing torch
+if TYPE_CHECKING:  # torch is not imported at run time, so that batches can be created without torch
     import torch
     from torch import Tensor
 

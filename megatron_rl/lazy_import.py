@@ -1,4 +1,4 @@
-"""A placeholder for a slowly importing library, which is imported on first use."""
+"""A placeholder for a library that is slow to import. The library is imported on first use."""
 
 from __future__ import annotations
 

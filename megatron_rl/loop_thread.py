@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread of its own."""
+"""Runs an asyncio event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop that runs in a daemon thread until `close`, so that it can be used while the caller's thread has a
-    running event loop (as in a notebook)."""
+    """An event loop that runs in a daemon thread until `close`. It can be used while the caller's thread has a running
+    event loop (as in a notebook)."""
 
     def __init__(self, name: str) -> None:
         """`name`: the name of the thread."""
@@ -31,15 +31,15 @@ class LoopThread:
         return self.start(work).result()
 
     def close(self) -> None:
-        """Cancels the coroutines that are running, waits for them and for the threads that the loop has started, and
-        ends the loop's thread. Later calls are no-ops."""
-        if not self._thread.is_alive():  # in a forked child there is no such thread, either
+        """Cancels the running coroutines, waits for the coroutines and for the threads that the loop has started, and
+        ends the loop's thread. Later calls of `close` are no-ops."""
+        if not self._thread.is_alive():  # already closed, or in a forked child, to which the thread is not copied
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
     def _serve(self) -> None:
         self.loop.run_forever()
-        # Errors of coroutines that are cancelled now are raised by their futures. asyncio would log them, too.
+        # Futures raise the errors of coroutines that are cancelled now. asyncio must not log these errors, too.
         self.loop.set_exception_handler(lambda loop, context: None)
-        self._runner.close()  # cancels the tasks, and ends asynchronous generators (connections) and threads (DNS)
+        self._runner.close()  # cancels tasks; ends asynchronous generators (connections) and threads (DNS look-ups)

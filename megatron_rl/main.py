@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start ranks or are executed by ranks
+ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start distributed processes or run in them
 INTERRUPTED = 130  # exit status after SIGINT
 
 
@@ -20,13 +20,14 @@ def program() -> int:
     try:
         status = _program()
         sys.stdout.flush()  # a closed pipe raises an error here, not while the interpreter exits
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the handlers that run at exit
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while exit handlers run prints no traceback
         return status
     except KeyboardInterrupt:
         print("megatron-rl: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout when it exits
+        # The interpreter flushes stdout when it exits. With stdout on /dev/null, this flush raises no second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -46,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        # pyarrow selects its memory allocator when it is imported. Its default allocator holds 6 MB after iterations
-        # that need 64 KiB, and grows in large steps (docs/explanation/log.md).
+        # pyarrow reads this variable when it is imported. pyarrow's default allocator grows in large steps:
+        # it holds 6 MB after training iterations that need 64 KiB (docs/explanation/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-        # Ranks that overlap communication with matrix products need this setting. CUDA reads it once, when torch first
-        # accesses a GPU, which may happen during an import. Ranks that this process starts inherit the setting.
+        # Ranks that overlap communication with matmuls need this setting. Ranks that this process starts inherit it.
+        # CUDA reads the variable once, when torch first accesses a GPU, which may happen during an import.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # rank 0 of a launcher (torchrun or Slurm), or a process without a launcher, prints a line before slow imports
         first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

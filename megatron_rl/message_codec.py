@@ -1,8 +1,8 @@
-"""Serialises values sent between the ranks of a run: JSON, raw arrays, and the classes in a table. Pickle is not used,
-so bytes of an untrusted sender can produce a wrong value but never run code.
+"""Serialises values sent between the ranks of a run: JSON values, arrays, and instances of the classes in TRAVELLERS.
+Pickle is not used, so bytes of an untrusted sender can produce a wrong value but never run code.
 
-A packed value is a frame (frames.py). Its JSON is a tree. Texts, numbers, true, false and null represent themselves;
-everything else is a list whose first item names its type.
+A packed value is a frame (frames.py): a tree of JSON values, and arrays. In the tree, texts, numbers, true, false and
+null represent themselves; every other value is a list whose first item names the value's type.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Packer:
         self._travellers = frozenset(travellers)
         self.arrays: dict[str, np.ndarray] = {}
         self._names: dict[int, str] = {}  # id() of an array -> its name
-        # id() of an object -> its number in the tree; objects are numbered in the order in which their conversion ends
+        # id() of an object -> number of the object in the tree; an object gets its number when its conversion ends
         self._objects: dict[int, int] = {}
         self._held: list[Any] = []  # references that keep objects alive, so that no id() is reused
 

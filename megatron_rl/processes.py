@@ -1,6 +1,7 @@
-"""Reads Linux's process table: descendants of a process, processes that left a session, and resource trackers.
+"""Finds and kills processes by means of Linux's process table: descendants of a process, processes that left a session,
+and resource trackers.
 
-Needs no privileges beyond the caller's processes. On other systems than Linux the table is empty.
+Needs no special privileges. On systems other than Linux, no processes are found.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def is_tracker(pid: int) -> bool:
 
 
 def strays(keeper: int, worker: int) -> list[int]:
-    """Returns the stray descendants of the process `keeper`, which are no longer under its child `worker`: orphans that
-    the keeper adopted, processes in another session than the keeper's, and all descendants of both.
+    """Returns the stray descendants of the process `keeper`: all children of the keeper except `worker` (such as
+    orphans that the keeper adopted), all descendants in another session than the keeper's, and all descendants of such
+    processes.
     """
     entry = look(keeper)
     session = None if entry is None else entry.session
@@ -107,8 +109,8 @@ def strays(keeper: int, worker: int) -> list[int]:
 
 
 def end_strays(keeper: int, worker: int) -> None:
-    """Kills the stray processes that `strays` returns and waits until none is left. `worker` calls this after every
-    answer. If there are no strays, the call is fast.
+    """Kills the stray processes that `strays` returns and waits until none is left. The process `worker` calls this
+    function after each graded response. If there are no strays, the call is fast.
     """
     if children(keeper) == [worker] and not children(worker):
         return
@@ -129,8 +131,8 @@ def end_below(tracker_s: float) -> None:
     """Kills all descendants of this process and waits for them. A resource tracker gets `tracker_s` seconds to exit by
     itself.
 
-    This process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that orphans become its children. Otherwise processes
-    that fork twice are missed.
+    This process must be a subreaper (PR_SET_CHILD_SUBREAPER), so that orphaned descendants become its children.
+    Otherwise descendants whose parent has exited (daemons that fork twice) are missed.
     """
     if not os.path.exists("/proc/self/stat"):
         return  # without /proc, no descendants can be found
@@ -154,7 +156,7 @@ def kill(pid: int) -> None:
 
 
 def _numbers(path: str) -> list[int]:
-    """Returns the integers in a file; an empty list if the file does not exist any more."""
+    """Returns the integers in a file, or an empty list if the file does not exist any more."""
     try:
         with open(path, "rb", buffering=0) as file:
             return [int(word) for word in file.readall().split()]

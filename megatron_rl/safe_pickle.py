@@ -9,7 +9,7 @@ STORES = ("PUT", "BINPUT", "LONG_BINPUT")  # opcodes with an explicit memo index
 
 
 def refuse_bombs(data: bytes) -> None:
-    """Raises UnpicklingError for a pickle that is damaged, or that uses a memo index larger than its size in bytes.
+    """Raises UnpicklingError if a pickle is damaged, or uses a memo index larger than the pickle's size in bytes.
 
     Python's unpickler allocates all memo entries up to the largest index: a pickle of 780 bytes allocated 20 GB. This
     function does not load the pickle.

@@ -16,14 +16,15 @@ class TandemSampling:
     """Tandem RL settings of a request: the engine's frozen junior model generates a part of the tokens, the senior
     model the rest.
 
-    The model that generates a token (its author) is chosen with a random stream of the row, a function of (seed, key,
-    j), where the row is sample j of the request with key `key`.
+    A random stream chooses the model that generates each token (the token's author). Sample j of the request with key
+    `key` has a separate stream, which depends only on (seed, key, j).
     """
 
     rule: Rule
-    # seed of the choice of authors if the prompt ends with a part of the completion; None: the row's seed
+    # seed of the author choice when a completion is continued; None: derived from the request's seed, key and j
     seed: int | None = None
-    written: int = 0  # number of tokens at the end of the prompt that are a part of the completion, generated earlier
+    # when a completion is continued: number of its tokens generated earlier, which are the end of the prompt
+    written: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +47,13 @@ class Sampling:
     n: int = 1
     seed: int = 0
     logprobs: bool = True  # False if the caller does not need log-probs; a server may then return nan
-    tandem: TandemSampling | None = None  # None means the model alone
+    tandem: TandemSampling | None = None  # None: one model generates all tokens
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is chosen at each position. Its log-prob under greedy decoding is 0."""
+        """Whether the most likely token is chosen at each position (greedy decoding). The log-prob of each token under
+        the sampling distribution is then 0.
+        """
         return self.temperature == 0
 
     @property
@@ -74,11 +77,11 @@ class Completion:
     stop: Stop
     # [T] float32, log-probs of the tokens under the model at temperature 1; None if the engine does not return them
     model_logprobs: np.ndarray | None = None
-    # pairs (index of the first token, weight version from this token on); empty means the engine's version
+    # pairs (index of the first token, weight version from this token on); empty: the version that the engine serves
     versions: Sequence[tuple[int, int]] = field(default_factory=list)
-    # [prompt + T - 1, L, k] int16, ids of the chosen experts; None if the engine does not return them
+    # [prompt + T - 1, L, k] int16, ids of the k experts chosen per token and layer; None if not returned by the engine
     experts: np.ndarray | None = None
-    # for Tandem RL: [T] bool, True for tokens of the senior; the log-prob of a token is that of its author
+    # Tandem RL only: [T] bool, True if the senior model generated the token; `logprobs` come from each token's author
     authors: np.ndarray | None = None
 
     def __post_init__(self) -> None:

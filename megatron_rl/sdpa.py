@@ -26,8 +26,8 @@ def attend(
 
     `mask`: broadcasts to [S, H, L, M], True where a query attends to a key.
     `scale`: factor on the scores; None means 1 / sqrt(d).
-    `sinks`: a further score for each head, whose key has the value zero: [H], or [H * L] if the L queries of a head are
-        queries of several heads. None means that there is no such score.
+    `sinks`: attention sinks, one additional softmax logit per head, whose value vector is zero: [H], or [H * L] if the
+        caller put queries of several heads into the L dimension. None means that there are no sinks.
 
     Keys and values are repeated for every query head if torch would otherwise materialise the scores [S, H, L, M].
     """
@@ -40,7 +40,7 @@ def attend(
 
         if not torch.is_grad_enabled():
             return attended(query, key, value, products)
-        # The mask of every layer, of a row's length squared, would otherwise be stored for the backward pass.
+        # Without checkpointing, each layer would store a mask of the squared sequence length for the backward pass.
         return checkpoint(attended, query, key, value, products, use_reentrant=False, preserve_rng_state=False)
     grouped = query.shape[1] != key.shape[1]
     if grouped and not _takes_groups(query, value, mask):
@@ -54,10 +54,11 @@ def attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, products: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Puts a key before the others that has the value zero and whose product with a query is `products` [H, L or 1].
+    """Prepends one key to the keys and a zero vector to the values. The dot product of a query with this key is
+    `products` [H, L or 1].
 
-    The product is one more element of the queries, which is 1 in this key and 0 in all others. Widths grow by 8,
-    because kernels on a GPU need multiples of 8.
+    For this purpose, one element is appended to the head dimension: it holds `products` in the queries, 1 in the
+    new key and 0 in all other keys. The head dimension grows by 8 elements, because GPU kernels need multiples of 8.
     """
     seen: Tensor = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril() if mask is None else mask
     last = products.to(query.dtype).expand(query.shape[:-1])[..., None]
@@ -69,11 +70,11 @@ def _with_sinks(
 
 def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Returns whether torch can use grouped heads (fewer key heads than query heads) without materialising the scores.
-    Also returns True on a CPU, where repeating the keys would not help because no kernel avoids this.
+    Also returns True on a CPU, where all kernels materialise the scores, so that repeating the keys would not help.
 
-    On a GPU, only flash attention can do this. It does not support masks, float32, heads larger than WIDEST_HEAD, and
-    values of another width than the keys. The memory-efficient kernel supports all of these, but not grouped heads
-    (sdp_utils.cpp, torch 2.10 to 2.13).
+    On a GPU, only flash attention supports grouped heads without materialised scores. Flash attention does not support
+    masks, float32, heads larger than WIDEST_HEAD, and values of another width than the keys. The memory-efficient
+    kernel supports all of these, but not grouped heads (sdp_utils.cpp, torch 2.10 to 2.13).
     """
     if not query.is_cuda:
         return True

@@ -32,8 +32,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # vocabulary string that represents a
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model directory or hub name. Raises ConfigError if the tokenizer's files are damaged.
 
-    A tokenizer.json is used unchanged. Otherwise transformers 5 would build a new tokenizer of the class for the model
-    type (a word-level tokenizer with a Qwen2 config would become byte-level BPE), which changes token ids.
+    A tokenizer.json is used unchanged. AutoTokenizer of transformers 5 would instead build a new tokenizer of the class
+    for the model type (a word-level tokenizer with a Qwen2 config would become byte-level BPE), with other token ids.
     """
     # These imports take seconds, and reading a template does not need them.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -88,7 +88,7 @@ def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
             return Decoded(raw.decode("utf-8", "replace"), raw, ends)
         try:
             return Decoded(raw.decode("utf-8"), raw, ends)
-        except UnicodeDecodeError:  # this decoder replaces invalid bytes differently
+        except UnicodeDecodeError:  # the tokenizer's decoder replaces invalid bytes differently than Python does
             pass
     return _windowed(backend, [int(token) for token in tokens])
 
@@ -214,8 +214,8 @@ def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
 def _byte_level_spelling() -> Callable[[str], bytes]:
     """Returns the function from vocabulary string to bytes for a byte-level vocabulary (GPT-2's table).
 
-    Printable bytes are represented by themselves, other bytes by characters from 256 on. A token with any other
-    character is an added token, and is encoded as it is.
+    Printable bytes are represented by themselves, other bytes by the characters with code points from 256 on. A token
+    with any other character is an added token, and is encoded as UTF-8.
     """
     printable = {
         *range(ord("!"), ord("~") + 1),

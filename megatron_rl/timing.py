@@ -1,5 +1,5 @@
-"""Measures the parts of an update: with CUDA events on a GPU, without synchronisation, and with the host clock
-otherwise. Names parts in traces.
+"""Measures how long the parts of a training step take. Uses CUDA events (without synchronisation) on a GPU and the host
+clock on a CPU. Also names the parts in profiler traces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ else:
 
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Names its block in traces of torch's profiler and, on a GPU, of Nsight Systems."""
+    """A context manager that names the `with` block in traces of torch's profiler and, on a GPU, of Nsight Systems."""
     on_gpu = torch.backends.cuda.is_built() and torch.cuda.is_available()
     with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if on_gpu else nullcontext():
         yield
@@ -68,8 +68,8 @@ class Timer:
     def take(self) -> dict[str, float]:
         """Returns the seconds of each part since the last call of `take`, and discards the measurements.
 
-        Call it when the results of the last part are on the host, because all CUDA events have completed then. On a
-        rank without results, this method waits for the last event.
+        Call it when the results of the last part are on the host: all CUDA events are complete then, so the call does
+        not block. On a rank that receives no results, the call waits for the last event.
         """
         if self._marks and self._cuda and not self._marks[-1][3].query():
             self._marks[-1][3].synchronize()

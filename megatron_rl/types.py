@@ -18,11 +18,12 @@ import numpy as np
 FREE = -1  # placeholder for the id of a chosen expert: the router chooses the expert itself
 NO_VERSION = -1  # weight version of a span that the role's policy did not generate
 STEP = "step"  # label of the annotations that mark reasoning steps
-# keys of a payload: the name of the problem's source (data.sources), and the prompt template that the problem's data
-# set names in place of the recipe's
+# SOURCE: payload key, the name of the data source (data.sources) that the problem comes from.
+# TEMPLATE: payload key, the prompt template that the problem's data set specifies instead of the recipe's template.
 SOURCE, TEMPLATE = "source_name", "source_template"
-# Keys in the payload of a rollout: the name of the agent that wrote it, the index of its episode within the iteration,
-# as text, and, in a rollout whose text was tokenized again for another role, the role that wrote the text
+# AGENT: payload key of a rollout, the name of the agent that wrote the rollout.
+# EPISODE: payload key of a rollout, the index of the rollout's episode within the iteration, as text.
+# WRITTEN_BY: payload key of a rollout whose text was tokenized again for another role, the role that wrote the text.
 AGENT, EPISODE, WRITTEN_BY = "agent", "episode", "written_by"
 
 
@@ -89,7 +90,7 @@ class Annotations:
         return len(self.ranges)
 
 
-# Up to this number of spans are processed in pure Python, because a numpy call costs as much as about ten numbers.
+# Up to this number of spans are processed in pure Python. A numpy call takes as long as about ten Python numbers.
 FEW_SPANS = 8
 NO_ANNOTATIONS = Annotations(np.empty((0, 2), np.int32))
 
@@ -117,7 +118,7 @@ class Rollout:
     advantages: float | np.ndarray | None = None
     # loss weight of the tokens that a partner generated (another model, such as a frozen junior)
     partner_weight: float = 0.0
-    # further inputs of a loss per token, by name (teacher_logprobs, candidates): [T] or [T, k], float32 or int32
+    # further per-token inputs of the loss, by name (teacher_logprobs, candidates): [T] or [T, k], float32 or int32
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     # [T - 1, L, k] int16: ids of the experts that the engine chose for each token except the last, in L layers
     experts: np.ndarray | None = None
@@ -252,7 +253,7 @@ def spans_of(*parts: tuple[int, int, int]) -> np.ndarray:
 
 
 def spans_of_tokens(authors: np.ndarray, versions: np.ndarray) -> np.ndarray:
-    """Returns the spans [K, 4] (see Rollout.spans) of tokens from the author and the weight version of each, [T]."""
+    """Converts the author and the weight version of each token, two arrays [T], to spans [K, 4] (see Rollout.spans)."""
     changes = (authors[1:] != authors[:-1]) | (versions[1:] != versions[:-1])
     starts = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(changes) + 1])[: len(authors)]
     ends = np.append(starts[1:], len(authors))[: len(starts)]
@@ -278,7 +279,7 @@ def _check_spans(spans: np.ndarray, length: int, group: str) -> None:
 
 
 def _few_cover(spans: Sequence[Sequence[int]], length: int) -> bool:
-    """Checks the same conditions as `_check_spans`, but in pure Python, which is faster for a few spans."""
+    """Returns whether the spans satisfy the conditions of `_check_spans`. Pure Python is faster for a few spans."""
     place = 0
     for start, end, author, _ in spans:
         if start != place or end <= start or not 0 <= author <= 2:

@@ -1,4 +1,4 @@
-"""Compares a tokenizer with its model: tokens without an embedding row, and tokens that end a text."""
+"""Checks that a tokenizer fits a model: finds tokens without an embedding row, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Vocabulary:
     """The vocabulary of a model, according to its config.json, generation_config.json and tokenizer."""
 
     path: str  # path of the model
-    rows: int | None  # number of embedding rows; None if config.json does not exist or does not specify it
+    rows: int | None  # number of embedding rows; None if there is no config.json or config.json lacks vocab_size
     ends: frozenset[int]  # ids of end-of-text tokens, at which engines end a completion
     # ids of the tokenizer's special tokens that may be used as stop strings (`sampling.stop_strings`)
     special: frozenset[int]
-    without_row: Mapping[int, str]  # {id: token} of the tokens of the tokenizer that have no embedding row
+    without_row: Mapping[int, str]  # {id: token}, the tokenizer's tokens that have no embedding row
 
     def missing(self, tokens: Iterable[int] | np.ndarray) -> str | None:
         """Returns an error message about the first of the given token ids that has no embedding row, or None if all ids
@@ -76,8 +76,9 @@ def check_vocabularies(first: Any, second: Any, why: str) -> None:
 
 
 def _of_template(tokenizer: Any, names: Mapping[int, str]) -> dict[str, set[int]]:
-    """Returns the token ids that prompts contain in any case, by a description for error messages: ids that the
-    tokenizer adds around a text, and ids of `names` (tokens without an embedding row) that occur in the chat template.
+    """Returns the ids of tokens that prompts contain independently of the prompt's text, as {description for error
+    messages: ids}. These are tokens that the tokenizer adds around every text, and those tokens of `names` (tokens
+    without an embedding row) that occur in the chat template.
     """
     around = {*tokenizer("")["input_ids"]}
     template = str(tokenizer.chat_template or "")

@@ -21,14 +21,14 @@ Handler = Callable[[Any], Any]
 
 
 class DriverError(RuntimeError):
-    """Raised on all other ranks if a function that ran on rank 0 raised an error. The message has the traceback from
-    rank 0.
+    """Raised on all ranks except rank 0 if a function that ran on rank 0 raised an error. The message has the traceback
+    from rank 0.
     """
 
 
 class FollowerError(RuntimeError):
     """Raised on rank 0 (the driver) if a handler that `call_all` ran raised an error on some rank. The message has the
-    traceback from this rank.
+    traceback from the rank where the handler failed.
     """
 
 
@@ -52,8 +52,8 @@ class World:
     """All ranks of the default process group, with a separate gloo group for communication (objects are never sent
     through NCCL).
 
-    While rank 0 runs a function in `from_driver`, the other ranks wait for its commands: to run a registered handler,
-    or to receive the result.
+    While rank 0 runs a function in `from_driver`, the other ranks wait for commands from rank 0: to run a registered
+    handler, or to receive the function's result.
     """
 
     def __init__(self, timeout: timedelta = timedelta(hours=2)) -> None:
@@ -104,8 +104,8 @@ class World:
         """Runs the handler with this name on every rank at the same time, and returns the list of results by rank. Must
         be called on rank 0 inside `from_driver`, in any thread. Calls from several threads run one after the other.
 
-        If the handler raises an error on any rank, raises FollowerError with the rank and its traceback after all ranks
-        have answered.
+        If the handler raises an error on any rank, raises FollowerError, with the rank and the traceback, after all
+        ranks have finished.
         """
         if len(args_per_rank) != self.size:
             raise ValueError(f"{len(args_per_rank)} arguments for {self.size} ranks: give one per rank")
@@ -133,8 +133,8 @@ class World:
         `make(replica)`: returns the bytes of a replica. It is called on rank 0 only, once per replica. It must not
         raise, because other ranks are waiting.
 
-        Rank 0 sends each replica's bytes once, to its first rank, which broadcasts them to the replica's other ranks.
-        Rank 0 holds at most one such array besides the array of its replica.
+        Rank 0 sends each replica's bytes once, to the replica's first rank, which broadcasts the bytes to the replica's
+        other ranks. Rank 0 holds at most one replica's array besides the array of rank 0's own replica.
         """
         own = replicas.of(self.rank)
         if self.rank == 0:
