@@ -1,4 +1,4 @@
-"""Plans the same run with other engines, so that the user can compare them with the configured engine."""
+"""Estimates a run with other engines, so that the user can compare them with the configured engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Alternative:
     engine: str  # description of the engine
     trainer_gpus: int
     engine_gpus: int  # number of GPUs on which only servers run; 0 for the embedded engine
-    cycle_s: float  # seconds of a cycle of the schedule
+    cycle_s: float  # seconds of one cycle (an item of the recipe's schedule)
     problem: str  # reason why the run does not fit into GPU memory; empty if it fits
     # command-line overrides that change the config to this engine; empty for the unchanged config
     overrides: Sequence[str]
@@ -37,8 +37,8 @@ def alternatives(asked: Case) -> list[Alternative]:
     GPUs), and the fastest servers on separate GPUs that generate the next iteration while the trainer trains.
 
     The layouts (parallelism) of the roles are those of the config. If the trainer does not fit beside an engine, full
-    recomputation is planned. Engines are left out if the remaining GPUs do not suit the layouts, or if `megatron-rl
-    check` would refuse the config.
+    activation recomputation is planned. Engines are left out if the remaining GPUs do not suit the layouts, or if
+    `megatron-rl check` would refuse the config.
     """
     first = _alternative(asked, asked)
     if first is None:
@@ -49,7 +49,7 @@ def alternatives(asked: Case) -> list[Alternative]:
         found += [] if embedded is None else [embedded]
     choices = [case for case in engine_choices(asked) if case.servers]
     place = {} if servers is None else {"gpus": servers.gpus, "urls": servers.urls, "start": servers.start}
-    # servers that differ from the configured ones in their place alone are no alternative
+    # servers that differ from the configured servers only in gpus, urls or start are not an alternative
     others = [case for case in choices if case.servers and replace(case.servers, **place) != servers]
     found += _fastest(others, asked, SERVED)
     if not staleness:
@@ -65,10 +65,10 @@ def _fastest(cases: Sequence[Case], asked: Case, count: int) -> list[Alternative
 
 
 def _alternative(case: Case, asked: Case) -> Alternative | None:
-    """Returns the estimate for `case` as an alternative.
+    """Returns the estimate for `case` as an alternative to the configured run `asked`.
 
-    Returns None if its layouts do not divide the models or the cluster, or if `megatron-rl check` would refuse `case`
-    although it accepts `asked`.
+    Returns None if the layouts of `case` do not divide the models or the cluster, or if `megatron-rl check` would
+    refuse `case` although it accepts `asked`.
     """
     made = make_or_none(case)
     if made is None:

@@ -79,10 +79,11 @@ class Case:
         return replace(self, spec=replace(self.spec, loop=loop))
 
     def beside_trainer(self) -> Case:
-        """Returns this run with its servers on the last GPUs of the trainer's node, if the cluster has a single node.
-        Otherwise, returns the run unchanged.
+        """Returns this run with its servers on the last GPUs of the trainer's node.
 
-        Sets `start` too, because servers can share the trainer's node only if the run starts them.
+        Returns the run unchanged if it has no servers on separate GPUs, if the cluster has several nodes, or if the
+        servers would leave no GPU to the trainer. Sets `start` too, because servers can share the trainer's node only
+        if the run starts them.
         """
         wanted, node = server_gpus(self.spec.engine), self.cluster.per_node
         if self.servers is None or self.cluster.nodes > 1 or not 0 < wanted < node:
@@ -98,11 +99,14 @@ class Case:
 
 
 def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
-    """Returns the name of the cluster that a config requests: job.nodes plus the nodes of its engines, each with 8
-    A100-80.
+    """Returns the name of the cluster that a config requests, such as `2x8xA100-80`.
 
-    A run on one node that starts servers on engine.gpus has a GPU for each rank and those of the servers, if
-    launch.nproc is above 1 or if they fill a node of 8. The servers of a command that trains nothing have its nodes.
+    The number of nodes is job.nodes plus the nodes that the servers need; each node has 8 GPUs. If the command trains
+    nothing, the servers use the nodes of job.nodes, and nodes are added only if these are too few.
+
+    A run with job.nodes = 1 may get one node of launch.nproc GPUs plus the servers' GPUs instead. This applies if
+    launch.nproc is above 1 and the run has no servers except those that it starts on engine.gpus. It also applies if
+    launch.nproc plus the servers on engine.gpus is 8.
     """
     settings, wanted = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls
@@ -115,8 +119,8 @@ def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
 
 
 def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
-    """Returns the number of GPUs that the engines leave to the trainer, rounded down to whole nodes if there are
-    several. For a command that trains nothing, returns the number of all GPUs.
+    """Returns the number of GPUs that the engines leave to the trainer, rounded down to whole nodes if at least one
+    node is left. For a command that trains nothing, returns the number of all GPUs.
 
     Raises ConfigError if the engines leave no GPU, or need more GPUs than there are.
     """

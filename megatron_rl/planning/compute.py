@@ -84,12 +84,12 @@ class EngineSetup:
     kv_bytes: float  # bytes of the KV cache on one GPU
     expert_parallel: bool = False
     compiled: bool = True  # True for servers with fused kernels; False for plain torch with one kernel per operation
-    # whether the KV cache of a sequence is kept until its next answer, as far as capacity allows
+    # whether an engine keeps a sample's KV cache between two answers of the sample, as far as capacity allows
     keeps_prefix: bool = True
     shares_prompt: bool = True  # whether samples with the same prompt compute (prefill) it once and share its KV cache
     overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
-    format: Format | None = None  # format of the quantised weights; matmuls take as long as with bfloat16 weights
-    cache_width: int | None = None  # bytes per element of the KV cache; None: those of a weight that is not quantised
+    format: Format | None = None  # format of quantised weights; matmuls are assumed to be as fast as in bfloat16
+    cache_width: int | None = None  # bytes per element of the KV cache; None: as many as an unquantised weight
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
@@ -139,13 +139,13 @@ def pass_seconds(
         products, adapters = own.layers + own.experts, None if lora is None else flops.of_adapters(shape, lora)
         layers *= flops.training(products, scores, adapters) / (products + scores)
         layers += recomputed_seconds(actor, cluster, batch, tokens, recompute)
-    # how often the output layer's time is counted: the backward pass computes the logits again
+    # time of the output layer in units of its forward time; the backward pass also recomputes the logits
     again = 1 if not backward else 4 if lora is None else 3
     rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.outputs / parallel.tp  # logits of this rank
     device = cluster.device
     # computing log-probs reads or writes the float32 logits about six times
     head = rows * 2 * shape.sizes.hidden / (device.flops * device.dense_share) + rows * 4 * 6 / (device.hbm * HBM_SHARE)
-    hop = 0.0  # sending a micro-batch's residual stream to the next pipeline stage and back
+    hop = 0.0  # seconds of sending the residual stream to the next pipeline stage, and its gradient back
     if parallel.pp > 1:
         size = 2 * tokens / parallel.cp * shape.sizes.hidden / (parallel.tp if parallel.sequence_parallel else 1)
         hop = 2 * parallel.vpp * size / cluster.link(2, parallel.tp * parallel.cp * parallel.dp)
@@ -230,7 +230,7 @@ def optimizer_seconds(actor: Actor, cluster: Cluster) -> float:
         wire = number * (GRADIENT + numbers.width) * (ranks - 1) / ranks
         seconds += wire / cluster.link(ranks, stride)
         seconds += number / ranks * state / hbm
-    # memory traffic of zeroing the gradients, and of computing their norm
+    # the last term is the time of zeroing the gradients and of computing their norm
     return seconds + (dense + expert) * GRADIENT / hbm * 2
 
 
@@ -269,8 +269,8 @@ def decode_step_seconds(
 
 
 def kv_bytes(shape: Shape, width: int) -> int:
-    """Returns the bytes of one token's keys and values (or latents) in all layers, which the KV cache stores. `width`:
-    bytes per element.
+    """Returns the bytes that the KV cache stores per token: the keys and values (or MLA latents) of all layers.
+    `width`: bytes per element.
     """
     return width * shape.sizes.num_layers * shape.sizes.cached
 
@@ -283,7 +283,7 @@ class RolloutCost:
     rows: float  # number of sequences decoded together by one engine
     waves: float  # number of batches of `rows` sequences that one engine decodes one after the other
     alone: float  # seconds of generating one sample while other samples fill the batch
-    # whether the KV cache of a sample's context is kept between its answers; False if each answer computes it again
+    # whether a sample's KV cache is kept between the sample's answers; False: each answer prefills the whole context
     kept: bool
     longest: float  # seconds of generating the longest answer while other samples fill the batch
     places: float  # number of sequences that all engines can decode at once
@@ -293,16 +293,16 @@ class RolloutCost:
 
 def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw, *, width: int) -> RolloutCost:
     """Returns the cost of generating `draw` (a role's samples of one iteration) on all replicas, without the time of
-    tools.
+    tool calls.
 
     `width`: bytes per element of the weights.
 
-    The KV cache of a context is kept between answers if it fits for all samples of an engine. Otherwise, later samples
-    evict the cache of earlier samples before the earlier samples continue.
+    The KV caches of samples are kept between answers if the caches of all samples of an engine fit at once. Otherwise,
+    later samples evict the caches of earlier samples before the earlier samples continue.
     """
     answers, response = draw.episode.answers, draw.response
     own = draw.samples / engine.replicas
-    # key/value heads are repeated if there are fewer heads than tensor-parallel ranks
+    # key/value heads are replicated if there are fewer key/value heads than tensor-parallel ranks
     copies = shape.sizes.cache_copies(engine.tp)
     per_prompt = draw.per_prompt if engine.shares_prompt else 1.0
     held = draw.length - draw.prompt * (1 - 1 / per_prompt)
@@ -315,7 +315,7 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
         decode_step_seconds(shape, engine, cluster, rows=count, context=context, width=width)
         for count in (rows, 1.0, most)
     )
-    # number of tokens of the longest sample that are decoded after most samples are done
+    # number of tokens that the longest sample still decodes after most other samples are done
     behind = max(0.0, draw.longest - response) * answers
     late_context = draw.context(answers - 1) + behind + response
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
@@ -334,8 +334,8 @@ def tool_seconds(draw: Draw, alone: float) -> float:
     """Returns the minimum number of seconds that the tool calls of a draw (a role's samples of one iteration) take; 0
     without tools.
 
-    This is the maximum of two bounds. First, all calls run with limited concurrency. Second, the calls of a single
-    sample run one after the other, between its answers.
+    The result is the larger of two lower bounds. The first is the time of all calls at limited concurrency. The second
+    is the time of one sample, whose answers and calls run one after the other.
 
     `alone`: seconds of generating the answers of one sample.
     """
@@ -345,17 +345,16 @@ def tool_seconds(draw: Draw, alone: float) -> float:
 
 
 def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -> float:
-    """Returns the floating-point operations of prefilling (computing the KV cache of) the contexts of all answers of
-    one sample.
+    """Returns the floating-point operations that prefilling needs for all answers of one sample.
 
     `kept`: whether only the tokens added since the last answer are prefilled, instead of the whole context.
-    `per_prompt`: the number of samples that share one prefill of the prompt before their first answers.
+    `per_prompt`: the number of samples with the same prompt, which share one prefill of the prompt.
     """
     total = 0.0
     for answer in range(draw.episode.answers):
         end = draw.context(answer)
         start = end - draw.episode.told if kept and answer else 0.0
-        # The mean cost of positions [start, end) is the mean cost in a sequence of start + end tokens.
+        # The mean cost per token of positions [start, end) equals that of a whole sequence of start + end tokens.
         total += (end - start) * sum(forward_flops(shape, start + end)[:2]) / (1 if answer else per_prompt)
     return total
 
@@ -374,8 +373,8 @@ def refit_cost(
 ) -> RefitCost:  # fmt: skip
     """Returns the cost of a refit (weight sync) in which every engine GPU receives each part of its weights once.
 
-    `place`: where the engines are. "ranks" means in the trainer's ranks, each of which holds the whole model. "gpus"
-    means in other processes on the trainer's GPUs. "elsewhere" means on separate GPUs.
+    `place`: where the engines are. "ranks": embedded in the trainer's ranks, with a copy of the whole model in each
+    rank. "gpus": in other processes on the trainer's GPUs. "elsewhere": on separate GPUs.
     `adapter`: whether only the LoRA adapter is sent, not the model's weights.
     """
     shape, parallel, numbers, _ = actor

@@ -23,9 +23,9 @@ class Device:
     hbm: float  # memory bandwidth in bytes per second
     nvlink: float  # bytes per second, in one direction, to the other GPUs of the node
     network: float  # bytes per second, in one direction, through the GPU's network adapter
-    # share of `flops` that dense products and attention reach in training, including the time of elementwise work
+    # share of `flops` that dense matmuls and attention reach in training, including the time of elementwise kernels
     dense_share: float
-    expert_share: float  # share of `flops` that the experts' grouped products reach, including the time of permutation
+    expert_share: float  # share of `flops` that the experts' grouped matmuls reach, including token permutation
 
     @property
     def memory(self) -> float:

@@ -1,6 +1,6 @@
-"""Estimates the bytes that training allocates on one GPU, following the allocations of megatron/.
+"""Estimates the bytes that training allocates on one GPU, as the code in megatron_rl/megatron/ allocates them.
 
-These are weights, gradients, optimizer state, activations and the output layer's workspace.
+The bytes hold weights, gradients, optimizer state, activations and the output layer's workspace.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ GRADIENT = 4  # bytes of the gradient per parameter, accumulated in float32
 # Bytes of the optimizer state per parameter: Adam's moments, and the float32 master weight.
 # The state is sharded over the ranks that hold the parameter. float32 weights have no separate master weight.
 MOMENTS, MASTER = 8, 4
-# Number of logits that a GPU holds at once without Triton kernels, as in megatron/vocab_statistics.py. With Triton
-# kernels it holds more logits, but no other tensors of their size, and fewer bytes in all.
+# Number of logits that a GPU holds at once without Triton kernels, as in megatron/vocab_statistics.py.
+# With Triton kernels, a GPU holds more logits but no other tensors of this size, and fewer bytes in total.
 CHUNK = 1 << 27
 # bytes of the buffer through which reference and live weights are swapped, as in megatron/offload.py
 EXCHANGE = 1 << 28
 CONTEXT = 2.5 * GIB  # bytes of GPU memory for the CUDA context, NCCL's buffers and libraries
 WHOLE = "layer"  # value of `recompute` for recomputing a whole layer from its input
 FRAGMENTS = 0.04  # share of the GPU's memory that fragmentation in the allocator makes unusable
-# Activation function -> number of tensors of the feed-forward width that the gated product keeps for backward.
+# Activation function -> number of tensors of feed-forward width that a gated MLP saves for its backward pass.
 GATE_KEEPS = {"silu": 3, "gelu_tanh": 4, "clamped_silu": 7}
 
 
@@ -64,7 +64,8 @@ class MicroBatchLoad:
     count: int = 1 << 20  # number of micro-batches per optimizer step
     # what the backward pass recomputes: WHOLE, or names of modules of a layer (config.schema.Model.recompute_modules)
     recompute: frozenset[str] = frozenset()
-    # number of prompt tokens that samples share; attention keeps their keys and values once per sample
+    # number of prompt tokens that a micro-batch need not compute, because another sample has the same prompt
+    # Attention still keeps keys and values for these tokens.
     behind: int = 0
 
 
@@ -78,13 +79,13 @@ class TrainingBytes:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
-    workspace: float = 0.0  # bytes that the output layer needs: chunks of logits, and the gradient
+    workspace: float = 0.0  # bytes that the output layer needs: chunks of logits, and gradients
     # bytes of a forward pass of the reference model, and of the buffer through which its weights are swapped in
     swapped: float = 0.0
 
     @property
     def resident(self) -> float:
-        """Returns the bytes that stay allocated between two micro-batches: without activations."""
+        """Returns the bytes that stay allocated between two micro-batches: weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -167,12 +168,12 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     if lora is not None:  # the norms of a frozen model do not keep their normalised input
         numbers = replace(numbers, norm=min(numbers.norm, 4))
     actor = actor._replace(numbers=numbers)
-    sizes = shape.sizes  # the keys and values of shared prompts that attention on this rank keeps
+    sizes = shape.sizes  # attention keeps keys and values of shared prompts: heads on this rank, and width of a value
     heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
     value = sizes.head_dim if numbers.pads_values else sizes.value_width
     for like, number in Counter(map(sizes.is_sparse, layers)).items():
         whole = layer_bytes(actor, load.tokens, sparse=like)
-        # an adapter keeps A x of every token, and keeps the matrix's input in place of the frozen matrix
+        # an adapter keeps A x of every token; it also keeps the input x, which the frozen matrix does not keep
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
         seen = numbers.attended * load.behind * heads * (sizes.head_dim + value)
@@ -188,7 +189,7 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     outside = _ends(actor, load.tokens) if stage == parallel.pp - 1 else 0.0
     return under_way + max(
         outside, again
-    )  # never both at once: the activations after the last layer are freed before recomputation
+    )  # maximum, not sum: the activations after the last layer are freed before layers are recomputed
 
 
 def _reference(actor: Actor, tokens: int) -> float:
@@ -223,8 +224,8 @@ def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
 
 
 def _latent(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that latent attention keeps for the backward pass: queries, keys, values, the output, and the
-    inputs of the latents' norms.
+    """Returns the bytes that latent attention (MLA) keeps for the backward pass: queries, keys, values, the output, and
+    the inputs of the latents' norms.
     """
     shape, parallel, numbers, _ = actor
     sizes, w, own, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
@@ -246,22 +247,21 @@ def _attention(actor: Actor, tokens: int) -> float:
     if shape.features.sinks:  # keeps only its inputs, see sdpa.py
         attention = own * w * (2 * q + 2 * kv)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
-        copied = q if sizes.kv_heads > parallel.tp else 0  # a single group of heads is a view of the joined projection
+        copied = q if sizes.kv_heads > parallel.tp else 0  # with one group of heads, q is a view of the QKV projection
         attention += own * w * (q + 2 * kv + copied)
     if shape.features.qk_norm:
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
         attention += own * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
-    if (
-        shape.features.qk_norm_joint
-    ):  # its inputs without conversion, and one float32 per token for each of the two norms
+    if shape.features.qk_norm_joint:  # the norms of q and k keep unconverted inputs, and one float32 per token each
         attention += own * 4 * 2
     return attention
 
 
 def _sinks(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that the attention of one layer with sinks takes while the backward pass computes it again
-    (sdpa.py): the mask as booleans and as numbers, and keys and values repeated for every query head. The mask is that
-    of one sequence as long as the row, which is the largest that it can be.
+    """Returns the bytes that attention with sinks (sdpa.py) needs in one layer while the backward pass recomputes it.
+
+    The bytes hold the mask, both as booleans and as numbers, and keys and values repeated for every query head. The
+    mask has its maximum size: that of a single sequence that fills the row.
     """
     shape, parallel, numbers, _ = actor
     if not shape.features.sinks:
@@ -287,10 +287,10 @@ def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]
 
 
 def workspace(actor: Actor, load: MicroBatchLoad) -> float:
-    """Returns the bytes of the output layer's backward pass, which needs more memory than its forward pass.
+    """Returns the bytes of the output layer's backward pass, which needs more memory than the forward pass.
 
     The bytes consist of chunks of log-probs, their gradient, and the weight's gradient. A frozen weight has no
-    gradient. A head computes in float32: the bytes are those of the hidden states and their gradient.
+    gradient. A value or reward head computes in float32 and needs only the hidden states and their gradient.
     """
     shape, parallel, numbers, lora = actor
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
@@ -318,8 +318,8 @@ def _experts(actor: Actor, tokens: int) -> float:
 
 
 def _ends(actor: Actor, tokens: int) -> float:
-    """Returns the bytes of activations that the last pipeline stage keeps in addition to its layers: by the final norm,
-    and the hidden states whose log-probs are computed.
+    """Returns the bytes of activations that the last pipeline stage keeps outside its layers: those of the final norm,
+    and the hidden states from which log-probs are computed.
     """
     stream, own, h = _stream(actor.parallel, tokens), tokens / actor.parallel.cp, actor.shape.sizes.hidden
     return stream * h * actor.numbers.norm + own * actor.numbers.width * h

@@ -28,7 +28,7 @@ from megatron_rl.spec.run_spec import (
 )
 
 ASKED = 512  # number of problems whose answers `generate` generates and saves together
-ASSUMED = 1000  # assumed number of rows of a data set that is not on this host, without --rows
+ASSUMED = 1000  # assumed number of rows of a data set whose files are not on this host, without --rows
 # Numbers of problems of benchmarks
 SIZES = {
     "math500": 500, "aime24": 30, "aime25": 30, "aime26": 30, "amc23": 40, "minerva_math": 272, "gsm8k": 1319,
@@ -40,16 +40,18 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Numbers of rows of the data sets. `given`: numbers that the user gave, by data set; "" is for all sets. `notes`:
-    list to which a note is added for each number that is assumed.
+    """The numbers of rows of data sets. `given`: {data set: number of rows that the user gave}; the key "" applies to
+    all sets. `notes`: list to which a note is added for each number that is assumed.
     """
 
     given: Mapping[str, float]
     notes: list[str]
 
     def of(self, name: str, source: PromptSet) -> int:
-        """Returns the number of rows of a data set: the given number, or the counted rows of files on this host, or the
-        published size of a benchmark, or ASSUMED. At most `limit` of the set.
+        """Returns the number of rows of a data set, at most the set's `limit`.
+
+        The number is the first of these that is known: the number that the user gave, the size of a generated set, the
+        number of rows in files on this host, the published size of a benchmark, ASSUMED.
         """
         found = self.given.get(name, self.given.get(""))
         if found is None and generated_name(source.path) is not None:
@@ -65,8 +67,8 @@ class Rows:
 
 
 def as_run(spec: Spec) -> RunSpec:
-    """Returns a run with the models and engines of another command, which `plan` estimates. The roles have the lengths
-    of prompts and answers that the command's settings allow.
+    """Converts the specification of `sft`, `generate` or `eval` to that of a run, so that `plan` can estimate it. The
+    run's maximum lengths of prompts and answers are those that the command's settings allow.
     """
     roles = dict(spec.roles)
     if isinstance(spec, GenerateSpec):
@@ -93,8 +95,8 @@ def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) ->
     """Returns the parts into which the work of a command is divided: for `sft` one optimizer step, for `generate` parts
     of ASKED problems, for `eval` one part for each set and measure.
 
-    `run`: the result of `as_run`. `fills`: {role: mean lengths as a share of the longest}. A row of preferences has two
-    samples, all of whose tokens are counted as trained.
+    `run`: the result of `as_run`. `fills`: {role: mean length as a share of the maximum length}. A preference pair
+    counts as two samples, and all tokens of both samples count as trained.
     """
     if isinstance(spec, SftSpec):
         samples = spec.samples_per_step * (2 if "pairs" in loss_of(run.roles["model"]).needs else 1)
@@ -123,7 +125,7 @@ def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) ->
             draws.append(_draw(run.roles[_judge(spec)], count * votes, fills, votes))
         if judged or "solve" in spec.config.measures:
             out.append(_part(own.name, *draws))
-        if "handoff" in spec.config.measures and not judged:  # each of the two models writes a half of an answer
+        if "handoff" in spec.config.measures and not judged:  # each of the two models writes half of an answer
             half = replace(draw, response=draw.response / 2, longest=-(-draw.longest // 2))
             out.append(_part(f"{own.name}, handoff", half, replace(half, role="junior")))
     return out
@@ -132,8 +134,8 @@ def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) ->
 def evaluation_work(
     sets: Sequence[EvaluatedSet], solver: RoleSpec, rows: Rows, fills: Mapping[str, float], *, greedy: bool
 ) -> list[IterationWork]:  # fmt: skip
-    """Returns the parts of one evaluation during training: the answers of the role `solver` to each set. `greedy`:
-    whether a greedy answer is drawn beside the samples.
+    """Returns the parts of one evaluation during training: the answers of the role `solver` to the problems of
+    each set. `greedy`: whether one greedy answer is generated in addition to the samples.
     """
     counts = {own.name: own.n + (greedy and own.temperature > 0) for own in sets}
     return [
@@ -153,7 +155,7 @@ def _part(name: str, *draws: Draw, trained: Sequence[Draw] = (), times: int = 1)
 
 
 def _draw(role: RoleSpec, samples: int, fills: Mapping[str, float], per_prompt: int) -> Draw:
-    """Returns samples of a role with the mean lengths of `fills`, or of the role's mean_tokens."""
+    """Returns a draw of samples of a role. Mean lengths come from `fills` or, if the role has no entry, mean_tokens."""
     share, own, longest = fills.get(role.name, FILL), role.mean_tokens, role.sampling.max_tokens
     prompt, answer = share * role.max_prompt_tokens, share * longest
     if role.name not in fills:

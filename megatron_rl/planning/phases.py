@@ -17,8 +17,8 @@ from megatron_rl.planning.workload import Draw, IterationWork, ScorePass, longes
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
-GRADING_S = 0.02  # seconds that one of reward.workers needs to grade one response
-# assumed seconds of a handover of the GPUs between servers and trainer, for requests and freeing memory
+GRADING_S = 0.02  # seconds that one of the reward.workers processes needs to grade one response
+# assumed seconds of handing the GPUs over between servers and trainer, apart from the time of moving weights
 CHANGE_S = 1.0
 
 
@@ -35,7 +35,7 @@ class EpisodePlan:
     # maximum number of tokens of the role's micro-batches; None if the role has no model in the trainer
     micro_batch: int | None
     kept: bool  # whether the engine keeps the KV cache of an episode between its answers
-    waiting: float  # seconds by which tools take longer than the generation of other episodes at the same time
+    waiting: float  # seconds by which tool calls outlast the generation of other episodes
 
     def __str__(self) -> str:
         own = self.estimate
@@ -73,7 +73,7 @@ class Generation:
     answer: float  # mean number of tokens of an answer
     longest: int  # maximum number of tokens of an answer
     answers: int  # number of answers of a sample
-    tool_s: float  # seconds between two answers of a sample
+    tool_s: float  # seconds that tools take between two answers of a sample
     calls_at_once: int  # maximum number of concurrent calls of the environment
     places: float  # number of sequences that all engines can decode at once
     step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with a full batch
@@ -95,7 +95,7 @@ class IterationPlan:
     longest: Mapping[str, float]  # role -> seconds of generating its longest answer in a full batch
     episodes: Sequence[EpisodePlan] = ()  # estimates of the roles that answer several times per sample
     policies: Sequence[str] = ()  # policies that the iteration updates
-    generation: Sequence[Generation] = ()  # samples of each role that generates with engines of the run
+    generation: Sequence[Generation] = ()  # one item per role whose samples the run's own engines generate
 
     @property
     def seconds(self) -> float:
@@ -112,8 +112,8 @@ def plan_iteration(
     `engines`: role -> engines that generate the role's answers.
     """
     roles = case.roles
-    # a role whose answers come from an endpoint has no cost, because the endpoint's hardware is unknown; a role with a
-    # head generates nothing, and its samples are those of another role
+    # Roles whose answers come from an endpoint have no cost, because the endpoint's hardware is unknown.
+    # Roles with a value or reward head generate nothing: their samples are those of another role.
     own = [draw for draw in work.draws if roles[draw.role].endpoint is None and roles[draw.role].head is None]
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in own}
     phases = _generation(case, work, costs)
@@ -167,9 +167,9 @@ def _refits(
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
     """Returns {phase: seconds} of the generation in an iteration, with one phase per role.
 
-    Answers are forwarded to the next role as soon as they are generated. Therefore, only the time by which a later role
-    takes longer than the earlier roles is counted, unless the same server, or servers on shared GPUs, generate for
-    both.
+    Each answer is forwarded to the next role as soon as it is generated, so that roles generate at the same time.
+    Therefore, a later role counts only with the seconds by which it takes longer than the earlier roles. If the same
+    server or the same GPUs generate for both roles, a later role counts with all its seconds.
     """
     phases, before, asked = dict[str, float](), 0.0, set[str]()
     apart = case.servers is not None and not case.colocated
@@ -211,8 +211,8 @@ def _rollout(case: Case, draw: Draw, engine: EngineSetup) -> compute.RolloutCost
     """Returns the cost of generating `draw` (a role's samples of one iteration). Tools run while other samples are
     generated.
 
-    In Tandem RL, both the trained senior and the frozen junior model process every token, one after the other, and
-    share the KV cache.
+    In Tandem RL, both the trained senior and the frozen junior model process every token, one after the other. Each
+    model gets half of the memory for the KV cache.
     """
     role = case.roles[draw.role]
     width, writers = Precision.gpu(role.model.dtype).width, writers_of(role)
@@ -247,7 +247,7 @@ def writers_of(role: RoleConfig) -> int:
 
 
 def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
-    """Returns the batch of a pass through the model over `sequences` of the samples of `draw`."""
+    """Returns the batch of a pass through the model over `sequences` samples of `draw`."""
     return SequenceBatch(
         sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
         prompt=draw.prompt, told=draw.length - draw.prompt - draw.written,
@@ -293,8 +293,8 @@ def _training(role: RoleSpec, cluster: Cluster, draws: Sequence[Draw], actor: Ac
 
 
 def micro_batch(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
-    """Returns the sizes of a full micro-batch that determine memory, including the number of prompt tokens that its
-    samples share (`behind`).
+    """Returns the sizes of a full micro-batch from which memory is estimated, including the number of prompt tokens
+    that need no computation because samples share prompts (`behind`).
 
     The estimate is conservative: it assumes prompts of mean length and responses of half the mean length. With longer
     responses, fewer prompts are shared.

@@ -48,7 +48,7 @@ class RolePlan:
     cache: float  # bytes of the embedded engine's KV cache per rank
     sleeps: bool
     host: float  # bytes of host memory per rank: the offloaded state of a sleeping role, and the reference weights
-    # whether servers share the trainer's GPU, in which case the weights are offloaded while another role trains
+    # whether servers share the trainer's GPUs; the role's weights are then offloaded while another role trains
     leaves: bool = False
 
     @property
@@ -149,7 +149,7 @@ class RunPlan:
     def host_per_node(self) -> float:
         """Returns the bytes of host memory that the run uses on each node of the trainer."""
         kept = 0.0
-        if self.beside:  # weights of sleeping servers are on the host, except those of the role that trains
+        if self.beside:  # weights of sleeping servers are on the host, except the weights of the role in training
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
             kept = SERVER_COPY * kept + sum(server.staging for server in self.servers)
         return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
@@ -242,7 +242,7 @@ def make(case: Case) -> RunPlan:
 
 
 def make_or_none(case: Case) -> RunPlan | None:
-    """Returns the estimate of a run, or None if its layouts do not divide the models or the cluster."""
+    """Returns the estimate of a run, or None if the run's layouts do not divide the models or the cluster."""
     try:
         return make(case)
     except ConfigError:
@@ -312,7 +312,7 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     sequences = max(0.0, cache) * settings.tp / copies / token / longest / writers_of(role)
     asleep = ASLEEP if settings.colocate else 0.0
     where = case.spec.engine.refit.staging
-    adapters = role.lora is not None and settings.serves_adapters  # these servers never receive other weights
+    adapters = role.lora is not None and settings.serves_adapters  # these servers receive only adapters
     staged = role.has_policy and not adapters and (where == "host" or (where == "off" and settings.stages_experts))
     layout = EngineLayout(
         tp=settings.tp, expert_parallel=settings.expert_parallel, quantization=settings.quantization if form else None
@@ -340,7 +340,7 @@ def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
             format=form,
             cache_width=settings.cache_width,
         )
-    # no limit: the embedded engine's KV cache grows as needed
+    # kv_bytes is in effect unlimited: the embedded engine's KV cache grows as needed
     return EngineSetup(
         replicas=case.ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
         overlapped=False,

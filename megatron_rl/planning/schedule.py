@@ -1,6 +1,7 @@
-"""Simulates how iterations overlap in time: iterations per hour, idle shares and staleness for rollouts.max_staleness.
+"""Simulates how iterations overlap in time, for different values of the setting rollouts.max_staleness.
 
-The simulation goes from event to event. A sample visits stations, which are engines and tools, one after the other.
+The results are iterations per hour, idle shares and staleness. The simulation goes from event to event. A sample visits
+stations, which are engines and tools, one after the other.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class Schedule:
 
     max_staleness: int
     iterations_per_hour: float
-    engines_idle: float  # share of the engines' places that no sequence occupies, over time
+    engines_idle: float  # share of the engines' sequence slots that are empty, averaged over time
     trainer_idle: float  # share of the time in which the trainer neither trains nor sends weights
-    # share of the trained samples of each age [max_staleness + 1]; the age is the number of updates of the sample's
-    # policy between the start of the sample's generation and its training
+    # share of the trained samples of each age, for ages 0 to max_staleness
+    # A sample's age is the number of updates of its policy between the start of its generation and its training.
     staleness: Sequence[float]
 
 
@@ -83,12 +84,14 @@ def simulate(
     one_at_a_time: bool = False,
 ) -> Schedule:  # fmt: skip
     """Simulates a run that repeats the iterations of `cycle`, and returns the rates of the run. The first
-    2 (max_staleness + 1) iterations are not measured.
+    2 * (max_staleness + 1) iterations are not measured.
 
-    `count`: number of measured iterations, which is rounded up to a multiple of len(cycle) (max_staleness + 1).
+    `count`: number of measured iterations, which is rounded up to a multiple of
+        len(cycle) * (max_staleness + 1).
     `one_at_a_time`: whether generation of an iteration begins only when the previous iteration is completely generated.
     """
-    period = len(cycle) * (max_staleness + 1)  # iterations that begin together may end together
+    # only whole periods are measured, because iterations may end in bursts of max_staleness + 1
+    period = len(cycle) * (max_staleness + 1)
     count = -(-count // period) * period
     run = _Simulation([_Servers(station) for station in stations], cycle, max_staleness, one_at_a_time=one_at_a_time)
     run.until(2 * (max_staleness + 1))
@@ -143,7 +146,7 @@ class _InFlight:
     work: SimulatedIteration
     left: int
     visits: list[int]
-    versions: list[int]  # for each sample: updates of its policy before the sample began
+    versions: list[int]  # for each sample: number of updates of the sample's policy before the sample began
     later: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # {sample: samples that wait for its end}
 
 
@@ -260,7 +263,7 @@ def lengths(mean: float, longest: float, count: int, *, seed: int = 0) -> np.nda
     """Returns [count] lengths of answers in tokens, in random order. The lengths are quantiles of a log-normal
     distribution that is clipped at `longest` and has the mean `mean`. LONGEST_SHARE of the distribution is clipped."""
     tail = _NORMAL.inv_cdf(1 - LONGEST_SHARE)
-    low, high = 0.0, 6.0  # bounds of the log's standard deviation; the mean falls as it rises
+    low, high = 0.0, 6.0  # bounds of the logarithm's standard deviation; a higher deviation gives a lower mean
     for _ in range(50):
         middle = (low + high) / 2
         clipped = math.exp(middle * middle / 2 - tail * middle) * _NORMAL.cdf(tail - middle) + LONGEST_SHARE
@@ -276,7 +279,7 @@ def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
     max_staleness 0 alone.
 
     The lengths of answers have the distribution of `lengths`. The times are scaled so that the generation of an
-    iteration without other iterations takes the seconds of the plan.
+    iteration takes the planned seconds if no other iteration is in flight.
     """
     apart = case.servers is not None and not case.colocated
     stations, cycle = _model(plan.iterations)
@@ -306,7 +309,7 @@ def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
 
 
 def best_staleness(found: Sequence[Schedule]) -> int:
-    """Returns the lowest max_staleness whose rate is at least NEAR_BEST of the highest rate."""
+    """Returns the lowest max_staleness whose rate is at least NEAR_BEST times the highest rate."""
     best = max(one.iterations_per_hour for one in found)
     return min(one.max_staleness for one in found if one.iterations_per_hour >= NEAR_BEST * best)
 
@@ -336,7 +339,7 @@ def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[Sim
 def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: float) -> SimulatedIteration:
     """Returns the simulated iteration of a planned iteration. `stations`: all stations by name. `scale`: number by
     which the numbers of samples are divided. The work of the samples is scaled so that the generation of this
-    iteration, without other iterations, takes the seconds of the plan.
+    iteration takes the planned seconds if no other iteration is in flight.
     """
     names, samples, before = list(stations), list[Sample](), range(0)
     for draw in plan.generation:

@@ -21,7 +21,7 @@ from megatron_rl.planning.schedule import simulated
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
-# shares of the cluster's nodes that the search gives to the engines
+# shares of the cluster's nodes that the search tries to give to the engines
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 # share of a GPU's memory that servers use: on the trainer's GPUs (all roles together), and on separate GPUs
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
@@ -54,8 +54,8 @@ def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
 
     Every proposal passes `megatron-rl check`. The tried layouts use no context parallelism and no virtual pipeline
     parallelism, and use sequence parallelism if tp > 1. For each layout, three recomputation settings are tried: none,
-    the feed-forward part, and everything. Each setting uses the largest micro-batches that fit, or those of the config
-    if the latter are smaller.
+    the feed-forward part, and everything. Each setting is tried with the largest micro-batch size that fits, and with
+    the configured size.
     """
     found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
     measured = [replace(one, plan=simulated(one.case, one.plan)) for one in found]
@@ -108,7 +108,7 @@ def advice(case: Case, made: RunPlan) -> list[str]:
 
 def _waits(case: Case, made: RunPlan) -> list[str]:
     """Returns a warning for each role whose longest answer may exceed the request timeout, and a note for each role
-    that an external endpoint plays.
+    whose answers come from an external endpoint.
     """
     lines = list[str]()
     for name in case.roles:
@@ -199,10 +199,10 @@ def setting_words(place: str, before: Any, after: Any) -> list[str]:
 
 
 def _nodes_words(asked: Case, case: Case) -> list[str]:
-    """Returns the config overrides that set the number of the trainer's nodes, and the number of its ranks on a node
-    shared with servers, to those of `case`.
+    """Returns the config overrides that give the run `asked` the trainer's number of nodes in `case`.
 
-    Returns an empty list if `asked` has the same numbers.
+    If the trainer shares a single node with servers, the overrides also set the number of ranks. Returns an empty list
+    if `asked` has the same numbers.
     """
     ranks, before = case.ranks, asked.spec.cluster
     nodes = -(-ranks // case.cluster.per_node)
@@ -297,7 +297,7 @@ def _micro_batches(role: RoleConfig) -> list[int]:
 
 
 def _changes(case: Case, made: RunPlan) -> Iterator[Case]:
-    """Yields the run with single changes: of one role, of all roles alike, and of the engines."""
+    """Yields variants of the run with one change each: to one role, to all roles alike, or to the engines."""
     node = made.cluster.per_node
     for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
         role, shape = case.roles[names[0]], case.models[names[0]]

@@ -18,7 +18,7 @@ from megatron_rl.weights import counting
 
 def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
     """Prints tables of memory and time, followed by notes, assumptions on episodes, problems and advice. `console`
-    highlights no numbers."""
+    must not highlight numbers."""
     _show_memory(plan, console)
     console.print(_time_table(plan))
     device = plan.cluster.device
@@ -54,11 +54,11 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
         layouts = "; ".join(f"{role.name} {role.parallel}" for role in one.plan.roles)
         console.print(f"[bold]{one.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}")
         words = " ".join(map(_quoted, one.overrides)) or "as it is"
-        console.print(f"    {words}", markup=False, soft_wrap=True)  # the text may contain brackets such as [mlp]
+        console.print(f"    {words}", markup=False, soft_wrap=True)  # brackets such as [mlp] are not markup
 
 
 def show_schedules(found: Sequence[Schedule], own: int, console: Console, *, auto: bool) -> None:
-    """Prints the simulated schedules. `own`: max_staleness of the run. `auto`: whether the plan chose it."""
+    """Prints the simulated schedules. `own`: max_staleness of the run. `auto`: whether the plan chose this value."""
     table = _table(
         "rollouts.max_staleness", "iterations an hour", "engines idle", "trainer idle",
         "samples trained 0, 1, ... updates after their start", title="iterations in flight, simulated",

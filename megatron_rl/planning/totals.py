@@ -1,4 +1,4 @@
-"""Estimates the whole of a command: its iterations or steps, hours, GPU-hours, and bytes on disk."""
+"""Estimates the totals of a command: iterations or steps, hours, GPU-hours, and bytes on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT_BYTES = 4  # bytes of the text of a token
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """The whole of a command on a cluster of `gpus` GPUs."""
+    """The estimated totals of a command on a cluster of `gpus` GPUs."""
 
     unit: str  # what is counted, such as "iterations"
     count: int
@@ -28,7 +28,7 @@ class Totals:
     evaluation_hours: float  # hours that evaluations add, part of `hours`
     gpus: int
     gpu_hours: float
-    disk: float  # bytes of what is kept: checkpoints, models, rollouts and answers
+    disk: float  # bytes of the files that stay on disk: checkpoints, models, rollouts and answers
 
     def __str__(self) -> str:
         beside = f" ({self.evaluations} evaluations: {self.evaluation_hours:,.1f} hours)" if self.evaluations else ""
@@ -39,8 +39,8 @@ class Totals:
 
 
 def of_training(case: Case, made: RunPlan, rows: Rows, fills: Mapping[str, float]) -> Totals:
-    """Returns the totals of a training run. All iterations take as long as those of the planned cycle. `rows`: sizes of
-    the sets of its evaluations."""
+    """Returns the totals of a training run. All iterations are assumed to take as long as those of the planned cycle.
+    `rows`: numbers of rows of the evaluation sets."""
     spec, iterations = case.spec, case.spec.loop.num_iterations
     settings, run = spec.loop.evaluation, spec.run
     solver = spec.roles[case.work[0].draws[0].role]
@@ -52,7 +52,7 @@ def of_training(case: Case, made: RunPlan, rows: Rows, fills: Mapping[str, float
         regular, left = divmod(iterations, settings.every) if settings.every else (0, iterations)
         evaluations = settings.at_start + regular + (left > 0)
         evaluated_s = evaluations * each_s
-        if evaluations and spec.evaluates_beside:  # all but the last; an iteration waits for what it does not hide
+        if evaluations and spec.evaluates_beside:  # every evaluation but the last overlaps one iteration
             beside_s = max(0.0, each_s - cycles * made.cycle_s / iterations)
             evaluated_s = (evaluations - 1) * beside_s + each_s
     best = settings.best.keep if settings.best else 0
@@ -79,7 +79,8 @@ def of_command(spec: Spec, case: Case, made: RunPlan, rows: Rows) -> Totals:
 
 def checkpoint_bytes(case: Case, *, keep: int, models: int) -> float:
     """Returns the bytes of `keep` checkpoints and of `models` exported models of all trained policies. A checkpoint has
-    the weights, the float32 master weights and Adam's moments, of adapters alone where a policy trains adapters.
+    the weights, the float32 master weights and Adam's moments. If a policy trains LoRA adapters, its checkpoint has
+    only those of the adapters.
     """
     out = 0.0
     for name in {case.roles[role].owner for one in case.work for role in one.roles}:
@@ -93,7 +94,7 @@ def checkpoint_bytes(case: Case, *, keep: int, models: int) -> float:
 def _totals(
     unit: str, count: int, seconds: float, case: Case, *, disk: float, evaluations: tuple[int, float] = (0, 0.0)
 ) -> Totals:
-    """`evaluations`: number of evaluations, and the seconds that they add to the command."""
+    """Returns the totals of a command. `evaluations`: (number of evaluations, seconds that they add to the command)."""
     number, evaluated_s = evaluations
     hours = (seconds + evaluated_s) / 3600
     return Totals(

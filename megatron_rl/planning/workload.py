@@ -48,7 +48,9 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class ScorePass:
-    """A forward pass of the score stage: the model of the role `by`, or its frozen reference, reads `draw`."""
+    """A forward pass of the score stage over the samples `draw`. The pass uses the model of the role `by` or, if
+    `reference` is set, the frozen reference of this model.
+    """
 
     draw: Draw
     by: str
@@ -100,10 +102,10 @@ def cycle_work(
     """
     episodes = episodes_of(spec, ()) if episodes is None else episodes
     parts, schedule = spec.recipe.roles(), spec.recipe.schedule()
-    # A long warm-up may consist of many short cycles, so that the middle of the list of cycles may be in the warm-up.
+    # The middle is counted in iterations, not in cycles, because a long warm-up may consist of many short cycles.
     ends = list(accumulate(len(cycle) for cycle in schedule))
     cycle = schedule[bisect_right(ends, ends[-1] // 2)]
-    # a critic that shares a policy adds no work of its own
+    # a critic that shares the model of a policy adds no work
     iterations = [tuple(name for name in roles if not spec.roles[name].shares_as_critic) for roles in cycle]
     out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
@@ -121,7 +123,7 @@ def cycle_work(
         # a critic is trained on the samples that it scores
         read = {score.by: score.role for score in scores if score.name == "value"}
         trained += [replace(one, role=name) for name in roles for one in trained if read.get(name) == one.role != name]
-        # a reward model's texts are not generated for it: they are the samples of the first role
+        # no texts are generated for a reward model: it reads the samples of the first trained role
         sizes = {one.role: one for one in [*found, *trained]}
         passes = dict.fromkeys((score.role, score.by, score.name == "reference_logprobs") for score in scores)
         scored = [
@@ -185,8 +187,11 @@ def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str,
 
 
 def _split(option: str, form: str, text: str, roles: Collection[str]) -> list[str]:
-    """Splits a text of the form A.B=VALUE into A, B and VALUE. Raises ConfigError if the text does not have the same
-    number of parts as `form`, or if a part that `form` spells in capitals before = is not one of the roles."""
+    """Splits a text of the form A.B=VALUE into A, B and VALUE. `form`: the expected form.
+
+    Raises ConfigError if the text does not have the same number of parts as `form`. Also raises it if a part is not in
+    `roles` although `form` has a word in capitals in its position before =.
+    """
     names, _, value = text.partition("=")
     parts, kinds = names.split("."), form.partition("=")[0].split(".")
     if (
