@@ -28,7 +28,7 @@ class Gae:
     # its first token, the reward of a turn is the sum over its tokens, and all tokens of a turn have its advantage.
     level: Literal["token", "turn"] = "token"
     whiten: bool = True  # normalise the advantages to mean 0 and variance 1 over the trained tokens of the iteration
-    critic_warmup: CountOrZero = 0  # number of iterations at the start of the run in which only a role's critic trains
+    critic_warmup: CountOrZero = 0  # number of a role's first iterations in which only the role's critic is trained
     # Coefficient of the KL divergence from the reference in the reward of each token; with `kl_target`, the coefficient
     # of the first iteration. (loss.kl_coef puts the KL divergence into the loss instead.)
     kl_coef: NonNegativeFloat = 0.0

@@ -29,17 +29,17 @@ class Agents(OverEpisodes, WithCritics):
     """
 
     updates: Count  # number of updates in the run
-    # number of agents in an episode by role; the tokenizer of the first role is used for the problems
+    # number of agents of each role in an episode; the tokenizer of the first role is used for the problems
     agents: Mapping[str, Count] = field(default_factory=lambda: {"agent": 1})
     trained: Sequence[str] = ()  # roles that are trained; empty means all
     group_size: Count = 8  # episodes per problem, all with the same environment seed
-    # What the reward of a role's sample is compared with:
-    # "task": the samples of the same problem.
-    # "episode": the samples of the same episode, for a role with several agents.
-    # "ema": a moving average of the role's rewards (SPIRAL, arXiv 2506.24119).
+    # What the reward of a sample is compared with to compute the advantage.
+    # "task": compares a sample with the role's other samples of the same problem.
+    # "episode": compares a sample with the role's other samples of the same episode, for a role with several agents.
+    # "ema": compares a sample with a moving average of the role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
-    # used if `compared` is "task": a name in algorithms.estimators, or module:name of a function; gae: samples are not
-    # compared, and each trained role has a critic
+    # Advantage estimator if `compared` is "task": a name in algorithms.estimators, or module:name of a function.
+    # With the estimator gae, samples are not compared, and each trained role has a critic.
     estimator: EstimatorName = "grpo"
     ema_decay: Decay = DECAY
 

@@ -15,19 +15,20 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import evaluated, greedy
 from megatron_rl.types import Outcome, Prompt, Rollout
 
-Answer = dict[str, Any]  # one graded answer, see evaluation.samples.Sample; without the keys set and measure
+Answer = dict[str, Any]  # a row of evaluation.samples.Sample for one graded answer, without the keys set and measure
 GradedAnswer = tuple[Rollout, str, bool]  # an answer with the reward `outcome`, its text, and whether it is correct
 
 
 def accuracies(
     context: RolloutContext, role: str, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, float], list[Solution]]:
-    """Evaluates a role with the samples that `context.evaluation` asks for, and with greedy decoding. Returns {metric:
-    value}, and the sampled solutions. Also stores the sampled answers in `context.answers`.
+    """Evaluates a role with the samples that `context.evaluation` requests, and with greedy decoding if it requests
+    this too. Returns {metric: value}, and the sampled solutions. Also stores the sampled answers in `context.answers`.
 
-    The metrics are those of `answer_values`, such as accuracy, reward, pass@k and maj@n, and accuracy_greedy and
-    reward_greedy. ungraded: number of answers without a score. Such answers are included as wrong, with a reward of 0.
-    replaced: number of samples that were replaced because their grading failed. Counts of 0 are left out.
+    The metrics are those of `answer_values`, such as accuracy, reward, pass@k and maj@n. Greedy decoding adds
+    accuracy_greedy and reward_greedy. The metric `ungraded` is the number of answers without a score; they count as
+    wrong, with a reward of 0. The metric `replaced` is the number of samples that were replaced because their grading
+    failed. Counts of 0 are left out.
     """
     draws, own, seed = context.evaluation, context.samplings[role], context.seed
     answers, solutions, replaced = _answers(context, role, prompts, evaluated(own, draws, seed=seed))

@@ -1,5 +1,5 @@
-"""Critics in recipes: roles with a value head that learn the returns of another role's rollouts, and from whose values
-that role's advantages are computed (the estimator `gae`).
+"""Critics for recipes. A critic is a role with a value head that learns to predict the returns of another role's
+rollouts. The estimator `gae` computes the advantages of the other role from the critic's values.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from megatron_rl.types import Rollout
 
 @dataclass(kw_only=True)
 class Critics:
-    """The critics of a recipe, and its KL coefficients, which are a part of the recipe's state. Without critics, the
-    methods change nothing.
+    """The critics of a recipe, and the current KL coefficient of each role with a critic. The coefficients are saved
+    with the recipe's state. Without critics, the methods change nothing.
     """
 
-    critic_of: Mapping[str, str]  # name of the critic by the name of the role whose rollouts the critic reads
+    critic_of: Mapping[str, str]  # {role: name of the critic that reads the rollouts of the role}
     settings: Gae = field(default_factory=Gae)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Critics:
         ]
 
     def scores(self, iteration: Iteration) -> list[Score]:
-        """Returns the scores that `credit` needs in an iteration."""
+        """Returns the requests for values and log-probs per token that `credit` needs in an iteration."""
         read = self._read(iteration)
         found = [Score(role=role, name="value", by=critic) for role, critic in read.items()]
         if self.settings.kl_coef:
@@ -76,7 +76,7 @@ class Critics:
         refuse(*self._sharing_problems(spec), *self._too_short(spec))
 
     def _sharing_problems(self, spec: RunSpec) -> Iterator[str]:
-        """Yields an error message for each critic that shares a policy with which it cannot be trained."""
+        """Yields error messages about critics that share their model with a policy, or should do so (`same_as`)."""
         for role, critic in self.critic_of.items():
             shared = spec.roles[critic]
             if shared.shares_as_critic and shared.owner != spec.roles[role].owner:
@@ -98,7 +98,7 @@ class Critics:
                 )
 
     def _too_short(self, spec: RunSpec) -> Iterator[str]:
-        """Yields an error message for each critic whose setting of a length is below that of its role."""
+        """Yields an error message for each critic that reads shorter prompts or responses than its role may have."""
         for role, critic in self.critic_of.items():
             own, read = spec.roles[critic], spec.roles[role]
             lengths = {
@@ -125,7 +125,8 @@ class Critics:
         """Returns the rollouts of each trained role with advantages, and the rollouts of its critic. While the critic
         warms up, the role has no rollouts to train on.
 
-        `reward`, `weights`: see algorithms.gae.assign_gae. `finish`: function that changes the advantages afterwards.
+        `reward`, `weights`: see algorithms.gae.assign_gae. `finish`: function that is applied to the role's rollouts
+            after the advantages are computed.
         """
         credited: dict[str, list[Rollout]] = {}
         for role, critic in self._read(iteration).items():
@@ -146,8 +147,8 @@ class Critics:
 
 
 class WithCritics(Recipe):
-    """A recipe whose roles may have critics. The constructor of a subclass sets `_critics`. Its `roles`, `schedule` and
-    `credit` call the methods of `_critics` with these names.
+    """A recipe whose roles may have critics. The constructor of a subclass sets `_critics`. The methods `roles`,
+    `schedule` and `credit` of a subclass call the methods with the same names of `_critics`.
     """
 
     _critics: Critics

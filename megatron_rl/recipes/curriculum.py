@@ -1,5 +1,5 @@
-"""A curriculum, which skips problems based on the share of correct solutions that the policy last generated for
-them.
+"""A curriculum, which skips problems that are solved or too hard. The criterion is the share of correct solutions in
+the last group that was sampled for the problem.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rates:
     retire_at: Share | None = 0.9
     # problems with at most this success rate, for example 0.0, are skipped for some epochs; null: no problem is skipped
     rest_at: Share | None = None
-    rest_epochs: Count = 1  # number of epochs for which such a problem is skipped
+    rest_epochs: Count = 1  # number of epochs for which a problem is skipped because of rest_at
 
     def problems(self) -> Iterator[str]:
         """Yields an error message if a problem could be both too hard and solved."""
@@ -42,11 +42,12 @@ class Rates:
 class Curriculum(Rates):
     """Settings for skipping problems by success rate."""
 
-    # {name of a source in data.sources: its rates}; sources that are not named have the rates above
+    # {name of a source in data.sources: the source's rates}; other sources use the curriculum's own rates
     sources: dict[str, Rates] = field(default_factory=dict)
 
     def of(self, row: int | str) -> Rates:
-        """Returns the success rates at which a problem is skipped. `row`: the problem (see data.problems.place_of)."""
+        """Returns the success rates at which a problem is skipped. `row`: data row of the problem, see
+        data.problems.place_of."""
         return self.sources.get(_source(row), self)
 
     def check(self, spec: RunSpec) -> None:
@@ -90,7 +91,7 @@ class Record:
             own = self.curriculum.of(row)
             if own.retire_at is not None and rate >= own.retire_at:
                 self.retired.add(row)
-            elif row in self.retired:  # if an update is larger than the data set, a problem occurs more than once
+            elif row in self.retired:  # a problem occurs repeatedly if an update is larger than the data set
                 continue
             elif own.rest_at is not None and rate <= own.rest_at:
                 self.resting[row] = epoch + 1 + own.rest_epochs
@@ -100,8 +101,9 @@ class Record:
         return row not in self.retired and epoch >= self.resting.get(row, epoch)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of retired and resting problems as metrics, of each source as well if there are several
-        (such as retired/math); an empty dict if there is no curriculum."""
+        """Returns the metrics `retired` and `resting`: the numbers of retired and of resting problems. If the data has
+        several sources, also returns both numbers of each source, such as retired/math. Returns an empty dict if there
+        is no curriculum."""
         if self.curriculum is None:
             return {}
         counts = Counter[str]({"retired": 0, "resting": 0})
@@ -141,7 +143,7 @@ class _Chosen:
         return self.source.prompts_per_iteration
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
-        since = dict[str, int]()  # {source: epoch of the first of the skipped problems in a row}
+        since = dict[str, int]()  # {source: epoch of the first of the problems skipped since the last returned one}
         curriculum = self.record.curriculum
         assert curriculum is not None, "Record.over returns a _Chosen only with a curriculum"
 

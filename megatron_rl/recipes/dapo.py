@@ -26,7 +26,7 @@ from megatron_rl.training.iteration import (
 )
 from megatron_rl.types import Prompt
 
-RATES = "success_rates"  # name of the values that the rollout stage hands over for the curriculum
+RATES = "success_rates"  # key in `handed_over` under which the rollout stage passes success rates to `credit`
 
 
 @dataclass(frozen=True, kw_only=True)

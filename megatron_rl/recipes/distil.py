@@ -28,7 +28,7 @@ from megatron_rl.training.rollouts import sample
 from megatron_rl.types import Prompt, Rollout
 
 STUDENT, TEACHER = "student", "teacher"
-# reason that the error message about different vocabularies gives
+# reason stated in the error message about models with different vocabularies
 SCORES = (
     "the teacher scores the tokens that the student wrote (with recipe.args.retokenise: true it would score the text)"
 )
@@ -36,7 +36,7 @@ SCORES = (
 NAMES: tuple[str, ...] = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
 # inputs of a loss objective that exist only if `top_k` is above 0
 CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}
-# the teacher's values of each rollout by name, and the log-ratio of student to teacher of each rollout's trained tokens
+# for each rollout, the teacher's values by name, and the log-ratios of student to teacher at the trained tokens
 Scored = tuple[list[dict[str, np.ndarray]], list[np.ndarray]]
 
 
@@ -113,8 +113,8 @@ class Distil(Recipe):
         return accuracies(context, STUDENT, prompts)[0]
 
     def _scored(self, context: RolloutContext, written: Sequence[Rollout]) -> Scored:
-        """Lets the teacher score the rollouts. Returns its log-probs (and its most likely tokens, if `top_k` is above
-        0) under the names that loss objectives read, and the log-ratios.
+        """Lets the teacher score the rollouts. Returns the teacher's log-probs (and its most likely tokens, if `top_k`
+        is above 0) under the names that loss objectives read, and the log-ratios of student to teacher.
         """
         if self.retokenise:
             told, gaps = score_texts(context, written, TEACHER, self.prompt)

@@ -1,5 +1,5 @@
-"""Groups of solutions to problems, and dynamic sampling, which samples more problems until enough groups have
-a signal.
+"""Groups of solutions to problems, and dynamic sampling, which samples more problems until there are enough groups
+whose solutions have different outcomes.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class DynamicSampling:
     """Settings of dynamic sampling: groups whose outcomes are all equal are skipped, and more problems are sampled
     instead (DAPO, arXiv 2503.14476, section 3.2).
 
-    An update trains on the first run.prompts_per_iteration groups with a signal; further groups are discarded. If there
-    are fewer such groups after `rounds` rounds of sampling, the update trains on those found.
+    An update trains on the first run.prompts_per_iteration groups with different outcomes; further groups are
+    discarded. If there are fewer such groups after `rounds` rounds of sampling, the update trains on the groups found.
     """
 
     rounds: Count = 10  # maximum number of sampling rounds; 1 means that skipped groups are not replaced (ScaleRL)
@@ -77,12 +77,12 @@ class DynamicSampling:
 
 
 def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | None) -> tuple[list[Group], Metrics]:
-    """Takes problems from `source` and samples a group of solutions for each: run.prompts_per_iteration problems, or
-    more rounds as configured by `dynamic`. Rollouts of later rounds get new group ids, so that no two problems have the
-    same group id.
+    """Takes problems from `source` and samples a group of solutions for each problem. Without `dynamic`, takes
+    run.prompts_per_iteration problems once. With `dynamic`, takes problems in several rounds. Rollouts of later rounds
+    get new group ids, so that no two problems have the same group id.
 
-    Returns the groups to train on, and metrics: those of `draw`, prompts_taken, rounds, and, over all sampled groups,
-    outcome_of_all (mean outcome), alike (share of groups whose outcomes are all equal) and tokens_drawn.
+    Returns the groups to train on, and metrics: the metrics of `draw`, prompts_taken, rounds, and, over all sampled
+    groups, outcome_of_all (mean outcome), alike (share of groups whose outcomes are all equal) and tokens_drawn.
     """
     wanted = source.prompts_per_iteration
     rounds, size = (1, wanted) if dynamic is None else (dynamic.rounds, wanted * dynamic.oversampling)

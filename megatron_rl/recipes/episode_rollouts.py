@@ -40,10 +40,10 @@ class EpisodesGraded:
     # samples of the episodes that did not fail, with all rewards; the payload has the index of the episode
     rollouts: list[Rollout]
     # Means per episode: answers (of all agents), tool_calls, cuts (truncations of the transcript).
-    # Counts of failed episodes: episodes/timeout, episodes/error. Further counts, unless they are 0: episodes/policy
-    # (episodes that the policy failed), episodes/repeated (episodes that were played again with the same seeds),
-    # replaced/timeout, replaced/tool and replaced/error (episodes that were replaced because of a timeout, because the
-    # environment or a tool failed, or because a grading failed).
+    # Counts of failed episodes: episodes/timeout, episodes/error. The following counts are left out if they are 0.
+    # episodes/policy: episodes that the policy failed. episodes/repeated: episodes played again with the same seeds.
+    # replaced/timeout, replaced/tool, replaced/error: episodes that were replaced because of a timeout, because the
+    # environment or a tool failed, or because a grading failed. graded/repeated: gradings that failed once.
     metrics: dict[str, float]
 
 
@@ -110,9 +110,9 @@ class OverEpisodes(EpisodeSettings):
         `samplings`: sampling settings by role.
 
         An episode that failed because of the infrastructure (see FailureKind) is played again with the same seeds,
-        unless all episodes failed. If it fails again, or if a grading of its texts failed, it is replaced by an episode
-        with the same environment seed and new sampling seeds, up to ROUNDS times, unless decoding is greedy; see
-        `to_replace`.
+        unless all episodes failed. If the episode fails again, or if a grading of the episode's texts failed, the
+        episode is replaced by an episode with the same environment seed and new sampling seeds, up to ROUNDS times,
+        unless decoding is greedy; see `to_replace`.
 
         The samples of one problem form a group. Raises RewardFailure if too many gradings fail, or if too many episodes
         fail even after they were played again. Raises ConfigError if an episode had more agents of a role than
@@ -153,14 +153,15 @@ class OverEpisodes(EpisodeSettings):
     def measure_episodes(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], EpisodesGraded]:
-        """Plays as many episodes of each problem as `context.evaluation` asks for, and one greedy episode. Returns
-        metrics, and the sampled episodes. Names of metrics of greedy episodes end in _greedy.
+        """Plays as many episodes of each problem as `context.evaluation` requests, and one greedy episode if it
+        requests this too. Returns metrics, and the sampled episodes. Names of metrics of greedy episodes end in
+        _greedy.
 
         The metrics are the mean of each reward over the agents of a role, and the number of answers per episode of all
         agents. An agent without a reward, for instance in a failed episode, is included with a reward of 0 and counted
-        in the metric ungraded. If the run's reward function is the only reward, it is called reward, and accuracy (the
-        share of correct agents), pass@k and the other metrics of `answer_values` are added; the answers are stored in
-        `context.answers`.
+        in the metric ungraded. If the run's reward function is the only reward, the metric of this reward is called
+        reward, and accuracy (the share of correct agents), pass@k and the other metrics of `answer_values` are added;
+        the answers are stored in `context.answers`.
         """
         metrics: dict[str, float] = {}
         draws, seed = context.evaluation, context.seed

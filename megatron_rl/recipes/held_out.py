@@ -22,7 +22,7 @@ from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_o
 Row = dict[str, Any]  # one solution as JSON values for a checkpoint, see solutions_to_json
 # function that samples one solution of each prompt and returns the solutions and metrics
 Draw = Callable[[RolloutContext, Sequence[Prompt], Sampling], tuple[Sequence[Solution], object]]
-KEPT = "balanced_solutions"  # key under which RolloutContext.kept stores the set
+KEPT = "balanced_solutions"  # key under which RolloutContext.kept stores the solutions of the BalancedSet
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
 def measure_reviewer(
     context: RolloutContext, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
 ) -> tuple[dict[str, float], list[tuple[float, str]]]:
-    """Returns metrics of the reviewer, named `role/metric`, for verdicts sampled at temperature 1 and (with the suffix
-    `_greedy`) for greedy verdicts; and for each solution 1.0 if the sampled final verdict calls it correct, or 0.0, and
-    the text of this verification, which is empty if the solution was too long to be verified.
+    """Verifies each solution once with verdicts sampled at temperature 1 and once with greedy verdicts. Returns metrics
+    named `role/metric`, for greedy verdicts with the suffix `_greedy`. Also returns, for each solution, (1.0 if the
+    sampled final verdict is "correct", otherwise 0.0; text of the sampled verification). The text is empty if the
+    solution was too long to be verified.
 
     outcome_f1: harmonic mean of the accuracies on correct and on wrong solutions. step_f1: the same for reasoning
     steps, if gold labels exist. Both are left out if there are no correct or no wrong items. aligned: share of

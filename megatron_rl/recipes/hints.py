@@ -51,11 +51,11 @@ class Hints:
         solutions = [self._solution(group.prompt) for group in groups]
         out, hinted, too_long = list(groups), set[int](), set[int]()
         # The maximum share of failed gradings was already checked for the whole round.
-        # It is not checked for the few samples with hints, where two failures could end the run.
+        # This maximum is not checked for the few samples with hints, where two failures could end the run.
         lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
             fitting = dict[int, Prompt]()
-            # groups that have solutions but no correct one
+            # groups with graded solutions, none of which is correct
             for i in (i for i, group in enumerate(out) if group.success_rate == 0.0):
                 payload = groups[i].prompt.payload
                 hint = solutions[i][: round(len(solutions[i]) * share)]

@@ -74,7 +74,7 @@ class Brevity:
     2505.18086; its code is not released, so the default size of the penalty may differ from the paper's).
     """
 
-    # lambda: share of an update's groups with length rewards, those with the highest success rates
+    # lambda in the paper: the share of an update's groups to which the penalty applies (the highest success rates)
     share: PositiveShare = 0.2
     penalty: PositiveShare = 0.2  # maximum penalty of a correct solution
 
@@ -108,12 +108,12 @@ class LengthReward:
     arXiv 2501.12599, section 2.3.3).
     """
 
-    weight: PositiveFloat = 1.0  # factor of the reward, which is from -0.5 to 0.5 without it
+    weight: PositiveFloat = 1.0  # factor on the reward; with weight 1, the reward is between -0.5 and 0.5
 
     def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
-        """Returns weight * lambda for correct solutions of [P] groups and weight * min(0, lambda) for others, where
-        lambda = 0.5 - (length - shortest) / (longest - shortest), with the lengths in the group. If all solutions of a
-        group have the same length, their rewards are 0.
+        """Returns weight * lambda for correct solutions of [P] groups and weight * min(0, lambda) for wrong solutions,
+        where lambda = 0.5 - (length - shortest) / (longest - shortest). `shortest` and `longest` are the minimum and
+        maximum length in the group. If all solutions of a group have the same length, their rewards are 0.
         """
         return [self._of(group) for group in groups]
 
@@ -145,9 +145,9 @@ class RepetitionPenalty:
 
 
 def priced(groups: Sequence[Group], limit: int, added: Mapping[str, AddedReward]) -> list[Rollout]:
-    """Adds rewards to the rollouts of [P] groups, by the name of the reward.
+    """Adds the rewards of options such as Overlong to the rollouts of [P] groups. Returns the rollouts in order.
 
-    `limit`: maximum number of tokens of a solution. Returns the rollouts in order.
+    `limit`: maximum number of tokens of a solution. `added`: {name of the reward: option that computes the reward}.
     """
     rollouts = [s.rollout for group in groups for s in group.solutions]
     for name, option in added.items():

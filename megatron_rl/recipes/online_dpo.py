@@ -17,7 +17,7 @@ from megatron_rl.types import Rollout
 @dataclass(frozen=True, kw_only=True)
 class OnlineDpo(Grpo):
     """A recipe that trains the role `generator` on pairs of its own solutions, with a loss on pairs such as `dpo`
-    (`roles.generator.loss.objective`). Any grader gives the outcomes that are compared.
+    (`roles.generator.loss.objective`). The outcomes that are compared may come from any grader.
 
     A problem whose solutions have the same outcome gives no pair. `group_size` 2 is the paper's setting.
     """
@@ -38,7 +38,7 @@ class OnlineDpo(Grpo):
             groups.setdefault(rollout.group, []).append(rollout)
         pairs = []
         for members in groups.values():
-            ordered = sorted(members, key=lambda r: -r.rewards["outcome"])  # stable: the first of equal ones
+            ordered = sorted(members, key=lambda r: -r.rewards["outcome"])  # stable: equal outcomes stay in order
             if ordered[0].rewards["outcome"] > ordered[-1].rewards["outcome"]:
                 pairs += [replace(ordered[0], advantages=1.0), replace(ordered[-1], advantages=-1.0)]
         every = [r.rewards["outcome"] for r in rollouts[GENERATOR]]

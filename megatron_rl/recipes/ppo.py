@@ -1,5 +1,5 @@
-"""PPO (arXiv 1707.06347) with a critic: a second model predicts the return from every token on. Advantages compare
-rewards with these values (GAE), and not with other samples of the problem.
+"""PPO (arXiv 1707.06347) with a critic, a second model that predicts the return at every token. Advantages compare
+rewards with the critic's values (GAE), and not with other samples of the problem.
 """
 
 from collections.abc import Mapping, Sequence

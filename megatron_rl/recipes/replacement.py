@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-ROUNDS = 2  # maximum number of new samples in place of one sample
+ROUNDS = 2  # maximum number of times that a failed sample is replaced by a new sample
 
 
 def to_replace(failed: Collection[int], *, count: int, group_size: int) -> list[int]:

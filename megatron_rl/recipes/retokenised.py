@@ -55,9 +55,10 @@ def align(first: np.ndarray, second: np.ndarray, *, equal: int | None = None) ->
 def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Retokenised | None:
     """Returns a rollout in the tokens of another role. `prompt`: the text with which the other role is prompted.
 
-    The response ends with the EOS token of the role if the original response ended with EOS. A character of which the
-    response has only the first bytes, and all text after it, is left out. Returns None if prompt and response have more
-    tokens than max_prompt_tokens + sampling.max_tokens of the role. Raises ValueError for a rollout of several turns.
+    The response ends with the EOS token of the role if the original response ended with EOS. If the bytes of the
+    response are not valid UTF-8, the response is cut at the first invalid byte. Returns None if prompt and response
+    have more tokens than max_prompt_tokens + sampling.max_tokens of the role. Raises ValueError for a rollout of
+    several turns.
     """
     response = rollout.tokens[rollout.start :]
     if len(response) != rollout.length:
@@ -79,12 +80,12 @@ def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str
 
 def rewritten(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Rollout | None:
     """Returns a rollout on which `role` can be trained, with the text that another role generated. Returns None if the
-    text is empty or too long, or if the tokenizer of `role` cannot represent it.
+    text is empty or too long, or if the tokenizer of `role` cannot represent the text.
 
     `logprobs` holds the log-probs of the model that generated the text: the sum over each chunk, divided equally among
     the tokens of the chunk. So the ratio of the trainer's probabilities to `logprobs` is the importance weight between
-    the two models, exactly for a chunk and for the whole rollout, and loss.correction applies it. The rollout keeps the
-    group and the rewards. `prompt`: the text with which `role` is prompted.
+    the two models. The ratio is exact for a chunk and for the whole rollout, and loss.correction can apply it. The
+    rollout keeps the group and the rewards. `prompt`: the text with which `role` is prompted.
     """
     own = retokenise(context, rollout, role, prompt)
     if own is None or not len(own.chunks) or own.chunks.min() < 0:
@@ -111,11 +112,11 @@ def score_texts(
     """Scores the responses of rollouts by a teacher with another tokenizer. Returns the teacher's log-probs, [T]
     float32 for each rollout, and the log-ratio of student to teacher of each trained token.
 
-    A token's teacher log-prob is its own log-prob plus the difference between the log-probs of its chunk under the
-    teacher and under the student. So the difference to the student, from which the objective `distilled` learns, is
-    that of the chunk, and equals that of the token if the chunk is one token of both. Tokens without a counterpart get
-    their own log-prob, so that nothing is learned from them; the metric `unaligned` is their share. The log-ratio of a
-    chunk is divided equally among its tokens.
+    The teacher log-prob of a token is the student's log-prob of the token, plus the teacher's minus the student's
+    log-prob of the token's chunk. So teacher minus student, from which the objective `distilled` learns, is the same
+    for the token and for the chunk. Tokens without a counterpart get the student's log-prob, so that nothing is learned
+    from them; the metric `unaligned` is the share of these tokens. The log-ratio of a chunk is divided equally among
+    the tokens of the chunk.
 
     `prompt`: function that returns the text of a problem's prompt.
     """
@@ -140,7 +141,7 @@ def score_texts(
 
 
 def _valid(raw: bytes) -> str:
-    """Returns the text of the longest valid beginning of UTF-8 bytes."""
+    """Decodes the longest prefix of `raw` that is valid UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -100,8 +100,8 @@ class Reviews:
         self.skipped = 0  # number of solutions that are not verified
 
     def add(self, place: int, solution: Solution) -> None:
-        """Adds a solution. Its verifications are requested if its group is verified and the prompt is not too long.
-        `place` is the index of the solution."""
+        """Adds a solution with the index `place`. Requests verifications of the solution if the solution's group is
+        verified and the verification prompt is not too long."""
         self._places.append(place)
         if self._reviewed == "all":
             self._judging.ask(place, solution)
@@ -132,8 +132,8 @@ class Reviews:
 def with_verdicts(
     rollout: Rollout, verifications: Sequence[Verification], credit: StepCredit = PAPER_CREDIT
 ) -> Rollout:
-    """Adds the verdicts and the text of a solution's only verification to its payload. If there is one verdict per
-    step, also adds rewards to its steps. Without a verification, returns the rollout unchanged.
+    """Adds the verdicts and the text of a solution's single verification to the payload of the solution's rollout. If
+    there is one verdict per step, also sets the step rewards. Without a verification, returns the rollout unchanged.
     """
     if not verifications:
         return rollout

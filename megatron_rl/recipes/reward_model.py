@@ -42,7 +42,7 @@ class RewardModel:
     # log-odds that the step is right. It reads the prompt and all steps of the solution, and the setting `reads` has no
     # effect. If `weight` is above 0 too, the score of a solution is the score of its last step.
     step_weight: Share = 0.0
-    step_separator: str = "\n"  # text after each step; data.step_separator of the reward model's training
+    step_separator: str = "\n"  # text after each step; the same as data.step_separator when the model was trained
 
     @property
     def used(self) -> bool:
@@ -51,18 +51,18 @@ class RewardModel:
 
     @property
     def alpha(self) -> float | None:
-        """Returns `step_weight`, the argument `alpha` of `assign_advantages`; None if `step_weight` is 0, so that
-        reasoning steps get no advantages of their rewards."""
+        """Returns the argument `alpha` of `assign_advantages`: `step_weight`, or None if `step_weight` is 0 (no step
+        advantages)."""
         return self.step_weight or None
 
     @property
     def weights(self) -> dict[str, float]:
-        """The reward that advantages compare, as {name: weight} of a sum."""
+        """The reward from which advantages are computed: a weighted sum of rewards, as {reward name: weight}."""
         return {"outcome": 1.0 - self.weight, REWARD: self.weight} if self.weight else {"outcome": 1.0}
 
     @property
     def scores(self) -> list[Score]:
-        """The scores that the recipe requests."""
+        """The recipe's request for the reward model's scores; an empty list if no reward model is used."""
         return [Score(role=self.role, name="value", by=self.role)] if self.used else []
 
     def roles(self, parts: Mapping[str, RecipeRole]) -> dict[str, RecipeRole]:
@@ -70,7 +70,7 @@ class RewardModel:
         return {**parts, **({self.role: RecipeRole(trained=False, head="score")} if self.used else {})}
 
     def check(self, spec: RunSpec, role: str) -> None:
-        """Raises ConfigError if the reward model does not fit the run."""
+        """Raises ConfigError if the reward model does not fit the run's estimator, recipe or maximum lengths."""
         refuse(*self._problems(spec, role))
 
     def _problems(self, spec: RunSpec, role: str) -> Iterator[str]:
@@ -103,8 +103,8 @@ class RewardModel:
         """Returns the texts that the reward model scores, one for each rollout, as {role: rollouts of the role}.
 
         `prompt`: function that returns the prompt text of a problem. The prompt and the solution are tokenized with the
-        reward model's own tokenizer and chat template. A text that is too long for the role loses its beginning; the
-        metric reward_model_cut is the number of these texts.
+        reward model's own tokenizer and chat template. A text that is too long for the reward model is truncated at the
+        beginning; the metric reward_model_cut is the number of these texts.
         """
         if not self.used or not rollouts:
             return {}
@@ -125,8 +125,8 @@ class RewardModel:
     def _read(self, tokenizer: Any, prompt: str, text: str, opened: str) -> tuple[list[int], list[int]]:
         """Returns (the tokens that the reward model reads, the indices of the tokens whose scores are used). The
         indices are the last token, or with a process reward model the last token of the separator after each step.
-        `text`: the solution. `opened`: see `thought_opening`. Steps and separators are tokenized separately, as in the
-        training of process reward models.
+        `text`: the solution. `opened`: <think> if the prompt ends with <think>, see `thought_opening`. Steps and
+        separators are tokenized separately, as in the training of process reward models.
         """
         steps = step_texts(text) if self.step_weight else []
         if not steps:

@@ -85,12 +85,12 @@ def solve(
     solution and is left out of its group. As soon as a solution is graded, `then` is called with its index (among the P
     * n samples) and the solution.
 
-    `voted`: whether responses are graded against the most frequent answer to their prompt instead of the known answer;
-    None for the setting rollouts.labels. The most frequent answer then also replaces the answer in the payload, and the
-    metrics of `VotedLabels` are added.
+    `voted`: whether responses are graded against the most frequent answer to their prompt instead of the known answer.
+        None: the setting rollouts.labels decides. If True, the most frequent answer also replaces the answer in the
+        payload, and the metrics of `VotedLabels` are added.
 
-    Raises RewardFailure if too many gradings of the first P * n samples fail, and EngineError for a tandem whose author
-    mask is missing or implausible.
+    Raises RewardFailure if too many gradings of the first P * n samples fail. With Tandem sampling, raises EngineError
+    if the engine's record of which model generated each token is missing or implausible.
     """
     n, labels = sampling.n, VotedLabels(sampling.n) if (context.voted if voted is None else voted) else None
     samples = _Samples(context=context, role=role, prompts=prompts, group_size=n, then=then, labels=labels)
@@ -181,8 +181,8 @@ def sampling_for(context: RolloutContext, iteration: Iteration, role: str, n: in
 
 
 def annotate_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
-    """Annotates the reasoning steps of a rollout. The steps are the step blocks in the generated text; their tokens are
-    found by the positions of the tokens in the text.
+    """Annotates the reasoning steps of a rollout. A step is a tagged block in the generated text. The tokens of a step
+    are those whose bytes in the text overlap the block.
     """
     ranges = rollout.positions(decoded.tokens_of(step_spans(decoded.raw)))
     return replace(rollout, annotations={**rollout.annotations, STEP: Annotations(ranges)})
@@ -256,8 +256,9 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
 
 
 def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
-    """Raises ConfigError if the prompt of recipe.args.NAME is longer than the role's maximum. Checks only if the
-    tokenizer is a local directory; with a hub name, a too long prompt is detected when it is used.
+    """Raises ConfigError if `text`, the prompt of the argument `name` of the recipe, has more tokens than
+    max_prompt_tokens of the role. Checks only if the tokenizer is a local directory. With a hub name, a prompt that is
+    too long is detected when it is used.
     """
     own = spec.roles[role]
     if not Path(own.model.tokenizer or own.model.path).is_dir():

@@ -51,12 +51,13 @@ class BaseTango(WithCritics):
     """
 
     generator_updates: Count = 300  # number of generator updates in the cycles
-    # Generator updates before the verifier's warm-up. They learn from outcomes alone; no solution is verified.
+    # Number of generator updates before the verifier's warm-up. In these updates, advantages come from outcomes only,
+    # and no solution is verified.
     generator_warmup_updates: CountOrZero = 0
     warmup_updates: CountOrZero = 40  # verifier updates before the first cycle
     initial_mode: Literal["generator", "verifier"] = "generator"  # whose iterations come first in each cycle
     generator_iterations: Count = 3  # generator iterations per cycle
-    verifier_iterations: CountOrZero = 1  # verifier iterations per full cycle
+    verifier_iterations: CountOrZero = 1  # verifier iterations per cycle; 0 in a shorter last cycle
     group_size: Count = 5  # solutions per problem in a generator iteration
     # number of verifications per solution in a verifier iteration, which samples one solution per problem
     verifications: Count = 5
@@ -71,8 +72,8 @@ class BaseTango(WithCritics):
     process_weight: NotNegative = 1.0  # weight of the step advantages; only for alpha_schedule = none
     step_credit: StepCredit = StepCredit()  # which tokens get a step's reward, and what the reward is compared with
     reviewed: Reviewed = "all"  # which groups of a generator iteration are verified, see Reviews
-    # Upper bound of the moving share of groups whose outcomes differ; null: no bound.
-    # Solutions of generator iterations are verified only while this share is below the bound.
+    # Upper bound of the moving average of the share of groups whose outcomes differ; null: no bound.
+    # Solutions of generator iterations are verified only while this moving average is below review_below.
     review_below: Share | None = None
     # if True, verifier iterations are skipped while solutions of generator iterations are not verified
     verifier_rests: bool = False
@@ -160,7 +161,8 @@ class BaseTango(WithCritics):
 
     def schedule(self) -> Schedule:
         """Returns the warm-up cycles and the training cycles. 300 generator updates with 3 per cycle are 100 cycles. A
-        last cycle with fewer generator iterations has no verifier iteration, unless cycles begin with the verifier's.
+        last cycle with fewer generator iterations has no verifier iteration, unless cycles begin with verifier
+        iterations.
         """
         cycles = [[(self.solver,)]] * (self.generator_warmup_updates if self.train_generator else 0)
         cycles += [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
@@ -198,7 +200,7 @@ class BaseTango(WithCritics):
             rows = [verification for group in judged for verification in group]
             context.handed_over["labels"] = [row.item.correct for row in rows]
             return {VERIFIER: [self._reviewer.rollout(context, row) for row in rows]}
-        # None: the steps of all solutions count; otherwise, for each solution, whether its steps count
+        # None: all solutions can get step advantages. A list: for each solution, whether it was verified.
         everywhere = self._reviewed(iteration) == "all"
         context.handed_over["reviewed"] = None if everywhere else [bool(own) for own in judged]
         verified = self.verified(context, solutions, judged)
@@ -216,7 +218,8 @@ class BaseTango(WithCritics):
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates both roles. The verifier is evaluated on a fixed set with equal numbers of correct and wrong
         solutions. The first call creates the set, and checkpoints store it. With balanced_per_class 0, the verifier is
-        evaluated on the solutions of this evaluation, and best_of_n and vote_of_n choose among them by its verdicts.
+        evaluated on the solutions of this evaluation, and the metrics best_of_n and vote_of_n select among these
+        solutions by the verifier's verdicts.
         """
         metrics, solutions = self.measure(context, prompts)
         if not self.balanced_per_class:
@@ -238,7 +241,7 @@ class BaseTango(WithCritics):
         super().load_state_dict(state)
 
     def _reviewed(self, iteration: Iteration) -> Reviewed | None:
-        """Returns which groups of solutions are verified in an iteration; None if no group is."""
+        """Returns which groups of solutions are verified in an iteration; None if no group is verified."""
         if iteration.role != self.solver:
             return "all"
         warm = iteration.update(self.solver) < self.generator_warmup_updates
@@ -252,7 +255,7 @@ class BaseTango(WithCritics):
     ) -> RolloutsByRole:
         """Assigns advantages to the solutions of a generator iteration. Outcome and step advantages are mixed with the
         weight alpha if a solution has one verdict per step. Groups that are not verified get outcome advantages only.
-        With a critic, the outcome advantages are the critic's.
+        With a critic, the outcome advantages are computed from the critic's values.
         """
         alpha = self._alpha(iteration.update(self.solver) - self.generator_warmup_updates)
         solutions = self.whole_solutions(rollouts[self.solver])
@@ -266,8 +269,8 @@ class BaseTango(WithCritics):
             found = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
             # a role whose critic warms up has no rollouts
             return {r: self.share_credit(own, rollouts[self.solver]) if own else [] for r, own in found.items()}
-        # Without a schedule, alpha is process_weight / total. As in the release, outcome advantages that are mixed with
-        # nothing are not scaled.
+        # Without a schedule, alpha is process_weight / total, and mixed advantages are multiplied by total.
+        # As in the released code, outcome advantages without step advantages are not scaled.
         total = self.outcome_weight + self.process_weight if self.alpha_schedule == "none" else 1.0
         scored = any(s.annotations_of(STEP).scores is not None for s in solutions)
         credited = assign_advantages(
@@ -335,7 +338,8 @@ class Tango(BaseTango):
     generator_template: str = "tango_generator"  # text file with {question}, or name of a packaged prompt
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome of solutions
     generator_format_weight: float = 0.0  # weight of the format score in the generator's reward, added to the outcome
-    # Weight of the graded outcome in the outcome; the rest is the verifier's final verdict, where it can be parsed.
+    # Weight of the graded outcome; the verifier's final verdict has the weight 1 - ground_truth_weight. A verdict that
+    # is missing or cannot be parsed is replaced by the graded outcome.
     ground_truth_weight: Share = 1.0
 
     def __post_init__(self) -> None:
@@ -404,9 +408,9 @@ class LeanTango(Tango):
 
     Only groups without a correct solution are verified and learn from verdicts; other groups learn from outcomes. While
     the solutions of at least a quarter of the problems have different outcomes (as a moving average), no group is
-    verified. The tokens of a step get the credit of the step's verdict only, compared with the same step of the
-    problem's other solutions. The verifier decodes greedily in generator iterations. It is trained a third as often,
-    and only while it is used.
+    verified. The tokens of a step get the credit of the step's verdict only, which is compared with the verdicts on
+    steps with the same index in the problem's other solutions. The verifier decodes greedily in generator iterations.
+    The verifier is trained a third as often, and only while generator iterations use it.
     """
 
     # generator iterations per cycle; one verifier iteration takes as long as two generator iterations

@@ -27,7 +27,7 @@ class TangoAgents(OverEpisodes, BaseTango):
     role: str = GENERATOR  # the generator's role name in the environment
     agents: Count = 1  # number of generator agents in an episode; each is judged separately
     verifier_template: str = "tango_turns_verifier"  # template with {question}, {solution}, {num_steps}
-    # format of one turn of a conversation in {solution}; `told_form` formats the environment's text before it
+    # format of one turn of a conversation in {solution}; `told_form` is the format of the environment's text before it
     turn_form: str = "Turn {number}:\n{text}\n\n"
     told_form: str = "The environment said:\n{text}\n\n"
 

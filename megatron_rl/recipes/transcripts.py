@@ -72,11 +72,11 @@ def transcripts(
     is the weighted sum of rewards that the recipe defines. A transcript is correct if this reward is above `threshold`.
 
     `reader`: control tokens of the verifier's tokenizer. They are escaped in the transcript, so neither the generator
-        nor a tool can end the verifier's prompt and speak in its place.
+        nor a tool can end the verifier's prompt and write in the verifier's place.
 
-    The environment's texts are those of its messages. If an episode does not record them (as with the library
-    verifiers), they are decoded from the samples; a sample that begins after a truncation then shows the text of its
-    whole prompt.
+    The environment's texts are taken from its messages. If an episode does not record the messages (as with the library
+    verifiers), the texts are decoded from the samples; a sample that begins after a truncation then shows the text of
+    its whole prompt.
     """
     found = []
     for samples in by_agent(played.rollouts):

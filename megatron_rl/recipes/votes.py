@@ -46,8 +46,8 @@ def elect(texts: Sequence[str]) -> Label | None:
 
 @dataclass
 class VotedLabels:
-    """The answers that responses elect by majority vote in one call of `solve`. `labels`: {index of the prompt: label},
-    which is None if no response to the prompt had an answer. `group_size`: number of responses to each prompt.
+    """The answers that responses elect by majority vote in one call of `solve`. `labels`: {index of the prompt: label}.
+    A label is None if no response to the prompt had an answer. `group_size`: number of responses to each prompt.
     """
 
     group_size: int
