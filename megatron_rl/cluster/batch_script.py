@@ -17,7 +17,7 @@ SETTINGS, END = "# --- settings", "# --- end of settings"
 class ScriptShape:
     """The resources that one batch script requests: nodes, ranks, GPUs, time limit and array."""
 
-    template: str  # name of the template, for the kind of job: train, engines, roles, sweep, generate or eval
+    template: str  # name of the script's template: train, engines, roles, sweep, generate or eval
     name: str  # job name without the suffix -TEMPLATE
     nodes: int = 1
     ranks: int  # ranks on each node
@@ -58,8 +58,8 @@ def script(
 
 
 def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
-    """Returns the #SBATCH lines of the options that the profile or the run sets. Options that neither sets keep the
-    cluster's default.
+    """Returns the #SBATCH lines of the options that the profile or the run sets. All other options keep the cluster's
+    default.
 
     Raises ConfigError for a value that contains a line break or another control character.
     """
@@ -74,7 +74,7 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "ntasks-per-node": shape.ranks,
         "gpus-per-node": gpus if shape.gpus else None,
         "cpus-per-task": profile.cpus_per_rank * max(1, shape.gpus // shape.ranks),
-        # a job on a part of a node gets the cluster's default memory instead of the profile's
+        # a job that uses only some GPUs of a node gets the cluster's default memory, not the profile's memory
         "mem": profile.memory if shape.gpus == profile.gpus_per_node else None,
         "constraint": profile.constraint,
         "time": shape.time,
@@ -95,10 +95,10 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
 
 
 def common_settings(profile: Profile, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
-    """Returns the settings that the templates of all batch scripts have, by name.
+    """Returns {name: value} of the settings that every template of a batch script has.
 
-    `directory`: working directory of the program inside a container. If None, the working directory of the image is
-    used.
+    `directory`: working directory of the program inside a container. If None, the working directory of the container
+    image is used.
     """
     srun, words = [*profile.srun], []
     if profile.container is not None and profile.container.runtime == "pyxis":

@@ -20,8 +20,8 @@ _NOWHERE = ("192.0.2.1", 9)
 
 
 def address_among_ranks(environment: Mapping[str, str]) -> str:
-    """Returns the IPv4 address at which other ranks reach this machine: the address of the first interface in
-    GLOO_SOCKET_IFNAME or, if the variable is not set, the address that `own_address` finds for "auto".
+    """Returns the IPv4 address at which other ranks reach this machine. It is the address of the first interface in
+    GLOO_SOCKET_IFNAME. If this environment variable is not set, it is the address that `own_address` finds for "auto".
     """
     return own_address(environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0])
 
@@ -52,8 +52,9 @@ def own_address(host: str) -> str:
     """Resolves `host` to an IPv4 address of this machine.
 
     `host` is one of: an address of this machine; the name of an interface, such as "ib0"; or "auto". For "auto",
-    returns the address that the host name of this machine resolves to or, if it is a loopback address, the address of
-    the default route. Raises ConfigError for a name that cannot be resolved, and for an interface without an address.
+    returns the address that the host name of this machine resolves to. If the host name resolves to a loopback address,
+    returns the source address of the default route instead. Raises ConfigError for a name that cannot be resolved, and
+    for an interface without an address.
     """
     interfaces = {
         name: [a.address for a in found if a.family is socket.AF_INET] for name, found in psutil.net_if_addrs().items()

@@ -18,7 +18,7 @@ from megatron_rl.run.run_directory import RunDirectory
 FILE = "slices.jsonl"
 WRONG_CONFIG = 2  # exit status of `megatron-rl train` for a wrong config
 HUNG = 86  # exit status of a rank that ended itself because the run made no progress
-# Factor on the limit of consecutive starts without a new checkpoint, if some starts ended silently (preemption).
+# The limit of consecutive starts without a new checkpoint is multiplied by this if some ended silently (preemption).
 SILENT_SHARE = 3
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
@@ -28,9 +28,9 @@ class NextAction(StrEnum):
 
     GO = "go"  # start the ranks
     DONE = "done"  # the run is finished: cancel the waiting jobs
-    # a user stopped the run, or the config is wrong, so that a retry cannot help: cancel the waiting jobs
+    # retrying cannot help (the user stopped the run, a wrong config, starts without progress): cancel the waiting jobs
     STOPPED = "stopped"
-    # the run saved a checkpoint and left before the time limit: the next element of the job array continues it
+    # the run saved a checkpoint and left before the time limit: the next element of the job array continues the run
     SLICE = "slice"
     AGAIN = "again"  # an error occurred: start the same element of the job array again
 
@@ -39,7 +39,7 @@ class NextAction(StrEnum):
 class Slice:
     """One start of the trainer in a Slurm job.
 
-    The iteration counts are the numbers of training iterations done at the newest complete checkpoint.
+    `iterations_before` and `iterations_after` count the training iterations done at the newest complete checkpoint.
     """
 
     job: str
@@ -66,7 +66,7 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     A start whose end was not recorded gets the cause SILENT (ended without a message). The last start may still be
     running, so it gets SILENT only if `alive` is False.
     """
-    # lines that are incomplete or no valid Slice are skipped
+    # incomplete lines, and lines that are not a valid Slice, are skipped
     lines = json_lines.read(directory / FILE, pydantic.TypeAdapter(Slice).validate_python).values
     slices = [*{(one.job, one.restart): one for one in lines}.values()]
     out = [
@@ -113,8 +113,8 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
 def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
     """Records the end of a start of the trainer. Returns (next action of the batch script, cause of the end).
 
-    `status`: exit status of srun. It is 0 if the run is finished, and if the ranks were asked to leave and have saved a
-    checkpoint.
+    `status`: exit status of srun. The status 0 means that the run is finished, or that the ranks were asked to leave
+    and have saved a checkpoint.
     """
     iterations = iterations_done(directory)
     own = [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]

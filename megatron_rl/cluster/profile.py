@@ -15,7 +15,7 @@ from megatron_rl.config.schema import ConfigError, config
 
 _PACKAGE = Path(__file__).parents[1]
 IN_CHECKOUT = (_PACKAGE.parent / "pyproject.toml").is_file()
-# directory that has slurm/: the checkout, or the package itself if it is installed from a wheel
+# directory that contains slurm/: the root of the checkout, or the package's directory if it is installed from a wheel
 ROOT = _PACKAGE.parent if IN_CHECKOUT else _PACKAGE
 SHIPPED = ROOT / "slurm"  # directory with the templates of batch scripts and the profiles
 
@@ -44,19 +44,19 @@ class Profile:
     gpu_type: str | None = None
     cpus_per_rank: PositiveInt = 12
     memory: str | None = None  # value of sbatch's --mem; "0" requests all memory of a node
-    exclusive: bool = False  # whether the job has its nodes for itself, without jobs of others
+    exclusive: bool = False  # whether no other job may run on the nodes of the job
     constraint: str | None = None
     host: str = "auto"  # address or network interface at which servers, weight transfers and ranks listen
     environment: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()  # shell lines that the batch script executes before the program
-    # Path of the Python interpreter, inside the container if there is one. A relative path starts at the checkout.
-    # null: .venv/bin/python of the checkout. If the package is installed from a wheel, a relative path starts at the
-    # current directory, and null stands for the interpreter that runs `submit`.
+    # Path of the Python interpreter that runs the program. If the profile has a container, the path is inside it.
+    # A relative path starts at the checkout or, if the package is installed from a wheel, at the current directory.
+    # null selects .venv/bin/python of the checkout. With a wheel, null selects the interpreter that runs `submit`.
     python: str | None = None
     # Python interpreter that has the engine installed. Overrides engine.python of the config.
-    # If null, engine.python is used or, if that is null too, .venv-vllm or .venv-sglang of the checkout. A wheel has no
-    # such environments: the interpreter that runs `submit` is used.
-    # With a container, this interpreter is required, and must be in the container.
+    # If null, engine.python is used. If engine.python is null too, .venv-vllm or .venv-sglang of the checkout is used.
+    # A wheel comes without these environments, so the interpreter that runs `submit` is used instead.
+    # With a container, engine_python of the profile is required, and must be in the container.
     engine_python: str | None = None
     container: Container | None = None
     sbatch: tuple[str, ...] = ()  # additional options for #SBATCH lines
@@ -80,8 +80,9 @@ def read(name: str) -> Profile:
 def interpreter(python: str | None, default: str) -> str:
     """Returns a Python interpreter as the nodes call it: an absolute path, or a name that is looked up in PATH.
 
-    `python`: a setting of a profile or a config. `default`: path in the checkout that is used if `python` is None; a
-    package that is installed from a wheel uses the running interpreter instead.
+    `python`: the interpreter that a profile or a config names, or None for the default. `default`: path in the checkout
+    that is used if `python` is None. A package that is installed from a wheel has no checkout, and uses the running
+    interpreter by default.
     """
     if python is None and not IN_CHECKOUT:
         return sys.executable

@@ -1,5 +1,5 @@
-"""Rendezvous of the ranks of a job. Rank 0 starts a key-value store at a free port, and writes its address and a new
-secret to a file on a shared file system that only this user can read.
+"""Rendezvous of the ranks of a job. Rank 0 starts a key-value store at a free port. It writes the store's address and a
+new secret to a file on a shared file system. Only this user can read the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueErr
 from megatron_rl.key_value_store.store_server import KeyValueServer
 
 POLL_S = 0.05
-# timeout in seconds of an attempt to reach the store; short, since an earlier start may have left its address
+# timeout in seconds for reaching the store at one address; short, because the address may be of an earlier start
 JOIN_S = 2.0
 SECRET_BYTES = 32
 NOT_OURS = (
@@ -37,11 +37,11 @@ class MeetingError(RuntimeError):
 def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStore:
     """Returns the torch store through which the ranks of a process group find each other.
 
-    Every rank calls it, and must keep the store for the lifetime of the group.
+    Every rank calls this function, and must keep the store for the lifetime of the process group.
 
     `file`: file for the address and secret of the store. Each start of the ranks must use a different file.
     `address`: address of rank 0's host; rank 0 listens only there.
-    `timeout`: longest wait for rank 0, and default timeout of the store.
+    `timeout`: longest wait for rank 0, and default timeout of requests to the store.
 
     Raises MeetingError when rank 0 cannot listen at `address`, when another rank does not reach rank 0 within
     `timeout`, and when another user owns `file` or can read it.
@@ -62,7 +62,7 @@ def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStor
     why = f"rank 0 did not write {file}: is this directory on a file system that all hosts share?"
     while True:
         try:
-            # listing the directory bypasses the NFS cache of single files, which may hide a new file
+            # NFS may have cached that the file does not exist; listing the directory bypasses this cache
             if file.parent.exists() and file.name in os.listdir(file.parent):
                 found = read_private(file)
                 client = KeyValueClient(found["address"], found["port"], bytes.fromhex(found["secret"]), JOIN_S)

@@ -13,15 +13,15 @@ from pathlib import Path
 from megatron_rl.config.schema import ConfigError
 
 ANSWER_S = 60.0  # timeout of a command in seconds
-# Environment variables that are not passed to Slurm's commands and to jobs.
-# Variables that hold paths (e.g. CUDA_HOME), and variables that select a Slurm cluster, are passed.
+# Matches the names of environment variables that are not passed to Slurm's commands and to jobs.
+# Does not match variables that hold paths (e.g. CUDA_HOME) or select a Slurm cluster, because these are passed.
 _LEFT_OUT = re.compile(
     # variables of another job or launcher, and options of Slurm's commands, which would override #SBATCH lines
     r"(?!SLURM_(CONF(_SERVER)?|CLUSTERS|JWT)$)_?(SLURM|SPANK|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_|SACCT_"
     r"|SCONTROL_|PYXIS_|APPTAINER|SINGULARITY|PMI|PRTE_|PALS_|OMPI_|OPAL_|I_MPI_|MPI|HYD|MV2_|TORCHELASTIC_|MASTER_"
     r"|MEGATRON_RL_).*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
-    # settings of libraries, Python and bash, which change the results of a run or the interpretation of its script
+    # settings of libraries, Python and bash, which may change a run's results or how its script is interpreted
     r"|(NCCL|GLOO|UCX|UCC|FI|CUDA|CUBLAS|CUDNN|NVIDIA|NVTE|TORCH\w*|PYTORCH|TRITON|VLLM|SGLANG|SGL|OMP|GOMP|KMP|MKL"
     r"|OPENBLAS)_(?!\w*(HOME|ROOT|PATH|DIR|CACHE|VERSION)$).*"
     r"|PYTHON.*|LD_PRELOAD|BASH_ENV|ENV|SHELLOPTS|BASHOPTS|CDPATH"
@@ -63,11 +63,11 @@ def require() -> None:
 
 
 def left_out(environment: Mapping[str, str]) -> list[str]:
-    """Returns the sorted names of the environment variables of this process that are not passed to jobs.
+    """Returns the sorted names of the variables in `environment` that are not passed to jobs.
 
-    They are variables of another job or launcher, options of Slurm's commands, settings of libraries, and paths that
-    are specific to this host. They are removed so that a job depends on the profile and the config, and not on the
-    submitting shell.
+    These are variables of another job or launcher, options of Slurm's commands, settings of libraries, and paths that
+    are specific to this host. Without them, a job depends only on the profile and the config, and not on the shell that
+    submits the job.
     """
     return sorted(name for name in environment if _LEFT_OUT.fullmatch(name))
 
@@ -109,7 +109,8 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
 def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
     """Returns the final state of each start of the jobs, from Slurm's accounting database (sacct).
 
-    The keys are (job or job_index, index of the start, from 0). The result is empty if the cluster has no accounting.
+    The keys are (job id such as "17", or "17_3" for an element of an array; index of the start, counted from 0). The
+    result is empty if the cluster has no accounting.
     """
     if not jobs or shutil.which("sacct") is None:
         return {}
@@ -152,7 +153,9 @@ def run(words: Sequence[str]) -> str:
 
 
 def _run_if_known(words: Sequence[str]) -> str:
-    """Runs a command about jobs, like `run`. Returns "" if Slurm has forgotten the jobs, which ended long ago."""
+    """Runs a command like `run`, but returns "" if Slurm has forgotten the command's jobs because they ended long
+    ago.
+    """
     try:
         return run(words)
     except SlurmError as error:

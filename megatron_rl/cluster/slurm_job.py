@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# environment variables that slurm/job.sh sets for the program
+# names of the environment variables in which slurm/job.sh passes `SlurmJob.end` and `SlurmJob.warning_s`
 END, WARNING = "MEGATRON_RL_JOB_END", "MEGATRON_RL_WARNING_S"
-# name of the file in the run directory with which a user asks the run to save, leave its job, and not start again
+# name of a file in the run directory; a user creates it to ask the run to save, leave its job, and not start again
 STOP = "stop"
 SPARE_S = 60.0  # safety margin in seconds before the time limit of the job
 MARGIN = 1.2  # safety factor on the durations of the longest iteration and the longest save so far
@@ -75,13 +75,13 @@ class Leave:
         self._warned = False
 
     def begin(self) -> None:
-        """Starts to measure the first iteration. Call it after models are loaded and engines have started, because this
-        time is not part of an iteration."""
+        """Starts to measure the first iteration. Call it after models are loaded and engines have started, so that the
+        time for this is not counted as part of an iteration."""
         self._last = self._clock()
 
     def asked(self) -> bool:
-        """Returns whether the stop file or the leave file exists, that is, whether the run is asked to leave. Cheap
-        enough to call in a polling loop.
+        """Returns whether the stop file or the leave file exists, that is, whether the run is asked to leave. This
+        check is cheap enough for a polling loop.
         """
         return (self._directory / STOP).exists() or (
             self._job is not None and leave_file(self._directory, self._job).exists()

@@ -36,7 +36,7 @@ class Watchdog:
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done = time.monotonic(), threading.Event()
-        self._left = _changed_at(self._file)  # modification time of the hang file if an earlier start left it
+        self._left = _changed_at(self._file)  # modification time of a hang file from an earlier start
 
     def beat(self) -> None:
         """Records that the run has made progress, or that it waits for something with a separate timeout. Any thread
@@ -51,7 +51,7 @@ class Watchdog:
             yield
             return
         if self._rank == 0:
-            # Files of earlier starts that were killed. Nobody needs them: a run directory has one trainer at a time.
+            # Removes the files of earlier starts that were killed. A run directory has only one trainer at a time.
             for kind in (self._file, self._alive):
                 for path in {*kind.parent.glob(f"{kind.name.partition('.')[0]}.*")} - {kind}:
                     path.unlink(missing_ok=True)
@@ -82,8 +82,8 @@ class Watchdog:
     def told_to_end(self) -> bool:
         """Returns whether another rank has asked all ranks to end. The other rank asks by touching the hang file.
 
-        A file with its initial modification time is left from an earlier start. No times of different hosts are
-        compared, because their clocks may differ.
+        A hang file that has not changed since this watchdog was created is from an earlier start, and is ignored. The
+        modification time is never compared with a clock, because the clocks of hosts may differ.
         """
         return _changed_at(self._file) not in (None, self._left)
 

@@ -1,1 +1,1 @@
-"""A key-value store in one process of a job, for all processes that know the secret of the job."""
+"""A key-value store in the memory of one process of a job. All processes that know the job's secret can use it."""

@@ -12,8 +12,8 @@ from megatron_rl.key_value_store.store_client import KeyValueClient
 
 
 class RankStore(dist.Store):
-    """A torch.distributed store that keeps its keys in a key-value store of this package. torch calls the methods by
-    name from C++.
+    """A torch.distributed store that keeps its keys in a key-value store of this package. torch's C++ code calls the
+    methods by name.
 
     The creator of a process group on this store, or on a PrefixStore over it, must keep a reference to this object for
     the lifetime of the group, because torch keeps only the C++ half of the object alive.

@@ -14,8 +14,8 @@ from megatron_rl.key_value_store import store_wire_format
 from megatron_rl.key_value_store.store_server import configure
 from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
 
-GREETING_S = 10.0  # timeout of the greeting in seconds
-ANSWER_S = 60.0  # longest wait in seconds for an answer of a busy store, in addition to the timeout of the request
+GREETING_S = 10.0  # timeout in seconds for connecting and for the exchange of proofs of the secret
+ANSWER_S = 60.0  # longest wait in seconds for the response of a busy store, in addition to the timeout of the request
 RETRY_S = 0.2  # pause in seconds before the next attempt to connect
 
 
@@ -32,7 +32,7 @@ class KeyValueTimeout(KeyValueError):
 
 
 class KeyValueClient:
-    """A thread-safe client of one key-value store. Each request uses a separate connection from a pool of
+    """A thread-safe client of one key-value store. Concurrent requests use different connections from a pool of
     connections.
     """
 
@@ -107,10 +107,10 @@ class KeyValueClient:
             connection.close()
 
     def _ask(self, verb: Verb, arguments: Sequence[bytes], wait_s: float = 0.0) -> list[bytes]:
-        """Sends a request and returns the byte strings of the answer, without the status.
+        """Sends a request and returns the byte strings of the response, without the status.
 
-        `wait_s`: number of seconds for which the store may wait for the keys. Raises KeyValueTimeout when the store
-        reports that keys do not exist after `wait_s`, and KeyValueError for any other failure.
+        `wait_s`: number of seconds for which the store may wait until the requested keys exist. Raises KeyValueTimeout
+        when the store reports that keys do not exist after `wait_s`, and KeyValueError for any other failure.
         """
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -162,9 +162,9 @@ class _Connection:
         self._up, self._down = Seal(secret, b"up", theirs + own), Seal(secret, b"down", theirs + own)
 
     def ask(self, request: Sequence[bytes], timeout_s: float) -> list[bytes]:
-        """Sends a request and returns its answer.
+        """Sends a request and returns the byte strings of the response, of which the first is the status.
 
-        Raises OSError when the connection fails, and WireError for an invalid answer. The connection cannot be used
+        Raises OSError when the connection fails, and WireError for an invalid response. The connection cannot be used
         after an error.
         """
         end = time.monotonic() + timeout_s
@@ -182,7 +182,9 @@ class _Connection:
             self._socket.close()
 
     def _receive(self, size: int, end: float) -> bytes:
-        """Receives exactly `size` bytes. Raises TimeoutError if they have not arrived at `end` (time.monotonic())."""
+        """Receives exactly `size` bytes. Raises TimeoutError if they have not arrived by the time `end`, as returned by
+        time.monotonic().
+        """
         found = bytearray()
         while len(found) < size:
             left = end - time.monotonic()

@@ -1,8 +1,9 @@
-"""A server of the key-value store: values by key in memory, for clients that know the secret. One thread serves all.
+"""The server of the key-value store. It keeps values in memory for clients that know the secret. One thread serves all
+clients.
 
-Clients without the secret ("strangers") can neither read nor write. They hold at most `MAX_STRANGERS` connections of a
-few hundred bytes for a few seconds each, and cannot use up the file descriptors that the process needs to save a
-checkpoint.
+Clients without the secret ("strangers") can neither read nor write. They can hold at most `MAX_STRANGERS` connections,
+each for a few seconds and with a few hundred bytes of memory. Therefore they cannot use up the file descriptors that
+the process needs to save a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, Wir
 
 MAX_STRANGERS = 256  # maximum number of strangers: connections that have not proved yet that they know the secret
 STRANGER_S = 5.0  # longest time in seconds that a connection may take to prove that it knows the secret
-# when no further connection is possible, the oldest stranger is disconnected if it is older than this many seconds
+# at the limit of connections, the oldest connection without a proof of the secret is closed if older (in seconds)
 MERCY_S = 1.0
 # Number of file descriptors that the store leaves to the rest of the process, for example to write a checkpoint.
 KEPT_BACK = 256
 BACKLOG = 4096  # length of the queue of new connections; the kernel may lower it: /proc/sys/net/core/somaxconn
-PAUSE_S = 0.1  # pause in seconds before the next accept when the process or the store has no descriptor left
+PAUSE_S = 0.1  # pause in seconds before the next accept when the process or the store has no file descriptor left
 LONGEST_MS = 10**9  # maximum timeout of a request in milliseconds
 MAX_BYTES = 1 << 30  # maximum total size of keys and values, so that a faulty client cannot fill the driver's memory
-# maximum number of unread bytes of answers; a client with more is disconnected
+# a client that leaves more than this number of bytes of responses unread is disconnected
 MAX_UNREAD_BYTES = 4 * store_wire_format.MAX_BODY
 IDLE_S = 60  # seconds without traffic after which the kernel probes whether the other side is alive
 
@@ -50,7 +51,7 @@ class KeyValueServer:
         self._bytes = 0  # total size of all keys and values
         self._peers: dict[_Peer, _Peer] = {}
         self._strangers: dict[_Peer, _Peer] = {}  # oldest first
-        # missing key -> futures of the requests that wait for the key
+        # {missing key: futures of the requests that wait for this key}
         self._waits: dict[str, set[asyncio.Future[None]]] = {}
         self._room = descriptors() - KEPT_BACK
         self._loop = asyncio.new_event_loop()
@@ -62,7 +63,7 @@ class KeyValueServer:
         """Ends the store and closes all connections."""
         with contextlib.suppress(RuntimeError):  # the store is already closed
             self._loop.call_soon_threadsafe(self._closing.set)
-        if threading.current_thread() is not self._thread:  # a garbage collector may call `close` in any thread
+        if threading.current_thread() is not self._thread:  # garbage collection may call `close` in the store's thread
             self._thread.join()
 
     def _run(self) -> None:
@@ -126,7 +127,7 @@ class KeyValueServer:
         self._strangers.pop(peer, None)
 
     async def answer(self, request: Sequence[bytes]) -> list[bytes]:
-        """Returns the answer to a request. A GET or WAIT request is answered when its keys exist or its timeout is
+        """Returns the response to a request. A GET or WAIT request is answered when its keys exist or its timeout is
         over.
         """
         try:
@@ -158,8 +159,8 @@ class KeyValueServer:
                         del self._waits[key]
 
     def _at_once(self, verb: Verb, arguments: Sequence[bytes]) -> list[bytes]:
-        """Executes a request other than GET and WAIT, which needs no waiting. Returns the byte strings of the
-        answer.
+        """Executes a request that needs no waiting, which is any request except GET and WAIT. Returns the byte strings
+        of the response.
         """
         values = self._values
         if verb is Verb.SET:
@@ -187,7 +188,7 @@ class KeyValueServer:
         if verb is Verb.APPEND:
             self._set(key, values.get(key, b"") + arguments[1])
             return []
-        # arguments of COMPARE_SET, which has the semantics of compare_set of torch's stores
+        # the remaining verb is COMPARE_SET; it has the same semantics as compare_set of torch's stores
         expected, desired = arguments[1:]
         if values.get(key, b"") == expected:
             self._set(key, desired)
@@ -232,7 +233,7 @@ class _Peer(asyncio.Protocol):
         self.nonce, self.inbox = secrets.token_bytes(store_wire_format.NONCE_BYTES), bytearray()
         self.up: Seal | None = None
         self.down: Seal | None = None
-        self._work: asyncio.Task[None] | None = None  # the one request that is being answered
+        self._work: asyncio.Task[None] | None = None  # task that answers the current request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -285,7 +286,7 @@ class _Peer(asyncio.Protocol):
         return self.up.open(tag, body)
 
     async def _answer(self, request: list[bytes]) -> None:
-        """Sends the answer to a request. Disconnects a client that does not read its answers."""
+        """Sends the response to a request. Disconnects a client that does not read its responses."""
         answer = await self._server.answer(request)
         assert self.down is not None
         self._work = None
@@ -298,14 +299,14 @@ class _Peer(asyncio.Protocol):
 
 
 def configure(made: socket.socket) -> None:
-    """Sets the options of a connection: no send delay (TCP_NODELAY), and keepalive probes while it is idle."""
+    """Sets the socket options of a connection: no send delay (TCP_NODELAY), and keepalive probes when idle."""
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
 def descriptors() -> int:
-    """Raises the limit of open file descriptors of this process as far as allowed, up to 65,536. Returns the limit.
+    """Increases this process's limit of open file descriptors as far as allowed, up to 65,536. Returns the new limit.
 
     A rank, or a store with two thousand clients, needs more than the 1,024 that are the default on many systems.
     """

@@ -2,11 +2,12 @@
 
 Greeting: the store sends `HELLO` and a nonce. The client sends its nonce and a signature of both nonces. The store
 checks the signature and answers with its signature. Each direction then has a separate key, derived from the secret and
-the nonces. Every frame carries a tag, computed with the key from the body and the index of the frame. Therefore
+the nonces. Every frame carries an authentication tag: an HMAC of the frame's index and body with this key. Therefore
 recorded frames cannot be replayed, in this connection or another, and nobody without the secret can inject a frame.
 
-A frame is: length of the body (4 bytes), tag (16 bytes), body. A body is a list of byte strings: their number (4
-bytes), their lengths (4 bytes each), the strings. Received bytes are never executed.
+A frame consists of the length of the body (4 bytes), the tag (16 bytes), and the body. A body encodes a list of byte
+strings: the number of strings (4 bytes), the lengths of the strings (4 bytes each), and the strings. Received bytes are
+never executed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ MAX_BODY = 256 << 20  # maximum length of a body in bytes
 
 
 class WireError(ValueError):
-    """Raised for received bytes that violate the store's protocol, or whose sender does not know the secret."""
+    """Raised when received bytes violate the store's protocol or their sender does not know the secret, and when a body
+    to send is too long.
+    """
 
 
 class Verb(enum.IntEnum):
     """The type of a client's request.
 
-    The comment of a member lists the arguments of the request and, after `->`, the byte strings of the answer. `keys`
+    The comment of a member lists the arguments of the request and, after `->`, the byte strings of the response. `keys`
     stands for one or more keys.
     """
 
@@ -41,7 +44,7 @@ class Verb(enum.IntEnum):
     WAIT = 3  # milliseconds to wait, keys
     CHECK = 4  # keys -> 1 if all keys exist, else 0
     ADD = 5  # key, number to add -> the sum, which is the new value, as decimal text
-    REMOVE = 6  # key -> 1 if the key existed, else 0
+    REMOVE = 6  # key -> 1 if the removed key existed, else 0
     COMPARE_SET = 7  # key, expected value, desired value -> the value after the operation
     APPEND = 8  # key, bytes to append to the value
     NUM_KEYS = 9  # no arguments -> number of keys
@@ -49,7 +52,7 @@ class Verb(enum.IntEnum):
 
 
 class Reply(enum.IntEnum):
-    """The status of an answer, sent as its first byte string."""
+    """The status of a response, sent as the first byte string of the response."""
 
     DONE = 1
     LATE = 2  # the requested keys did not exist before the timeout
@@ -57,12 +60,12 @@ class Reply(enum.IntEnum):
 
 
 def client_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Returns the bytes with which the client proves that it knows the secret, 32 bytes."""
+    """Returns the client's proof that it knows the secret: an HMAC-SHA256 of both nonces (32 bytes)."""
     return hmac.digest(secret, b"client" + store_nonce + client_nonce, "sha256")
 
 
 def store_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> bytes:
-    """Returns the bytes with which the store proves that it knows the secret, 32 bytes."""
+    """Returns the store's proof that it knows the secret: an HMAC-SHA256 of both nonces (32 bytes)."""
     return hmac.digest(secret, b"store" + client_nonce + store_nonce, "sha256")
 
 
