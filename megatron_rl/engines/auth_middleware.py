@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-# Name of the server's environment variable that holds the path of the token file. Only the file's owner may read it.
+# Name of the environment variable with the path of the token file. Only the owner of the token file may read the file.
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
 HEADER = "x-megatron-rl-token"
 OPEN = frozenset({"/health", "/ping"})

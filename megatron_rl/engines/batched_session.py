@@ -1,4 +1,4 @@
-"""The session of engines that answer requests in batches. All pending requests form the next round."""
+"""A session for engines that sample requests in rounds. Each round is a batch of all pending requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SETTLE_S = 0.01
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One completion to sample: a prompt, its sampling settings and a sample index. Its random stream depends only on
-    (sampling.seed, key, sample).
+    """One completion to sample: a prompt, sampling settings and a sample index. The completion's random stream depends
+    only on (sampling.seed, key, sample).
     """
 
     tokens: np.ndarray  # prompt, [T] int32; the samples of one request share this array
@@ -35,7 +35,8 @@ Check = Callable[[np.ndarray, Sampling, int], None]
 class BatchedSession(SessionBase):
     """Implements engines.protocol.Session in rounds. Each round samples the completions of all pending requests in one
     call of `run`, and adds them to the log together: a log has all samples of a round or none of them. So a round that
-    is repeated after a kill has the same rows as before, which matters to the last bits of the log-probs.
+    is repeated after the process was killed has the same rows as before. This keeps log-probs bit-identical, because
+    their last bits can depend on the other rows of a batch.
 
     Rounds run in the thread that iterates over `answers`.
     `check`: raises an error if the engine cannot answer a request.
@@ -93,9 +94,10 @@ class BatchedSession(SessionBase):
         self._call_off()
 
     def _next_round(self) -> list[Asked]:
-        """Waits for requests and returns all pending requests, which are then sampled together. Returns an empty list
-        if there is no request and no thread is inside `asking`. While a thread is inside `asking`, waits until no more
-        requests arrive, because sampling many requests together costs little more than sampling one request.
+        """Waits for requests and returns all pending requests, which are then sampled together. A thread that may send
+        further requests is inside the context manager `asking`. While there is such a thread, waits until no more
+        requests arrive, because sampling many requests together costs little more than sampling one request. Returns an
+        empty list if there is no request and no such thread.
         """
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)

@@ -17,12 +17,12 @@ from megatron_rl.world import World
 
 
 class DataParallelEngine:
-    """A set of engines, one per rank, that works as one engine. Every rank constructs it with the same `name` and the
-    rank's local `engine`.
+    """A set of engines, one per rank, that works as one engine. Every rank constructs this object with the same `name`
+    and the rank's local `engine`.
 
-    Implements engines.protocol.Engine for rank 0 (the driver), which calls it inside `world.from_driver`. The samples
-    do not depend on the number of ranks, provided that a row's log-probs do not depend on the other rows of the batch.
-    Raises FollowerError when a rank fails.
+    Implements engines.protocol.Engine for rank 0 (the driver). The driver calls the methods inside `world.from_driver`.
+    The samples do not depend on the number of ranks, provided that a row's log-probs do not depend on the other rows of
+    the batch. Raises FollowerError when a rank fails.
     """
 
     def __init__(self, world: World, name: str, engine: EmbeddedEngine) -> None:

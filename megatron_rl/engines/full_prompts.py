@@ -1,4 +1,4 @@
-"""Counts and reports prompts that fill the model's context, so that their completions are empty."""
+"""Counts and reports prompts that fill the model's context. The completions of such prompts are empty."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class FullPrompts:
-    """Counts the prompts that fill an engine's context, so that their completions are empty. Thread-safe."""
+    """A thread-safe counter of prompts that fill an engine's context. The completions of such prompts are empty."""
 
     def __init__(self, name: str) -> None:
         """`name`: name of the engine, shown in the warnings."""

@@ -40,7 +40,8 @@ class ServerStart:
     junior: Path | None = None  # the junior (frozen) model of a Tandem RL engine
     tokenizer: Path | None = None  # tokenizer of a Tandem RL engine
     by_priority: bool = False  # whether the server serves requests with a lower priority number first
-    # Format of the weights that refits send. With a format, the server starts without weights. None: the model's dtype
+    # Quantization format in which refits (weight syncs) send the weights; None: the model's dtype.
+    # With a format, the server starts without weights.
     quantization: str | None = None
     # Ranks (sizes) of the LoRA adapters that the server applies, one rank for each role.
     adapter_ranks: tuple[int, ...] = ()
@@ -48,15 +49,15 @@ class ServerStart:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """The facts about a server's model that the server's client needs. A client that requests no completions needs none
-    of these facts.
+    """The facts about a server's model that the client of the server needs. A client that requests no completions needs
+    none of these facts.
     """
 
     ends: frozenset[int] = frozenset()  # end-of-sequence token ids
     vocab: int = 0  # size of the vocabulary; 0 if unknown
     # Returns the tokens after which the author (senior or junior) may change in Tandem RL.
     boundaries: Callable[[Rule], frozenset[int]] | None = None
-    adapters: Adapters | None = None  # None if servers hold merged weights
+    adapters: Adapters | None = None  # LoRA adapters; None if servers hold weights with merged adapters
 
 
 @dataclass(frozen=True, kw_only=True)

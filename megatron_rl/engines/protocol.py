@@ -24,8 +24,9 @@ class EngineError(RuntimeError):
 
 
 class SampleLog(Protocol):
-    """A durable log of finished samples. A session takes the samples of a request that the log has from the log, asks
-    the engine for the others only, and adds every sample as soon as it is finished. Thread-safe.
+    """A durable log of finished samples. For each request, a session takes the samples that are already in the log,
+    asks the engine only for the missing samples, and adds every new sample to the log as soon as the sample is
+    finished. Thread-safe.
     """
 
     def known(self, key: int, tokens: np.ndarray, sampling: Sampling) -> tuple[bytes, dict[int, Completion]]:
@@ -35,15 +36,15 @@ class SampleLog(Protocol):
         ...
 
     def add(self, samples: Sequence[tuple[bytes, int, Completion]]) -> None:
-        """Adds finished samples: (address of the request, sample index, completion). If the process is killed
-        meanwhile, the log has either all of the samples or none of them.
+        """Adds finished samples atomically, each as (address of the request, sample index, completion). If the process
+        is killed during the call, the log contains either all of the samples or none of them.
         """
         ...
 
 
 class Session(Protocol):
-    """A set of requests to one engine, and their completions. It is used on the driver (rank 0). One thread iterates
-    over `answers`; any thread may add requests.
+    """A set of requests to one engine, and their completions. A session is used on the driver (rank 0). One thread
+    iterates over `answers`; any thread may add requests.
 
     A completion depends only on (sampling.seed, key, sample index). Leaving `answers` early or calling `close` cancels
     the unfinished requests.
@@ -69,7 +70,7 @@ class Session(Protocol):
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """Yields (key, list of n completions) of each request when all its completions are done. Ends when no request
-        is outstanding and no thread is inside `asking`. May be called again after further requests.
+        is outstanding and no thread is inside the context manager `asking`. May be called again after further requests.
         """
         ...
 
@@ -79,7 +80,7 @@ class Session(Protocol):
 
 
 class Engine(Protocol):
-    """A model that generates and scores token sequences. It is used on the driver (rank 0).
+    """A model that generates and scores token sequences. An engine is used on the driver (rank 0).
 
     `version`: the version of the engine's weights; -1 before the engine has received any weights.
     """
@@ -114,8 +115,8 @@ class Engine(Protocol):
 
 
 def complete(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
-    """Requests completions of [P] prompts, with the prompt indices as keys, and waits for all of them. Returns the
-    completions `[P][n]` in the order of the prompts.
+    """Requests completions of [P] prompts and waits for all completions. The key of each request is the index of the
+    prompt. Returns the completions `[P][n]` in the order of the prompts.
     """
     return [*draw(engine, {place: (tokens, sampling) for place, tokens in enumerate(prompts)}).values()]
 

@@ -16,7 +16,7 @@ from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Sam
 
 @dataclass(eq=False)
 class Asked:
-    """A request of a session that has not been answered completely."""
+    """A request of a session for which some completions are not finished yet."""
 
     key: int
     tokens: np.ndarray  # prompt, [T] int32
@@ -49,8 +49,8 @@ class NoLog:
 class SessionBase:
     """Base class of the sessions in which an engine answers sampling requests. Thread-safe.
 
-    Refuses a request whose key was used before, and every request after the session was closed. `log`: log that has the
-    finished samples of an earlier process and receives new samples; None: samples are not logged.
+    Refuses a request whose key was used before, and every request after the session was closed. `log`: a log that
+    contains finished samples of an earlier process, and to which new samples are added. None disables logging.
     """
 
     def __init__(self, log: SampleLog | None) -> None:

@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`: checks whether this host meets the requirements of a run, and how to fix problems."""
+"""`megatron-rl doctor`: checks whether this host meets the requirements of a run, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PACKAGES = {"torch": "", "megatron-core": ">=0.16.1,<0.20", "transformers": ""} 
 # {whether the check is quick: MiB that are written to the run directory to measure the speed}
 PROBE_MIB = {True: 1, False: 64}
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
-# Bytes per parameter of float32 gradients, and of float32 weights with Adam's two moments, which are sharded over the
-# data-parallel ranks.
+# GRADIENT: bytes per parameter of float32 gradients.
+# MASTER: bytes per parameter of float32 weights with Adam's two moments, which are sharded over data-parallel ranks.
 GRADIENT, MASTER = 4, 12
 # Fraction of a GPU's memory that activations and buffers may need in addition to weights, gradients and optimizer.
 OTHER_SHARE = 0.5
@@ -77,8 +77,8 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
     """Returns the results of all checks that apply.
 
     `spec`: the specification of the run, or None for checks of the host only. `profile`: the profile of the cluster.
-    `quick`: make only the checks of a starting job on each of its nodes, which take one or two seconds. `environment`:
-    the environment variables.
+    `quick`: make only the checks that a starting job makes on each of its nodes. These take one or two seconds.
+    `environment`: the environment variables.
     """
     parts: list[Callable[[], Iterator[Check]]] = [
         _packages,
@@ -97,10 +97,11 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
 
 
 def smoke(out: Path, *, tiny: bool = False) -> list[Check]:
-    """Runs the smoke checks of tools/gpu_kit on the first GPU, writes their figures to `out`, and says what to send.
+    """Runs the smoke checks of tools/gpu_kit on the first GPU and writes their measurements to `out`. Returns the
+    results, with a note that asks the user to send `out` to the project.
 
-    The checks use the benchmarks and test helpers of the repository, which an installed package lacks. `tiny`: small
-    tensors.
+    The checks use the benchmarks and test helpers of the repository, which an installed package lacks. `tiny`: use
+    small tensors.
     """
     import torch
 
@@ -139,8 +140,8 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
 
 
 def _packages() -> Iterator[Check]:
-    """Checks the versions of Python, of the packages in PACKAGES and, if Transformer Engine is installed, its version
-    against the requirement in megatron-core's metadata."""
+    """Checks the versions of Python and of the packages in PACKAGES. If Transformer Engine is installed, also checks
+    whether its version meets the requirement in megatron-core's metadata."""
     own, here = ".".join(map(str, sys.version_info[:3])), packages()
     yield judged("Python", own, sys.version_info >= PYTHON, "3.11 or newer is needed")
     for name, supported in PACKAGES.items():
@@ -231,8 +232,8 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 
 
 def _space(spec: Spec, quick: bool) -> Iterator[Check]:
-    """Checks that the run directory's file system has space for run.keep + 1 checkpoints, minus the existing ones, and
-    for the exported models."""
+    """Checks the free space of the run directory's file system. At least 1 GiB must be free. A training run needs space
+    for the exported models and for run.keep + 1 checkpoints, without the checkpoints that already exist."""
     directory = place = spec.directory
     while not place.exists():
         place = place.absolute().parent
@@ -396,7 +397,7 @@ def _sizes(model: Model) -> Sizes | None:
 
 
 def _parameters(role: Any, sizes: Sizes) -> tuple[int, int, int]:
-    """Returns (bytes of a weight, number of parameters, number of trained parameters) of a role's model."""
+    """Returns (bytes per weight, number of parameters, number of trained parameters) of a role's model."""
     every = sum(rows * columns for rows, columns in hf_shapes(sizes.with_head(role.head)).values())
     trained = every if role.lora is None else num_elements(sizes, role.lora)
     return 2 if role.model.dtype == "bfloat16" else 4, every, trained

@@ -1,4 +1,6 @@
-"""Checks a run against the nodes and the container of a site (cluster): GPUs of servers, and paths in the config."""
+"""Checks whether a run fits a site (cluster): whether a node has the GPUs that a server needs, and whether the site's
+container contains the paths in the config.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ MAX_PATH = 4096  # maximum length of a path in Linux
 
 
 def problems(spec: Spec, profile: Profile) -> Iterator[str]:
-    """Yields an error message if the engine servers need more GPUs than a node of the cluster's profile has, and if
-    paths of the config are not mounted under the same name in the profile's container."""
+    """Yields an error message for each problem: an engine server needs GPUs that a node in the cluster's profile does
+    not have, or paths of the config are not mounted under the same path in the profile's container."""
     settings, gpus = None if spec.engine is None else spec.engine.settings, profile.gpus_per_node
     if isinstance(settings, Servers) and not settings.urls and gpus > 0:
         if gpus < settings.tp:
@@ -52,7 +54,7 @@ def problems(spec: Spec, profile: Profile) -> Iterator[str]:
 
 
 def _paths(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (setting, text) for each text of a config that may be a path."""
+    """Yields (name of the setting, string) for each string in a config that may be a path."""
     if isinstance(value, str):
         if "/" in value and len(value) < MAX_PATH and value.isprintable():
             yield where, value

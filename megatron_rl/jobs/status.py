@@ -36,7 +36,7 @@ REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"
 # Names of the batch scripts of training runs, which have iterations
 RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")
-# Names of the batch scripts that make SFT data and that evaluate, which have no iterations
+# Names of the batch scripts for SFT data and for evaluations. Jobs of these scripts have no iterations.
 DATA, EVALUATIONS = "generate.sbatch", "eval.sbatch"
 
 
@@ -53,20 +53,22 @@ class Status:
     slices: Sequence[Slice]  # starts of the run
     engines: Sequence[tuple[Listing, bool]]  # (listing of a server, whether the server is running)
     jobs: Sequence[slurm_commands.Queued]
-    state: str  # finished, running, waiting for nodes, failed, stopped, or the reason why it is unknown
+    state: str  # finished, running, waiting for nodes, failed, stopped, or the reason why the state is unknown
     failed: str | None = None  # reason why the last start failed
     damage: Sequence[str] = ()  # error messages about files that could not be read completely
     unlearned: Sequence[str] = ()  # a sentence for each role that had iterations but no update
     best: Sequence[Mapping[str, Any]] = ()  # see RunRecord.best
-    # For SFT data or evaluations, which have no iterations: their progress as text; None for a training run
+    # progress of SFT data or evaluations as text, because these have no iterations; None for a training run
     answered: str | None = None
 
 
 def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_commands.Queued] | None = None) -> Status:
-    """Returns the status of a run. If the run has servers, this takes `look_s` seconds.
+    """Returns the status of a run.
 
-    `jobs`: the run's jobs, for a run in a sweep; None: query Slurm. Raises ConfigError if `directory` is not a run
-    directory.
+    `look_s`: seconds that this waits, if the run has servers, to see which servers renew their files.
+    `jobs`: the run's pending and running jobs. If None, Slurm is queried.
+
+    Raises ConfigError if `directory` is not a run directory.
     """
     own = RunDirectory(directory)
     if not (own.config.exists() or (directory / "jobs").exists()):
@@ -78,7 +80,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
     planned, failed = summary.get("planned"), summary.get("failed")
     try:
         jobs = slurm_commands.queue(jobs_of(directory)) if jobs is None else jobs
-    except slurm_commands.SlurmError as error:  # e.g. slurmctld is busy; most of the status is in the directory
+    except slurm_commands.SlurmError as error:  # e.g. slurmctld is busy; most of the status comes from the directory
         jobs, trouble = [], f"what its jobs do is not known ({error})"
     state = _state(directory, jobs, trouble)
     alive = state not in (NO_JOBS, "stopped", "failed")
@@ -158,8 +160,8 @@ def show(status: Status, console: Console) -> None:
 def stop(directory: Path, *, now: bool) -> str:
     """Asks the run to save and exit after the current iteration, and cancels its pending jobs. Returns a line to print.
 
-    `now`: cancel all jobs at once. Jobs of SFT data and evaluations are always cancelled at once. Raises ConfigError if
-    `directory` does not exist, and SlurmError if a Slurm command fails.
+    `now`: cancel the running jobs, too. Jobs that make SFT data or evaluations are always cancelled at once. Raises
+    ConfigError if `directory` does not exist, and SlurmError if a Slurm command fails.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no run directory")
@@ -179,7 +181,7 @@ def stop(directory: Path, *, now: bool) -> str:
 
 
 def _has_answers_alone(directory: Path) -> bool:
-    """Returns whether the directory belongs to jobs of SFT data or evaluations, which have no iterations or
+    """Returns whether all jobs of the directory make SFT data or evaluations. Such jobs have no iterations and no
     checkpoints."""
     here = {path.name for path in (directory / JOBS).glob("*.sbatch")}
     return bool(here & {DATA, EVALUATIONS}) and not here & {*RUNS}
@@ -198,7 +200,8 @@ def _cancel_answers(directory: Path) -> str:
 
 
 def _answered(directory: Path) -> str | None:
-    """Returns the progress of SFT data or evaluations as text. Returns None if the directory is a training run's."""
+    """Returns the progress of SFT data or evaluations as text. Returns None if the directory belongs to a training
+    run."""
     if not _has_answers_alone(directory):
         return None
     said = []
@@ -213,7 +216,7 @@ def _answered(directory: Path) -> str | None:
 
 
 def _complete(directory: Path) -> bool:
-    """Returns whether the SFT data that were submitted last are complete."""
+    """Returns whether the SFT data of the config that was submitted last are complete."""
     try:
         config = config_files.load(GenerateConfig, [directory / JOBS / "config.yaml"])
     except ConfigError:
@@ -242,7 +245,9 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
-    """Yields the last `lines` lines of every log with `pattern` in its name. A line with its path precedes each log."""
+    """Yields the last `lines` lines of every log file with `pattern` in its name. The lines of a file are preceded by a
+    line with the file's path.
+    """
     for path in log_files(directory):
         if pattern in path.name:
             yield f"==> {path} <=="
@@ -265,7 +270,8 @@ def follow(directory: Path, pattern: str) -> Iterator[str]:
 
 
 def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None:
-    """Returns [(name, changed settings, status)] of the runs of a sweep; None if the directory is not a sweep's.
+    """Returns [(name, changed settings, status)] of the runs of a sweep, or None if `directory` does not belong to a
+    sweep.
 
     The status of a run that has not begun is None.
     """
@@ -302,8 +308,8 @@ def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
 
 
 def _with_accounting(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
-    """Returns the starts of a run. If a start recorded no cause of its end, the cause is taken from Slurm's accounting
-    if it is known there."""
+    """Returns the starts of a run. For a start that recorded no cause of its end, the cause is taken from Slurm's
+    accounting database, if the database has the cause."""
     known = slurm_commands.accounted(jobs) if any(one.cause == job_slices.SILENT for one in starts) else {}
     return [
         replace(one, cause=f"{known[one.job, one.restart]} (sacct)")

@@ -41,11 +41,11 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 JOBS = "jobs"  # subdirectory of the run directory with batch scripts, configs, and the files SITE and SUBMITTED
 # Names of the files with the cluster's profile, and with the ids of the submitted jobs
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
-# Files with the job ids of the trainer and the engines. slurm/job.sh reads them to cancel the engines' job
-# together with the trainer's.
+# Names of the files with the job ids of the trainer and of the engines.
+# slurm/job.sh reads these files to cancel the engines' job when the trainer's job ends.
 TRAINER, ENGINES = "trainer", "engines"
-# Seconds before the time limit at which jobs with servers are warned. A server may take 30 s to end, and the warning
-# may be up to 30 s late.
+# Seconds before the time limit at which Slurm sends the warning signal to jobs with servers.
+# A server may take 30 s to end, and the warning signal may be up to 30 s late.
 ENGINE_WARNING_S = 120
 MAX_ELEMENTS = 1000  # maximum number of elements of a job array; Slurm's MaxArraySize is 1001 by default
 
@@ -57,8 +57,8 @@ class Submission:
     directory: Path  # directory of the run, the sweep, the SFT data or the evaluation
     files: Mapping[str, str]  # {path below directory/jobs: text}
     scripts: Sequence[str]  # names of the batch scripts, in the order of submission
-    # {script of engines: (script of their trainer, array index of the trainer in a sweep)}. The index is None for a
-    # single run.
+    # {script of engines: (script of their trainer, array index of this trainer in a sweep)}
+    # The array index is None for a single run, which is not part of a sweep.
     trainers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     finished: str | None = None  # error message if the jobs would have nothing to do, otherwise None
 
@@ -112,7 +112,7 @@ def _trainer_shape(
 
 
 def _script(shape: ScriptShape, profile: Profile, settings: Mapping[str, str | Sequence[str]]) -> str:
-    """Returns a batch script with the settings that all templates have, and with `settings`."""
+    """Returns the text of a batch script, with the settings that all templates have, and with `settings`."""
     common = common_settings(profile, Path.cwd())
     return script(shape, profile, {**common, **settings}, Path.cwd())
 
@@ -140,8 +140,9 @@ def _engines_script(
 ) -> str:  # fmt: skip
     """Returns the batch script of a run's servers, which is a job array.
 
-    `time`: the time limit; None: the trainer's. `settings`: settings of the script besides those of the servers and
-    those that all scripts have, such as CONFIG. Raises ConfigError if the time limit is invalid or too short.
+    `time`: the time limit of the job; None selects the trainer's time limit. `settings`: additional settings of the
+    script, such as CONFIG; the settings of the servers and of all scripts are always included. Raises ConfigError if
+    the time limit is invalid or too short.
     """
     shape = replace(
         trainer, template="engines", nodes=1, ranks=1, gpus=servers.tp if profile.gpus_per_node else 0,
@@ -152,11 +153,12 @@ def _engines_script(
 
 
 def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False) -> tuple[Any, Any]:
-    """Returns (config adapted to the profile, its specification for `ranks` ranks).
+    """Returns (config adapted to the profile, specification of the adapted config for `ranks` ranks).
 
     The profile determines the Python interpreter of servers, and the address at which servers of a training run listen.
-    Separate jobs start these servers, unless they share the trainer's GPUs. `to_come`: the models do not exist yet,
-    because an earlier job writes them. Raises ConfigError if the config cannot be run on the site.
+    Separate jobs start the servers of a training run, unless the servers share the trainer's GPUs. `to_come`: the
+    models do not exist yet, because an earlier job writes them. Raises ConfigError if the config cannot be run on the
+    site.
     """
     settings = getattr(config, "engine", None)
     if isinstance(settings, Servers) and isinstance(config, TrainConfig):
@@ -172,15 +174,14 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
         refuse(*server_gpus.device_problems(spec.engine if profile.gpus_per_node else None, ranks))
         return config, spec
     check_start(config.run, config_files.dump(config))
-    # With run.resume = never, a job that Slurm requeues would fail, because its directory contains the run that it
-    # began.
+    # With run.resume = never, a job that Slurm requeues would fail, because the run directory then exists already.
     again = replace(config.run, resume="auto") if config.run.resume == "never" else config.run
     return replace(config, run=again), spec
 
 
 def check_warning(name: str, shape: ScriptShape) -> None:
-    """Raises ConfigError if the time limit is invalid, or if the warning would come at the start of the job. `name`:
-    the setting of the warning for the message."""
+    """Raises ConfigError if the time limit is invalid, or so short that the warning would come at the start of the job.
+    `name`: the setting that the error message names."""
     limit = limit_seconds(shape.time)
     if limit is not None and shape.warning_s is not None and shape.warning_s >= limit:
         raise ConfigError(
@@ -207,9 +208,9 @@ def limit_seconds(limit: str) -> int | None:
 def engine_python(engine: Servers, profile: Profile) -> str:
     """Returns the Python interpreter of the engine's environment on a site.
 
-    The profile's setting has precedence, because a config is independent of the site; then the config's setting, then
-    the environment that `make engines` (or `make engines-sglang`) creates. Raises ConfigError if servers run in a
-    container and the profile does not name the interpreter in the container.
+    The profile's setting overrides the config's setting, because a config is independent of the site. If neither is
+    set, the interpreter is that of the environment which `make engines` (or `make engines-sglang`) creates. Raises
+    ConfigError if servers run in a container and the profile does not name the interpreter in the container.
     """
     if profile.container is not None and profile.engine_python is None:
         raise ConfigError(
@@ -220,7 +221,8 @@ def engine_python(engine: Servers, profile: Profile) -> str:
 
 
 def sweep_configs(directory: Path, points: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[list[Any], str]:
-    """Returns (configs of the runs of a sweep, each with a separate directory; text of the sweep's file SWEEP).
+    """Returns the configs of a sweep's runs, each with a separate run directory, and the text of the file SWEEP, which
+    lists the runs.
 
     `points`: [(changed settings, complete config)] of the runs. Raises ConfigError if several runs would send their
     weights to the same servers.
@@ -337,8 +339,8 @@ def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) 
 def read_grid(path: Path) -> list[dict[str, Any]]:
     """Returns the points of a sweep file, each a dict of settings.
 
-    The file is a mapping of settings to lists of values, which means all combinations, or a list of points. Raises
-    ConfigError if it is neither, or has more than MAX_ELEMENTS points.
+    The file is a list of points, or a mapping of settings to lists of values, which stands for all combinations of the
+    values. Raises ConfigError if the file is neither, or has more than MAX_ELEMENTS points.
     """
     found = config_files.read_yaml(path)
     if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
@@ -356,7 +358,7 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
 
 
 def overrides(point: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of a sweep's point as overrides a.b=c."""
+    """Returns the settings of one point of a sweep as a list of command-line overrides in the form a.b=c."""
     return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in point.items()]
 
 
@@ -396,10 +398,10 @@ def reopen(run: Run) -> None:
 
 
 def send(submission: Submission, *, dependency: str | None = None) -> dict[str, str]:
-    """Submits the batch scripts of a submission that was written before, either all or none. Returns {script: job id}.
+    """Submits all batch scripts of a submission whose files have been written. Returns {script: job id}.
 
     `dependency`: sbatch's --dependency for the scripts that do not depend on another script of the submission. Raises
-    SlurmError if a script cannot be submitted; jobs that were submitted before are then cancelled.
+    SlurmError if a script cannot be submitted, after it has cancelled the jobs of the scripts submitted before.
     """
     allow_start(submission.directory)
     runs = runs_of(submission.directory)
@@ -459,6 +461,8 @@ def runs_of(directory: Path) -> list[Path]:
 
 
 def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
-    """Returns the runs of a sweep's directory as [{"run", "changes"}]; None if it is not a sweep's directory."""
+    """Returns the runs of a sweep's directory as [{"run", "changes"}], or None if `directory` does not belong to a
+    sweep.
+    """
     path = directory / SWEEP
     return read_points(path) if path.exists() else None

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ANSWER_S = 30.0
-NCCL = "nvidia-nccl"  # package of NCCL without the suffix of the CUDA version, as in nvidia-nccl-cu13
+NCCL = "nvidia-nccl"  # package of NCCL without the CUDA suffix; the full name is, for example, nvidia-nccl-cu13
 # A program that prints {package: version} of an environment as JSON. It needs no package of this project.
 LIST = (
     "import importlib.metadata as m, json; found = reversed([*m.distributions()]); "
@@ -20,11 +20,13 @@ LIST = (
 
 
 class NoEnvironmentError(Exception):
-    """A Python interpreter does not run, or does not report its packages."""
+    """Raised when a Python interpreter does not run, or does not report its packages."""
 
 
 def of_interpreter(python: str) -> dict[str, str]:
-    """Returns {package: version} of another interpreter's environment. Raises NoEnvironmentError if it does not run."""
+    """Returns {package: version} of another interpreter's environment. Raises NoEnvironmentError if the interpreter
+    does not run or does not report its packages.
+    """
     try:
         done = subprocess.run([python, "-c", LIST], capture_output=True, text=True, timeout=ANSWER_S)
         found = json.loads(done.stdout) if done.returncode == 0 else None
@@ -36,13 +38,15 @@ def of_interpreter(python: str) -> dict[str, str]:
 
 
 def nccl(versions: Mapping[str, str]) -> str:
-    """Returns the version of the NCCL package, such as `2.29.7`; "" if there is none, as in a CPU build of torch."""
+    """Returns the version of the NCCL package, such as "2.29.7", or "" if the package is not in `versions`, for example
+    with a CPU build of torch.
+    """
     return next((versions[name] for name in sorted(versions) if name.startswith(f"{NCCL}-cu")), "")
 
 
 def differences(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
-    """Returns a text for each difference between the torch and NCCL versions of two environments, which exchange
-    weights. Packages that one environment lacks are not compared."""
+    """Returns a text for each difference between the torch and NCCL versions of the trainer's and the engine's
+    environments, which exchange weights. A package that one environment lacks is not compared."""
     pairs = [("torch", trainer.get("torch", ""), engine.get("torch", "")), ("NCCL", nccl(trainer), nccl(engine))]
     return [f"{name} {own} here, {other} there" for name, own, other in pairs if own and other and own != other]
 

@@ -1,12 +1,12 @@
 """Replays a decoding step as one CUDA graph, so that the GPU does not wait for the host to launch hundreds of kernels.
 
-A graph has fixed addresses and shapes, so a step works on memory that does not move. It uses the first rows of a
-batch's state (the row count is padded to one of a few values) and all columns of its cache, which grows by GROWTH
-columns at a time. Unused rows and columns are computed too, and the results are ignored.
+A graph has fixed addresses and shapes, so a step works on memory that does not move. A step uses the first rows of a
+batch's state, and all columns of the batch's KV cache. The row count is padded to one of a few values, and the cache
+grows by GROWTH columns at a time. Unused rows and columns are computed too, and the results are ignored.
 
 A graph is recorded for each padded row count and each width of the cache. A recording costs about two steps without a
-graph, so graphs pay off if each one is replayed often. Few row counts and few widths are worth more than the padding
-costs.
+graph, so graphs pay off if each one is replayed often. Therefore only few row counts and widths are used, although
+padding costs some computation.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class GraphRecorder:
         # Weak references to the graphs that still exist. Each step holds a strong reference to its graph.
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._refused = False
-        # The graph whose capture failed, and the graph that repaired the random generator. They are kept while other
-        # graphs are alive: from torch 2.12, destroying a graph frees cuBLAS's workspace for its stream, which the other
-        # graphs still use (pytorch issue 193402).
+        # The graph whose capture failed, and the graph that repaired the random generator. They stay alive as long as
+        # other graphs are alive. From torch 2.12, destroying a graph frees cuBLAS's workspace for the graph's stream.
+        # The other graphs still use this workspace (pytorch issue 193402).
         self._failed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def rehearse(self, step: Callable[[], None]) -> None:
@@ -78,8 +78,8 @@ class GraphRecorder:
             current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
-        """Captures a step that has been rehearsed, without running it again. Returns the graph's replay function, or
-        None if the step cannot be captured.
+        """Captures a step that `rehearse` has run before, without running the step again. Returns the graph's replay
+        function, or None if the step cannot be captured.
 
         Raises RuntimeError if the capture failed and the GPU cannot be used afterwards.
         """
@@ -110,10 +110,10 @@ def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], object], *, pool: A
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             step()
     except RuntimeError:
-        # error if the pool was released already, or if allocation in the pool had not begun
+        # the calls below raise RuntimeError if the pool was released already or allocation in it had not begun
         with contextlib.suppress(RuntimeError):
-            # CUDAGraph.capture_end skips these two calls if an earlier call in it fails. Without them, empty_cache
-            # fails from then on.
+            # CUDAGraph.capture_end skips the two calls below if an earlier call in capture_end fails.
+            # Without the two calls, every later torch.cuda.empty_cache fails.
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
@@ -125,12 +125,13 @@ def _capture(graph: torch.cuda.CUDAGraph, step: Callable[[], object], *, pool: A
 
 def _mend_generator() -> torch.cuda.CUDAGraph:
     """Repairs the GPU's random generator after a failed capture. The sequence of random numbers does not change.
-    Returns the graph that repaired it.
+    Returns the graph that repaired the generator.
 
     At the beginning of a capture, torch until 2.11 marks the state of the default generator as capturing, and removes
-    the mark only at the very end of the capture. Otherwise the next sampling raises "Offset increment outside graph
-    capture encountered unexpectedly". A small successful capture removes the mark, also for the live graphs that share
-    this state. If this capture fails too, the state is replaced by a copy without the mark.
+    the mark only at the very end of the capture. After a failed capture the mark remains, so the next sampling raises
+    "Offset increment outside graph capture encountered unexpectedly". A small successful capture removes the mark, also
+    for the live graphs that share this state. If this capture fails too, the state is replaced by a copy without the
+    mark.
 
     Raises RuntimeError if random numbers, memory or the GPU itself are still unusable.
     """
@@ -170,10 +171,10 @@ class Step:
         self._decoder, self._layers, self._state, self._sampling = decoder, list(layers), state, sampling
         self._window = layers[0].shape[3]
         self.logprobs, self.model_logprobs = torch.zeros(2, state.shape[1], device=state.device)  # [rows] each
-        # The graph reads this table of rotations: keep it alive even if the decoder creates a longer table.
+        # The graph reads this table of rotary embeddings: keep it alive even if the decoder creates a longer table.
         self._held = decoder.turns_up_to(self._window)
         self._recorder, self._calls = recorder, 0
-        # None instead of `self.run`: a reference cycle would keep the step alive after its use.
+        # None means: call `self.run`. Storing `self.run` here would be a reference cycle, which keeps the step alive.
         self._replay: Callable[[], None] | None = None
 
     def __call__(self) -> None:
@@ -203,7 +204,9 @@ class Step:
 
 
 class Steps:
-    """The decoding steps of one batch, by padded row count. All steps are dropped when the KV cache is reallocated."""
+    """The decoding steps of one batch, one step for each padded row count. All steps are dropped when the KV cache is
+    reallocated.
+    """
 
     def __init__(self, decoder: Decoder, state: Tensor, sampling: Sampling, recorder: GraphRecorder) -> None:
         self._decoder, self._state, self._sampling, self._recorder = decoder, state, sampling, recorder

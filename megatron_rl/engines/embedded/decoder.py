@@ -3,10 +3,11 @@
 B rows   P prompt width   L cache columns   k experts of one token   H query heads   KV key/value heads
 d head size   h hidden size   V vocabulary
 
-With latent attention (MLA), the cache holds one vector per token instead of keys and values: its latent of r elements,
-and the e rotated elements of the key, which all heads share. A prompt's keys and values are computed from these
-vectors. A decoding step does not recompute the keys and values of all columns: it folds the up-projection into the
-query and into the attention output, so that all heads attend to the same vectors.
+With latent attention (MLA), the cache holds one vector per token instead of keys and values: a latent of r elements,
+and the e rotated elements of the key, which all heads share. A key has n further elements per head, which are not
+rotated, and a value has v elements per head. A prompt's keys and values are computed from the cached vectors. A
+decoding step does not recompute the keys and values of all columns: it folds the up-projection into the query and into
+the attention output, so that all heads attend to the same vectors.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class Decoder:
         return (back >= 0) & (back < reach)
 
     def _bias(self, positions: Tensor, window: int, reach: int | None) -> Tensor:
-        """Returns an additive attention mask: 0 for the KV cache columns that a row's token attends to and -inf for the
-        others, in the shape that `_attend` needs.
+        """Returns an additive attention mask: 0 for the KV cache columns that a row's token attends to, and -inf for
+        all other columns. The shape is [B KV, 1, window] in float32 (with KV = 1 for latent attention), and [B, window]
+        in other dtypes.
         """
         columns = torch.arange(window, device=self.device)
         hidden = columns > positions[:, None]
@@ -176,11 +178,12 @@ class Decoder:
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Computes attention of one query per row and head over the first L positions of the KV cache. Queries [B, H,
-        d], keys [B, KV, L, d] and values [B, KV, L, v] -> [B, H v]. `sinks`: [H], a further score of each head.
+        d], keys [B, KV, L, d] and values [B, KV, L, v] -> [B, H v]. `sinks`: [H], one further score per head, which the
+        softmax includes.
 
-        In float32, two matrix products with a softmax between them are fastest on CPU. In lower precision they would
-        round every score, and the log-probs would differ too much from the trainer's. The fused kernel keeps scores in
-        float32.
+        In float32, two matmuls with a softmax between them are fastest on CPU. In lower precision these matmuls would
+        round every score, and the log-probs would differ too much from the trainer's log-probs. The fused kernel that
+        is used instead keeps scores in float32.
         """
         rows, kv_heads, window = len(q), keys.shape[1], bias.shape[-1]
         if self.dtype == torch.float32:
@@ -191,7 +194,7 @@ class Decoder:
                 scores = torch.cat([scores, sinks.view(kv_heads, -1, 1).repeat(rows, 1, 1)], dim=-1)
             return torch.bmm(scores.softmax(dim=-1)[..., :window], values).view(rows, -1)
         keys, values = keys[:, :, :window], values[:, :, :window]
-        # The H / KV queries that share a key head are positions of one sequence, because they have the same mask.
+        # The H / KV queries that share a key head have the same mask, so pass them as positions of one sequence.
         q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
         y = sdpa.attend(q, keys, values, mask=mask, scale=self._scale, sinks=sinks)
         return y.reshape(rows, -1)
@@ -220,7 +223,7 @@ class Decoder:
         return [add_experts(x, y, layer.mlp, self._routing)]
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalizes every head separately, or all heads together if the weight covers all of them. [N, H, d] ->
+        """Normalizes every head separately if `weight` is [d], or all heads together if `weight` is [H d]. [N, H, d] ->
         [N, H, d]
         """
         return self._norm(x.flatten(1).unflatten(1, (-1, len(weight))), weight).view(x.shape)

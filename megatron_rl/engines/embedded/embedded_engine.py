@@ -44,8 +44,8 @@ class EmbeddedEngine:
     weights.
     `tells_experts`: completions contain the experts that the model (the senior of Tandem RL) chose, for router replay.
     Raises ValueError for a model without experts.
-    `quantization`: the format of the weights that weight syncs send (a key of weights.quantisation.FORMATS), which the
-    engine dequantises. None: the model's dtype.
+    `quantization`: the format in which weight syncs send the weights (a key of weights.quantisation.FORMATS). The
+    engine dequantises the weights. None: weight syncs send the weights in the model's dtype.
     `cuda_graphs`: on a GPU, decoding steps of a dense model without a junior use CUDA graphs (cuda_graphs.py).
 
     Raises ConfigError for a model that is not supported.
@@ -99,7 +99,7 @@ class EmbeddedEngine:
         return self._landing[1]
 
     def held_bytes(self) -> dict[str, int]:
-        """Returns the device memory of the weights that weight syncs write, in bytes."""
+        """Returns {"weights": bytes of device memory that hold the weights written by weight syncs}."""
         return {"weights": 0 if self._landing is None else self._landing[1].nbytes}
 
     def begin_refit(self) -> None:
@@ -214,9 +214,9 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yields the log-probs of all tokens of the vocabulary as the next token, after each token of a sequence except
-        the last, at temperature 1. [T] token ids -> [T - 1, V] float32, in chunks of consecutive rows. Raises the same
-        errors as `score`.
+        """Yields the log-probs of the next token over the whole vocabulary, at temperature 1, for every position of a
+        sequence except the last position. [T] token ids -> [T - 1, V] float32, in chunks of consecutive rows. Raises
+        the same errors as `score`.
         """
         decoder, array = self._loaded(), np.asarray(tokens, np.int64)
         self._check_tokens(array, "a sequence")

@@ -1,4 +1,5 @@
-"""The embedded engine's copy of a model's weights: fused storage, and the location of each Hugging Face tensor in it.
+"""The embedded engine's copy of a model's weights: fused weight tensors, and the location of each Hugging Face tensor
+in these tensors.
 
 H query heads   KV key/value heads   d head size   h hidden size   f width of a feed-forward or an expert   E experts
 V vocabulary
@@ -53,7 +54,7 @@ class ExpertWeights:
     down: Tensor  # [E, h, f]
     shared: SharedExpert | None
     bias: Tensor | None = None  # [E] float32, bias on the router scores that is used only to choose experts
-    # These biases exist only in gpt-oss, whose rows of gate_up and gate_up_bias alternate between gate and up.
+    # The three biases below exist only in gpt-oss, where rows of gate_up and gate_up_bias alternate between gate and up
     router_bias: Tensor | None = None  # [E]
     gate_up_bias: Tensor | None = None  # [E, 2 f]
     down_bias: Tensor | None = None  # [E, h]
@@ -61,8 +62,9 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Latents:
-    """The projections of latent attention (MLA) with a latent of r elements. A head has n elements that are not
-    rotated, and e rotated elements. All heads share the rotated elements of the key.
+    """The projections of latent attention (MLA) with a latent of r elements. A head of a query or key has n elements
+    that are not rotated, and e rotated elements. All heads share the rotated elements of the key. A head of a value has
+    v elements. If queries have a down projection too, its output has q elements.
     """
 
     down: Tensor  # [r + e, h]
@@ -79,8 +81,8 @@ class Layer:
     """The weights of one transformer block. The q, k and v projections are concatenated along the rows.
 
     The rows of q and k (and q_norm, k_norm) are ordered so that the two elements of a rotary pair are adjacent. The
-    attention result is the same, and the rotation is one complex product. In families with latents, checkpoints already
-    have this order.
+    attention result is the same, and the rotation is one multiplication of complex numbers. In model families with
+    latent attention (MLA), checkpoints already have this order.
     """
 
     norm: Tensor | None  # [h], norm of the attention's input
@@ -112,8 +114,8 @@ class WeightSlot:
     """The part of the engine's weight storage that holds one Hugging Face tensor."""
 
     rows: Tensor  # [rows, columns] or [rows], a view
-    # Size of a head if each head's rows are stored as pairs (one row of the first half, one of the second half). None
-    # if the rows have the same order as in the Hugging Face tensor.
+    # Size of a head if the rows of each head are stored in pairs: one row of the first half, one of the second half.
+    # None if the rows have the same order as in the Hugging Face tensor.
     head_dim: int | None = None
 
     @property
@@ -138,8 +140,9 @@ class WeightSlot:
 
 
 class WeightSlots:
-    """The engine's weight storage as the destination of a weight sync (refit), which writes parts of tensors under
-    their Hugging Face names. A part is (row, column, number of rows, number of columns).
+    """The engine's weight storage as the destination of a weight sync (refit). The sync writes 2-D blocks of tensors
+    under the tensors' Hugging Face names. A block (`part`) is (first row, first column, number of rows, number of
+    columns).
 
     Implements refit.transport.Parameters.
     """
@@ -222,8 +225,8 @@ def gather_weights(
 
 
 def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, WeightSlot]]:
-    """Allocates uninitialized weights for a model. Returns the weights, and for every Hugging Face tensor the part of
-    the weights that holds it.
+    """Allocates uninitialized weights for a model. Returns the weights, and {Hugging Face name of a tensor: part of the
+    weights that holds this tensor}.
     """
     made = _Storage(arch, dtype, device)
     layers = tuple(made.layer(number) for number in range(arch.num_layers))
@@ -242,8 +245,8 @@ class _Storage:
         self.slots: dict[str, WeightSlot] = {}
 
     def layer(self, number: int) -> Layer:
-        """Allocates the weights of the transformer layer with index `number`, whose parameters have the same Megatron
-        names in every model family.
+        """Allocates the weights of the transformer layer with index `number`. The layer's parameters have the same
+        Megatron names in every model family.
         """
         prefix = HF_LAYER.format(number)
         made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
@@ -263,8 +266,8 @@ class _Storage:
         )
 
     def row(self, row: Row, prefix: str) -> Tensor:
-        """Allocates one parameter. `row`: describes the parameter and the Hugging Face tensors that are concatenated to
-        it; the parameter of an expert is stacked for all experts.
+        """Allocates one parameter. `row`: describes the parameter, and the Hugging Face tensors whose concatenation it
+        is. A parameter of an expert is allocated for all experts at once, as one stacked tensor.
 
         The rows of queries and keys, and the elements of their norms, are stored in rotary pairs.
         """

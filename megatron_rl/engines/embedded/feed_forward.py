@@ -19,7 +19,7 @@ def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) ->
     the indices of the chosen experts [N, k].
     """
     weights, chosen = route(y, layer, routing)
-    # [N k] each: expert and (token, choice) index of every pair, sorted by expert
+    # [N k] each: the chosen experts in sorted order, and the index of each of them in `chosen.flatten()`
     experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(len(layer.router), device=y.device)
     # [E], end index of each expert's pairs in the sorted order
@@ -61,7 +61,9 @@ def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Te
 
 
 def clamped(fused: Tensor) -> Tensor:
-    """Computes gpt-oss's activation of alternating elements of gate and up. [N, 2 f] -> [N, f]"""
+    """Computes the activation function of gpt-oss. The elements of the gate and up projections alternate in `fused`.
+    [N, 2 f] -> [N, f]
+    """
     gate, up = fused[..., ::2].clamp(max=CLAMP), fused[..., 1::2].clamp(-CLAMP, CLAMP)
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
 

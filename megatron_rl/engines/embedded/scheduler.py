@@ -38,7 +38,7 @@ class _Request:
 
     place: int  # index of the row in the call
     tokens: np.ndarray
-    prompt: bytes  # the bytes of `tokens`, as a key: rows with equal prompts are prefilled together, once
+    prompt: bytes  # bytes of `tokens`, used as a dict key so that equal prompts are prefilled only once
     key: int  # key of the row's random stream
 
 
@@ -61,8 +61,8 @@ class ContinuousBatch:
     are replaced by waiting rows while the other rows continue.
 
     Every row that is being decoded has a slot in the KV cache. Slots 0 .. size - 1 are in use, by unfinished rows and
-    by ended rows that were not replaced yet. The host tracks what it needs of a row (its length, whether it has ended),
-    so that a step synchronizes with the device only once.
+    by ended rows that were not replaced yet. The host tracks the length of each row and whether the row has ended, so
+    that a step synchronizes with the device only once.
 
     `writers`: for Tandem RL with two decoders. Both decoders process every token, each with a separate cache; the
     logits of the next token come from the model whose turn it is.

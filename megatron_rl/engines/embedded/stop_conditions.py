@@ -10,8 +10,8 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.types import Stop
 
 PARTIAL = "\N{REPLACEMENT CHARACTER}"  # decoded text of a character whose bytes are incomplete
-# Number of tokens that the window has in addition to the bytes of the longest stop string: at the edges of the window,
-# a character may be cut, or a space dropped.
+# Number of tokens by which the window exceeds the byte count of the longest stop string.
+# At the edges of the window, decoding may cut a character or drop a space.
 MARGIN = 4
 NO_TOKEN = -1  # placeholder for window positions before the first token of a completion
 _UNKNOWN, _NO, _MAYBE = 0, 1, 2

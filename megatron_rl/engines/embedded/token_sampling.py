@@ -18,8 +18,8 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Returns one uniform random number in [0, 1) per row, which depends only on the row's key and position. int64 [B]
     each -> float64 [B].
 
-    It is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) with the key as
-    seed.
+    The number is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) with
+    the key as seed.
     """
     x = keys + positions * signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * signed(MULTIPLIERS[0])
@@ -35,8 +35,8 @@ def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) ->
     `logits`: [B, V].
     `keys`, `positions`: int64 [B]; they select the random number of each row.
 
-    Greedy sampling (temperature 0) uses a point mass: its log-prob is 0. Otherwise the order is temperature, top-k,
-    top-p, min-p.
+    With greedy sampling (temperature 0), the sampling distribution is a point mass, so the log-probs under it are 0.
+    Otherwise the settings are applied in the order temperature, top-k, top-p, min-p.
     """
     model = logits.float().log_softmax(dim=-1)
     if sampling.temperature == 0:
