@@ -52,9 +52,9 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
     """Distributes the metrics of one or several runs over charts. A metric that never changes gets no chart and is
     returned as text.
 
-    One run: a chart shows one metric, with a line for each role. But metrics whose names have the same part before the
-    slash (reward/outcome, reward/format) share a chart, which then shows one role and one unit. Several runs: a chart
-    shows one metric of one role, with a line for each run.
+    With one run, a chart shows one metric, with a line for each role. But metrics whose names have the same part before
+    the slash (reward/outcome, reward/format) share a chart, which then shows one role and one unit. With several runs,
+    a chart shows one metric of one role, with a line for each run.
     """
     charts: dict[tuple[str, ...], Chart] = {}
     constants: dict[str, dict[str, list[str]]] = {}  # {question: {"name = value": scopes}}
@@ -137,8 +137,8 @@ def bucket_width(charts: Iterable[Chart]) -> int:
 def thin(curve: Curve, width: int) -> dict[str, list[Any]]:
     """Downsamples a curve to buckets of `width` iterations. If `width` is 1, all points are kept.
 
-    Returns lists in the format of the page's scripts: `x`, the first iteration of each bucket, `y`, its mean, and,
-    unless `width` is 1, its minimum `low` and its maximum `high`.
+    Returns lists in the format of the page's scripts. `x` has the first iteration of each bucket, and `y` the mean of
+    the values in each bucket. Unless `width` is 1, `low` and `high` have the minimum and maximum of each bucket.
     """
     iterations, values = np.frombuffer(curve.iterations, np.intc), np.frombuffer(curve.values, np.float64)
     if width == 1:
@@ -157,7 +157,7 @@ def thin(curve: Curve, width: int) -> dict[str, list[Any]]:
 
 
 def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:
-    """Returns the cycles (from 1) and hours at up to `most` iterations, between which the page interpolates."""
+    """Returns the cycles (from 1) and elapsed hours at up to `most` iterations. The page interpolates between them."""
     if not clock.iterations:
         return {"iteration": [], "cycle": [], "hours": []}
     iterations = np.frombuffer(clock.iterations, np.intc)
@@ -199,8 +199,8 @@ def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
 
 
 def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
-    """Returns the curves of a verifier's accuracies on correct and on wrong solutions, computed from its counts.
-    Returns {} if the scope has no counts."""
+    """Returns the curves of a verifier's accuracies on correct and on wrong solutions, computed from the counts
+    of verdicts. Returns {} if the scope has no such counts."""
     known = run.confusion(scope)
     if not known:
         return {}

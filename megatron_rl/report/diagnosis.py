@@ -11,16 +11,16 @@ from megatron_rl.report.run_sections import Gain, evaluation_gains, main_gains, 
 from megatron_rl.report.shown_rollouts import Picked
 from megatron_rl.run.metrics import REPLACED
 
-# In the sentences, a share above NEARLY_ALL is called "nearly all". An entropy below FEW of its first value has
-# collapsed.
+# The sentences of `signs` call a share above NEARLY_ALL "nearly all".
+# An entropy below FEW times its first value counts as collapsed.
 NEARLY_ALL, FEW = 0.9, 0.1
 # A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers. Suspicious texts are
 # reported if their share of the answers that were graded correct is above SAME_SHARE.
 SAME_ANSWERS, SAME_SHARE = 3, 0.02
 # Failed gradings and episodes are reported if their number is above FAILED times the number of the role's samples.
 FAILED = 0.02
-LONG = 16  # a maximum length below this number of tokens may be meant to cut every sample
-MOST_BROKEN = 3  # maximum number of metrics with values that are not finite that are named
+LONG = 16  # no warning about cut samples if the maximum length is below this number of tokens
+MOST_BROKEN = 3  # maximum number of metrics with NaN or infinite values that are named
 
 
 def signs(run: RunMetrics, picked: Picked) -> list[str]:
@@ -34,7 +34,7 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
         reward = reward_gain(run, role)
         own = [gain for gain in held_out if gain.role == role]
         found += [*_verifier(run, role), *_hacked(role, reward, own, graded=role in rising)]
-        if reward is None or reward.end < NEARLY_ALL:  # samples of a run that has solved its task are all alike
+        if reward is None or reward.end < NEARLY_ALL:  # in a solved task, equal samples are no problem
             found += [*_collapsed(run, role), *_unfinished(run, role)]
         found += _ungraded(run, role)
     return found
@@ -66,10 +66,13 @@ def _blind_reward(picked: Picked) -> Iterator[str]:
 
 
 def _hacked(role: str, reward: Gain | None, held_out: list[Gain], *, graded: bool) -> Iterator[str]:
-    """Yields a sentence if the reward rose in training and the main held-out metric of the role fell, or is an accuracy
-    that stayed low. An accuracy is compared only with a reward between 0 and 1, and stayed low if it rose, even at the
-    upper end of its interval, by less than a quarter of the reward's rise. `graded`: whether the held-out reward rose,
-    so that an accuracy that stayed low only shows that solutions get partial credit."""
+    """Yields a sentence if the reward rose in training, but the role's main held-out metric got worse or stayed low.
+
+    Only an accuracy can stay low, and only compared with a reward between 0 and 1. It stayed low if it is below half of
+    the reward, and its rise is below a quarter of the reward's rise even at the upper end of the 95 % interval.
+    `graded`: whether the held-out reward rose too. A low accuracy then only shows that solutions get partial credit,
+    and gives no sentence.
+    """
     for gain in held_out if reward is not None and reward.rose else ():
         assert reward is not None
         low = (
@@ -134,7 +137,7 @@ def _ungraded(run: RunMetrics, role: str) -> Iterator[str]:
 
 
 def _verifier(run: RunMetrics, role: str) -> Iterator[str]:
-    """Yields a sentence if the verifier says the same of nearly all solutions, right or wrong."""
+    """Yields a sentence if the verifier gives the same verdict on nearly all correct and nearly all wrong solutions."""
     accuracies = class_accuracies(run, role).values()
     if accuracies and all(curve.values for curve in accuracies):
         (_, right), (_, wrong) = (curve.ends for curve in accuracies)

@@ -89,7 +89,7 @@ def names_of(files: Sequence[Path]) -> list[str]:
 
 
 def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
-    """Returns the samples of a finished evaluation that have a score, as {(measure, set): {problem: samples}}.
+    """Returns the scored samples of a finished evaluation, as {(measure, set): {problem: samples}}.
 
     A problem is identified by its row and its question. Raises ConfigError if the file is not NAME.json of a finished
     evaluation.

@@ -35,7 +35,7 @@ def write_metrics(
     problem set. The existence of the file means that the evaluation is finished.
 
     The name of a metric has the name of its measure as a prefix, except for the measures solve and judge. `means`:
-    {measure: {metric: mean over the sets}}. `about`: further keys of the content.
+    {measure: {metric: mean over the sets}}. `about`: further keys and values of the file.
     """
     flat = {
         name if measure in (SOLVE, JUDGE) else f"{measure}/{name}": interval
@@ -72,7 +72,7 @@ def write_evaluation_page(
     path: Path, sets: Sequence[SetMetrics], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
 ) -> None:
     """Writes NAME.html, a self-contained page. All texts of models are escaped."""
-    samples_shown: list[tuple[str, Sample, bool]] = []  # of each set up to SHOWN correct samples, then wrong ones
+    samples_shown: list[tuple[str, Sample, bool]] = []  # per set: up to SHOWN correct samples, then wrong samples
     for one in sets:
         if one.measure in (SOLVE, HANDOFF, JUDGE):
             rows = [row for group in samples.rows(one.name, one.measure) for row in group]

@@ -90,7 +90,7 @@ def _share(rows: Sequence[Sample]) -> Solved:
 
 
 def _of(rows: Sequence[Sample], name: str) -> str | None:
-    """Returns the text in the column `name` of the first row that has such a text, truncated. Returns None if no row
-    has one."""
+    """Returns the value of the column `name` in the first row that has this column, as truncated text. Returns None if
+    no row has the column."""
     value = next((str(row[name]) for row in rows if row.get(name) is not None), None)
     return None if value is None else shortened(value, MAX_CHARACTERS)

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
-WATCH = "watch.js"  # script that asks the page's server whether the run has gone on
+WATCH = "watch.js"  # script that polls the page's server and reloads the page when the run has advanced
 MAX_CHARACTERS = 6000  # maximum length of a sample's text; longer texts are truncated
 # Characters that are invisible or that change the direction of writing.
 _HIDDEN = re.compile(
@@ -35,7 +35,7 @@ def write_page(
     `styles`, `scripts`: names of files in page/, which are included in the page. The page's content security policy
     allows a browser to run only these scripts, and to load nothing.
     `data`: blocks of data for the scripts as pairs (id, text). The page contains each text in an HTML element that is
-    neither shown nor executed. A text must not contain `<`; results of `as_json` and base64 do not. The blocks are
+    neither shown nor executed. A text must not contain `<`; results of `as_json` and base64 never do. The blocks are
     written one at a time, because they may be large.
     """
     codes = [(FILES / name).read_text(encoding="utf-8") for name in scripts]
@@ -96,7 +96,7 @@ def visible(text: str) -> str:
 
 def _policy(codes: Sequence[str], *, connects: bool) -> str:
     """Returns the content security policy of a page that loads nothing and runs only the given scripts. `connects`:
-    whether the scripts may ask the page's own server."""
+    whether the scripts may send requests to the server of the page."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(c.encode()).digest()).decode()}'" for c in codes)
     rules = ["default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"]
     rules += ["connect-src 'self'"] if connects else []

@@ -87,7 +87,8 @@ def write_comparison(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content that both kinds of pages have: runs, arms (groups of equal settings), rollouts and flips."""
+    """The content of both kinds of pages: runs, arms (groups of runs that differ only in the seed), rollouts and flips
+    (problems that became solved or unsolved)."""
 
     runs: Sequence[RunMetrics]
     arms: Sequence[Arm]
@@ -105,7 +106,7 @@ class _Content:
         ]
 
     def data(self, found: Sorted) -> Iterator[tuple[str, str]]:
-        """Yields the data of the page's scripts. `found`: the charts."""
+        """Yields the blocks of data for the page's scripts, as (id, text). `found`: the charts."""
         report = {
             "runs": self.runs_and_colours(),
             "arms": [arm.label for arm in self.arms],

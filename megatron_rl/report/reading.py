@@ -17,9 +17,9 @@ from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 from megatron_rl.run.run_directory import flatten
 
-# How reports show metrics: questions, units, descriptions, and which of them are shown first
+# How reports show metrics: questions, units, descriptions, and which metrics are shown first
 METRICS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "page/metrics.yaml").read_text(encoding="utf-8"))
-PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not names of roles; EVAL is another one
+PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not roles; EVAL is a third such scope
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
 # Fraction of all iterations at the start of a run ("first iterations") and at its end ("last iterations") over which
@@ -142,8 +142,8 @@ class RunMetrics:
         return unlearned(self.updates, found)
 
     def confusion(self, scope: str) -> list[Curve]:
-        """Returns the curves of a verifier's counts CELLS in a scope, which have equal lengths; [] if there are
-        none."""
+        """Returns a curve for each of CELLS, the counts of a verifier's verdicts in a scope. The curves have equal
+        lengths. Returns [] if the scope has no such counts."""
         found = [self.curves.get((scope, f"confusion/{cell}"), Curve()) for cell in CELLS]
         lengths = {len(curve.values) for curve in found}
         return found if len(lengths) == 1 and lengths != {0} else []
@@ -158,8 +158,10 @@ class RunMetrics:
 
 
 def metric_of(name: str, names: Collection[str]) -> str:
-    """Returns a held-out metric's name without its role and set. If `names` has the metrics of sampled and of
-    greedy answers, it says which: `sampled accuracy` for `math/accuracy`, `greedy accuracy` for its `_greedy`.
+    """Returns a held-out metric's name without the role and the set.
+
+    If `names` has the metric for both sampled and greedy answers, the result has a prefix: `sampled accuracy` for
+    `math/accuracy`, and `greedy accuracy` for `math/accuracy_greedy`.
     """
     plain, metric = name.removesuffix("_greedy"), name.rpartition("/")[2]
     if {plain, f"{plain}_greedy"} - {*names}:
@@ -168,14 +170,14 @@ def metric_of(name: str, names: Collection[str]) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns a mean; 0 of no values. Each value is divided first, so that the sum of very large values does not
-    overflow."""
+    """Returns the mean of values; 0 if there are none. Each value is divided first, so that the sum of very large
+    values does not overflow."""
     return sum(value / len(values) for value in values)
 
 
 def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:
-    """Reads a run directory. If it has no run, the result has no metrics. `name`: name of the run; None: the name of
-    the directory."""
+    """Reads a run directory. If the directory has no run, the result has no metrics. `name`: name of the run;
+    None: the name of the directory."""
     record = RunRecord(directory)
     run = RunMetrics(
         name=name or record.directory.path.resolve().name, record=record, summary=record.summary(),

@@ -40,8 +40,8 @@ class Arm:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunMetrics]:
-    """Reads run directories, and all runs of sweeps in the order of sweep.json. A run of a sweep that has not begun has
-    no metrics. Raises ConfigError if a sweep.json is damaged."""
+    """Reads run directories, and all runs of sweeps in the order of sweep.json. A sweep's run that has not begun is
+    included without metrics. Raises ConfigError if a sweep.json is damaged."""
     found: list[RunMetrics] = []
     for path in paths:
         if not (path / SWEEP).exists():
@@ -59,8 +59,8 @@ def read_runs(paths: Sequence[Path]) -> list[RunMetrics]:
 
 
 def differences(runs: Sequence[RunMetrics]) -> dict[str, list[Any]]:
-    """Returns {setting: its value in each run, or None if it is not set} of the settings that differ. Settings that do
-    not affect results, such as the run's name, are left out."""
+    """Returns the settings that differ between runs, as {setting: [value in each run, or None if not set]}. Settings
+    that do not affect results, such as the run's name, are left out."""
     settings = [{**run.settings, **run.changes} for run in runs]
     known = [own for own in settings if own]
     if len(known) < 2:
@@ -119,8 +119,8 @@ class Table:
 
 
 def runs_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table:
-    """Returns a table of the runs' states and last metrics, with rows (name, cells, [(last value, whether it is the
-    best)])."""
+    """Returns a table of the state and the last metrics of each run. A row is (name of the run, cells, [(last value of
+    a metric, whether this value is the best)])."""
     names, rows, best = _names(runs), [], _best(runs)
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):

@@ -68,8 +68,8 @@ class RunRecord:
         return found if isinstance(found, str) else None
 
     def best(self) -> list[dict[str, Any]]:
-        """Returns the entries of the best evaluations in the summary: `iteration`, `metric`, `value` and `models`, the
-        directory of the exported models or None. Damaged entries are left out."""
+        """Returns the summary's entries about the best evaluations. An entry has the keys `iteration`, `metric`,
+        `value` and `models` (directory of the exported models, or None). Damaged entries are left out."""
         kinds = {"iteration": int, "metric": str, "value": (int, float), "models": (str, type(None))}
         found = self.summary().get("best")
         return [
@@ -108,9 +108,9 @@ class RunRecord:
             return Reward().threshold
 
     def evaluations(self) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]]]:
-        """Returns (number of finished iterations, the result of `_numbers`, rows of answers) for the first and the last
-        evaluation of the run; only one item if the run has one evaluation. Evaluations without graded answers have no
-        result files and are left out."""
+        """Returns (number of finished iterations, metrics as returned by `_numbers`, rows of answers) for the first and
+        for the last evaluation of the run. If the run has only one evaluation, the list has one item.
+        Evaluations without graded answers have no result files and are left out."""
         found = sorted(self.directory.evaluations.glob("iteration_*.json"))
         out = []
         for path in dict.fromkeys([*found[:1], *found[-1:]]):
@@ -128,8 +128,8 @@ class RunRecord:
         return iteration_files(self.directory.rollouts)
 
     def rollouts(self, path: Path) -> list[dict[str, Any]]:
-        """Returns the rollouts in one of the `iteration_files`; [] if it is damaged. Texts are None if the iteration
-        was saved without texts (see run.save_rollouts_every)."""
+        """Returns the rollouts in one of the `iteration_files`; [] if the file is damaged. Texts are None if the
+        iteration was saved without texts (see run.save_rollouts_every)."""
         try:
             return read_rows(path)
         except StoreError as error:

@@ -26,7 +26,7 @@ SCHEDULE_FIGURES = (
     *("iterations an hour", "engines idle", "trainer idle"),
     "rollouts trained 0, 1, ... updates after their start",
 )
-SHOWN = 6  # maximum number of answers of each set of an evaluation that are shown
+SHOWN = 6  # maximum number of answers that are shown for each problem set
 SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
     *("seconds", "pause_seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
@@ -82,7 +82,7 @@ class Gain:
 
     @property
     def rose(self) -> bool:
-        """Returns whether the values rose by more than a tenth of the larger of them."""
+        """Returns whether the metric rose by more than a tenth of its larger absolute value. False for a loss."""
         return self.end - self.start > 0.1 * max(abs(self.start), abs(self.end)) and "loss" not in self.name
 
     @property
@@ -100,7 +100,7 @@ class Gain:
 
 
 def headline(run: RunMetrics) -> dict[str, Any]:
-    """Returns the first section of the page, whether the run learned.
+    """Returns the values of the page's first section, which shows whether the run learned.
 
     `alarms`: sentences about problems. `gains`: the main held-out metric of each role. `rewards`: the main training
     metric of each role. `rest`: the other held-out metrics. `longest`: (phase that takes most time, its fraction of the
@@ -142,9 +142,12 @@ def evaluation_gains(run: RunMetrics) -> list[Gain]:
 
 
 def evaluations(run: RunMetrics) -> dict[str, Any]:
-    """Returns the section of the evaluations on problem sets: `tables`, for the first and the last evaluation (title,
-    names of the metrics, [(set, number of problems, {metric: Interval})]), `samples` of the last evaluation as (set,
-    answer, whether it is correct), and `best`, the entries of the summary."""
+    """Returns the values of the section about evaluations on problem sets.
+
+    `tables`: one table each for the first and the last evaluation, as (title, names of the metrics, rows). A row is
+    (set, number of problems, {metric: Interval}). `samples`: answers in the last evaluation, as (set, answer, whether
+    the answer is correct). `best`: the summary's entries about the best evaluations.
+    """
     tables, samples = [], list[tuple[str, Mapping[str, Any], bool]]()
     found = run.record.evaluations()
     for number, sets, answers in found:
@@ -201,8 +204,8 @@ def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
 
 
 def schedules(run: RunMetrics) -> dict[str, list[str]]:
-    """Returns {label: row of a table with SCHEDULE_FIGURES}: the rates that were predicted at the start of the run for
-    each rollouts.max_staleness, and the measured rates."""
+    """Returns {label: row of a table with the columns SCHEDULE_FIGURES}. There is a row of rates that were predicted at
+    the start of the run for each rollouts.max_staleness, and a row of measured rates."""
     found: dict[str, list[str]] = {}
     told, own = run.summary.get("schedule", {}), run.settings.get("rollouts.max_staleness", 0)
     with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):  # the summary is damaged
@@ -213,7 +216,7 @@ def schedules(run: RunMetrics) -> dict[str, list[str]]:
             found[label] = _schedule_row(rate, *idle, list(map(float, one["staleness"])))
     speed: dict[str, list[float]] = {"iteration_seconds": [], "trainer_idle": [], "engines_idle": []}
     for (_, name), curve in run.curves.items():
-        if name.removeprefix(SPEED) in speed:  # without the first iteration, which has nothing generated ahead
+        if name.removeprefix(SPEED) in speed:  # iteration 0 is left out: it had no rollouts ahead
             speed[name.removeprefix(SPEED)] += [v for i, v in zip(curve.iterations, curve.values, strict=True) if i]
     if seconds := speed["iteration_seconds"]:
         late, lines = (
@@ -236,7 +239,7 @@ def _schedule_row(rate: float, engines_idle: float | None, trainer_idle: float |
 
 
 def refits(run: RunMetrics) -> dict[str, list[str]]:
-    """Returns {role: row of a table}: the role's number of refits, and the medians of REFIT_FIGURES."""
+    """Returns {role: row of a table}. A row has the number of the role's refits, and the medians of REFIT_FIGURES."""
     found: dict[str, list[str]] = {}
     for role in dict.fromkeys(role for role, _ in run.refits):
         own = {name: curve.values for (other, name), curve in run.refits.items() if other == role and curve.values}
@@ -262,8 +265,10 @@ def subtitle(run: RunMetrics) -> str:
 
 
 def main_gains(gains: Sequence[Gain], settings: Mapping[str, Any]) -> list[Gain]:
-    """Returns the change of the main metric of each role, at most MAX_CARDS: of the metrics in METRICS, or of the
-    reward with the largest weight in recipe.args.rewards. Without any of them, returns metrics that changed.
+    """Returns the changes of the roles' main metrics, at most MAX_CARDS in total.
+
+    The main metric of a role is the first metric that matches METRICS["main"], or else the reward with the largest
+    weight in recipe.args.rewards. If no role has a main metric, the changes of other metrics are returned.
 
     `settings`: flat settings of the run.
     """
@@ -282,7 +287,8 @@ def main_gains(gains: Sequence[Gain], settings: Mapping[str, Any]) -> list[Gain]
 
 
 def reward_gain(run: RunMetrics, role: str) -> Gain | None:
-    """Returns the change of a role's main training metric from its first to its last iterations (means over WINDOW).
+    """Returns the change of a role's main training metric between the first and the last iterations of the run. Both
+    ends are means over a share WINDOW of the metric's values.
 
     The main metric is the reward on which the role is trained, or the loss if there is no reward. Returns None if there
     is no such metric with several values.

@@ -1,5 +1,5 @@
-"""Selects rollouts of runs for a report: a small index by which the page filters them, and the HTML of each rollout in
-compressed chunks."""
+"""Selects rollouts of runs for a report. The page gets a small index, by which it filters rollouts, and the HTML of the
+rollouts in compressed chunks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Picked:
     chunks: list[str] = field(default_factory=list)  # each the HTML of CHUNK rollouts as base64 of a gzipped JSON list
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
-    # {(role, text, known answer): number of rollouts} of the answers in the last iterations that were graded correct
+    # number of correct answers in the last iterations, as {(role, text of the answer, known answer): number}
     correct: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     files: int = 0  # number of files of rollouts
     read: int = 0  # number of files that were read
@@ -120,7 +120,7 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     render: Any = templates().get_template("rollout.html").module
     for place, record in enumerate(records):
         files, threshold = record.iteration_files(), record.threshold()
-        count = max(2, max(MAX_FILES, most // 16) // len(records))  # files, evenly spaced from the first to the last
+        count = max(2, max(MAX_FILES, most // 16) // len(records))  # number of files to read per run
         spaced = (files[round(i * (len(files) - 1) / (count - 1))] for i in range(count))
         own = files if len(files) <= count else [*spaced]
         quota = max(1, most // (len(records) * max(1, len(own))))
@@ -142,8 +142,10 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
 
 
 def is_correct(row: Row, threshold: float) -> bool | None:
-    """Returns whether a rollout is correct: its column `correct`, or, if that is empty, whether its reward `outcome`
-    (or its only reward) is above `threshold`. Returns None if it is unknown.
+    """Returns whether a rollout is correct, or None if this is unknown.
+
+    The result is the column `correct`. If this column is empty, the result is whether the reward `outcome`, or the
+    rollout's only reward, is above `threshold`.
 
     `threshold`: the midpoint of the run's `reward.range`.
     """
@@ -223,10 +225,10 @@ def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> l
 
 
 def _conversation(pieces: Sequence[Piece], *, coloured: bool) -> list[dict[str, Any]]:
-    """Returns the turns of a conversation, each with its text in parts: pairs (whether the parts are in a tool call,
-    [(text, whether a partner wrote it, its advantage as text, such as "+0.5")]).
+    """Returns the turns of a conversation. The key `parts` of a turn has pairs (whether the parts are in a tool call,
+    parts). A part is (text, whether a partner wrote the text, the advantage as text, such as "+0.5").
 
-    The advantage is "" if it is unknown or if the parts are not `coloured`. Turns of the environment without text,
+    The advantage is "" if it is unknown or if `coloured` is False. Turns of the environment without text,
     which are the frame of a chat template, are left out.
     """
     turns, answers = [], 0
@@ -265,7 +267,7 @@ def _packed(rows: Sequence[str]) -> str:
 def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     """Selects about `quota` rows, equally many of each role. Whole groups (all samples of a prompt) are selected as
     long as they fit; if no group fits, a part of one group is selected."""
-    graded = [row for row in rows if row["rewards"]] or rows  # leaves out texts that a reward model has read
+    graded = [row for row in rows if row["rewards"]] or rows  # rows of a reward model have no rewards
     roles = {role: list(own) for role, own in groupby(sorted(graded, key=lambda row: row["role"]), lambda r: r["role"])}
     out: list[dict[str, Any]] = []
     for own in roles.values():
@@ -280,8 +282,8 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
 
 
 def _count(picked: Picked, run: int, row: Row, threshold: float, *, late: bool) -> None:
-    """Adds an answer to the counts in `picked.solved`, if it is known whether the answer is correct, and in
-    `picked.correct` if the answer is correct and `late`."""
+    """Counts an answer in `picked.solved`, if it is known whether the answer is correct. Counts a correct answer in
+    `picked.correct` too if `late`, which means that the answer is from the last iterations."""
     correct = is_correct(row, threshold)
     if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
