@@ -22,7 +22,8 @@ def write_text(path: Path, text: str) -> None:
 def read_own(path: Path, *owners: int) -> str:
     """Returns the text of a file that is owned by one of the user ids `owners` (default: this user and root).
 
-    Any member of a group can create a file in a group-writable directory, but cannot set another user as its owner.
+    The check protects group-writable directories: any group member can create a file there, but not in another user's
+    name.
     Raises PermissionError if the file is owned by another user, and OSError if it cannot be read.
     """
     with path.open(encoding="utf-8") as file:

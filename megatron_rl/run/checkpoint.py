@@ -1,4 +1,4 @@
-"""Writes checkpoint directories atomically, and finds complete ones. The caller writes their contents."""
+"""Writes checkpoint directories atomically, and finds complete checkpoints. The caller writes the contents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written. The message gives the reason and what to do."""
+    """Raised when a checkpoint cannot be written. The message gives the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ class Checkpoint:
 
 class Checkpoints:
     """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
-    Two kinds are kept in addition and do not count: checkpoints whose numbers are in `protected`, and checkpoints that
-    hold the reference of a kept checkpoint. For each n in `reference_every`, checkpoint k - k % n holds the reference
-    of checkpoint k.
+
+    Two kinds of checkpoints are kept in addition and do not count: those whose numbers are in `protected`, and those
+    with the reference model of a kept checkpoint. For each n in `reference_every`, a resume from checkpoint k reads the
+    reference model from checkpoint k - k % n.
 
     All ranks save into one temporary directory on a shared file system:
         rank 0:     begin(number)                 then a barrier
@@ -106,8 +107,8 @@ class Checkpoints:
     def newest(self, verify: Callable[[Path], Sequence[str]] = lambda path: ()) -> Checkpoint | None:
         """Returns the complete checkpoint with the highest number, or None if there is none.
 
-        Damaged checkpoints are skipped with a warning. `verify`: returns error messages of further checks of a
-        checkpoint's directory; an empty list if it is valid.
+        Damaged checkpoints are skipped with a warning. `verify`: function that makes further checks of a checkpoint's
+        directory and returns error messages; an empty list means that the checkpoint is valid.
         """
         for number, path in self._candidates():
             wrong = damage(path) or "; ".join(verify(path))
@@ -156,14 +157,15 @@ class Checkpoints:
 
 def sum_up(directory: Path, rank: int) -> None:
     """Computes the checksums of the files that `rank` wrote into a checkpoint directory (`__RANK_N.distcp`), and writes
-    them to a file that `seal` reads. Each rank calls it, so that no rank has to read the whole checkpoint."""
+    them to a file that `seal` reads. Each rank calls this function, so that no rank has to read the whole
+    checkpoint."""
     own = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
     write_json(directory / f".sums.{rank}.json", digests(directory, own))
 
 
 def seal(directory: Path, number: int) -> None:
     """Writes the manifest of a checkpoint directory, with the size and checksum of every file, and flushes all files to
-    the disk. Checksums that ranks computed with `sum_up` are used; the others are computed here."""
+    the disk. Checksums that ranks computed with `sum_up` are used; all other checksums are computed here."""
     known: dict[str, str] = {}
     for left in directory.glob(".sums.*.json"):
         known |= read_json(left)
@@ -176,7 +178,7 @@ def seal(directory: Path, number: int) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Returns a description of the damage of a checkpoint directory, or None if all files have the sizes in its
+    """Returns a description of the damage of a checkpoint directory, or None if all files have the sizes in the
     manifest."""
     if not (path / MANIFEST).is_file():
         return f"it has no {MANIFEST}, so it was never finished"
@@ -209,7 +211,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a JSON file. Raises OSError if it cannot be read, and ValueError if it is damaged."""
+    """Returns the value in a JSON file. Raises OSError if the file cannot be read, and ValueError if it is damaged."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError as error:

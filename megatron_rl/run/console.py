@@ -76,7 +76,7 @@ class RunConsole(Sink):
         self._log_path = log_path
         self._total = total_iterations
         output = sys.stdout if stream is None else stream
-        # FORCE_COLOR, which notebooks and CI set, makes rich take any stream for a terminal
+        # with FORCE_COLOR, which notebooks and CI set, rich would treat any stream as a terminal
         self._rich = RichConsole(file=output, soft_wrap=True, force_terminal=None if output.isatty() else False)
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last evaluation
@@ -159,7 +159,7 @@ class RunConsole(Sink):
         """Updates the progress bar and the remaining time, which is estimated from the last RECENT iterations."""
         done, now = row.iteration + 1, time.monotonic()
         if self._ends and self._ends[-1][0] == done:
-            self._ends.pop()  # the last entry is from the line of another role in the same iteration
+            self._ends.pop()  # another role's line of the same iteration made this entry
         self._ends.append((done, now))
         (before, then), left = self._ends[0], ""
         if self._total is not None and done > before:
@@ -189,8 +189,8 @@ class RunConsole(Sink):
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns {column: value} for the columns of the console that have a metric in `metrics`.
 
-    If there are none (in an evaluation), returns all metrics except counts and those of single sets. In COLUMNS, a
-    name that ends in `/*` means the alphabetically first metric with this prefix.
+    If there are none (in an evaluation), returns all metrics except counts and metrics of single problem sets. In
+    COLUMNS, a name that ends in `/*` means the alphabetically first metric with this prefix.
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():

@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class Taken(RuntimeError):
-    """Another process holds the lock. The message names the process, or is empty if the process is unknown. `cure`: a
-    sentence about the lock file that the user may have to remove."""
+    """Raised when another process holds the lock. The message names the process, or is empty if the process is unknown.
+    `cure`: a sentence about the lock file that the user may have to remove."""
 
     def __init__(self, who: str, cure: str = "") -> None:
         super().__init__(who)
@@ -49,7 +49,7 @@ class Holder:
     restart: int = 0  # restart count of the job; Slurm ends the processes of a job before it restarts the job
 
     def is_gone(self, here: Holder) -> bool:
-        """Returns whether the process has certainly ended. `here`: this process."""
+        """Returns whether the process has certainly ended. `here`: the calling process."""
         if here.job and here.job == self.job and self.restart < here.restart:
             return True
         if not self.boot or (self.host, self.boot, self.space) != (here.host, here.boot, here.space):
@@ -89,9 +89,9 @@ def flock(file: int) -> bool:
 def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
     """Context manager that holds the lock of an open file.
 
-    `file`: file descriptor. `beside`: the lock file that is created if the file system has no flock. `here`: this
-    process. A flock is held until the file is closed, a lock file until the end of the block. Raises Taken if another
-    process holds the lock.
+    `file`: file descriptor. `beside`: the lock file that is created if the file system has no flock. `here`: the
+    calling process. A flock is held until the file is closed, a lock file until the end of the block. Raises Taken if
+    another process holds the lock.
     """
     try:
         locked = flock(file)

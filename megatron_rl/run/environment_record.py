@@ -1,4 +1,4 @@
-"""Records versions, commits and digests of a run's starts in RUN/environment.json."""
+"""Records package versions, git commits and input digests of each start of a run in RUN/environment.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_rl.run.run_directory import RunDirectory
 
 FILE = "environment.json"
 GIT_S = 10.0  # time limit of a git command in seconds
-OF_ONE_START = ("started", "host", "command")  # entries that are not compared with those of the start before
+OF_ONE_START = ("started", "host", "command")  # entries that are ignored when two starts are compared
 
 
 def packages() -> dict[str, str]:
@@ -52,7 +52,7 @@ def commit_of(directory: Path) -> str | None:
 
 
 def record_start(directory: RunDirectory, inputs: Mapping[str, Mapping[str, Any]], devices: Sequence[str]) -> None:
-    """Adds this start to environment.json, unless its environment is that of the newest start in it.
+    """Adds this start to environment.json, unless the environment equals that of the newest start in the file.
 
     `inputs`: the inputs of the run with their digests (see InputRecord.inputs). `devices`: names of the GPUs.
     """
@@ -73,5 +73,5 @@ def record_start(directory: RunDirectory, inputs: Mapping[str, Mapping[str, Any]
     with contextlib.suppress(OSError, *UNREADABLE):  # the file is not there, or damaged
         starts = [one for one in read_json(file) if isinstance(one, dict)]
     if not starts or any(starts[-1].get(name) != now[name] for name in now.keys() - OF_ONE_START):
-        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere
+        with contextlib.suppress(OSError):  # e.g. a full disk, which other writes report
             write_json(file, [*starts, now])

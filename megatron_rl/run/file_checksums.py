@@ -79,7 +79,7 @@ def keep(directory: Path, found: Mapping[str, str]) -> None:
 
 
 def wrong_of(directory: Path) -> list[str]:
-    """Returns an error message for each file that differs from its line in SHA256SUMS, or if SHA256SUMS is damaged.
+    """Returns an error message for each file that differs from its line in SHA256SUMS, or for each damaged line.
     Returns [] if there is no SHA256SUMS."""
     file = directory / SUMS
     if not file.is_file():

@@ -58,9 +58,9 @@ def tell_changes(
 ) -> dict[str, Input]:
     """Reads the inputs of a command (files and models), records them in `file`, and returns them.
 
-    Prints the inputs that have changed since an earlier run of the command that was interrupted.
+    Prints the inputs that have changed since an earlier, interrupted run of the command.
 
-    `begun`: whether an earlier run of the command has made a part of its results.
+    `begun`: whether an earlier run of the command has made a part of the results.
     `what`: name of the results for messages, such as "samples".
     """
     record = InputRecord(file, done=f"a part of the {what}" if begun else None, accept=True)

@@ -20,7 +20,7 @@ RESUME = (
 
 
 class DiskError(RuntimeError):
-    """A file of a run cannot be written. The message names the file, the reason and what to do."""
+    """Raised when a file of a run cannot be written. The message names the file, the reason and what to do."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def append(path: Path, line: bytes) -> None:
 def each(path: Path, take: Callable[[Any], object]) -> str | None:
     """Calls `take` with the value of each line of a JSON Lines file, in order. Only one line is in memory at a time.
 
-    Returns a message about the skipped lines, or None if no line was skipped. Skipped are lines that are not JSON,
-    lines for which `take` raises one of UNREADABLE, and a last line without a line end. Empty lines are ignored. A
-    missing file has no lines.
+    Returns a message about the skipped lines, or None if no line was skipped. These lines are skipped: lines
+    that are not JSON, lines for which `take` raises one of UNREADABLE, and a last line without a line end. Empty lines
+    are ignored. A missing file has no lines.
     """
     if not path.exists():
         return None

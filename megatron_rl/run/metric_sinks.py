@@ -23,7 +23,7 @@ HELPS = {  # {name of a Prometheus metric without its prefix: its HELP text}
     "speed": "rates of the newest update, and seconds of its parts",
     "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
 }
-_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # Python's text of a float: the text in Prometheus's format
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # {repr of a float in Python: its text for Prometheus}
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -209,7 +209,7 @@ def configured_sinks(
 ) -> list[Sink]:  # fmt: skip
     """Returns the sinks that the settings enable.
 
-    `logs`: directory of their files. `config`: the run's complete config as plain values, for Weights & Biases.
+    `logs`: directory of the sinks' files. `config`: the run's complete config as plain values, for Weights & Biases.
     `first_iteration`: the iteration at which a resumed run continues. `say`: function that shows a message to the user,
     such as the address of the Prometheus sink.
     """

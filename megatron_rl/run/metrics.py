@@ -36,10 +36,11 @@ Value = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(va
 class MetricsRow:
     """One line of metrics.jsonl."""
 
-    # Index of the iteration over all roles, from 0 (SFT: of the optimizer step). For an evaluation: number of completed
-    # iterations.
+    # Index of the iteration, from 0, counted over all roles. In SFT: index of the optimizer step.
+    # In a line of an evaluation: number of completed iterations.
     iteration: StrictInt
-    # Index of the recipe's cycle, from 0 (SFT: of the optimizer step). For an evaluation: number of begun cycles.
+    # Index of the recipe's cycle, from 0. In SFT: index of the optimizer step.
+    # In a line of an evaluation: number of cycles that have begun.
     cycle: StrictInt
     scope: StrictStr  # origin of the metrics: a role, "eval", "sft", ...
     time: dict[str, Value]  # {phase: seconds}
@@ -68,7 +69,8 @@ _ROW = TypeAdapter(MetricsRow)
 def unlearned(iterations: Mapping[str, int], updates: Mapping[str, float]) -> list[str]:
     """Returns a sentence for each trained role that had iterations but no update.
 
-    `iterations`: {role: number of iterations}. `updates`: {trained role: metric `update` of its last line}.
+    `iterations`: {role: number of iterations}. `updates`: {trained role: value of the metric `update` in the role's
+    last line}.
     """
     return [
         f"{role} never learned: {iterations[role]} iterations and no update."
@@ -131,12 +133,13 @@ class Tracker:
         self.path = path
         self.failures: dict[str, int] = {sink.name: 0 for sink in sinks}
         self._sinks = list(sinks)
-        self._opened: list[Sink] | None = None  # None before the first line, at which the sinks are opened
+        self._opened: list[Sink] | None = None  # None until the first line opens the sinks
         self._warned: set[str] = set()  # metrics for which a warning about a non-finite value was logged
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
-        """Appends one line. Metrics with the prefix `seconds/` go into its field `time`, with `speed/` into `speed`.
+        """Appends one line. Metrics with the prefix `seconds/` go into the line's field `time`, and metrics with the
+        prefix `speed/` into the field `speed`.
 
         Raises TypeError if a value is not a number, and DiskError if the line cannot be written.
         """
@@ -170,8 +173,8 @@ class Tracker:
         self._each(lambda sink: sink.show(iteration, scope, samples))
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Passes the function that returns the state of each engine server to the sinks, which call it from any
-        thread."""
+        """Passes a function to the sinks, which may call the function from any thread. The function returns the state
+        of each engine server, {server: {name: value}}."""
         for sink in self._sinks:
             sink.watch(loads)
 

@@ -17,7 +17,7 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
     """Makes Linux send this process the signal `number` when the thread that started it ends. No-op on other systems.
 
     The function is called in the new process. `parent`: process id of the parent; if the parent has ended already, the
-    signal is sent at once. The setting is kept by exec.
+    signal is sent at once. The setting survives exec.
     """
     if sys.platform != "linux":
         return

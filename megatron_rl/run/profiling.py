@@ -1,4 +1,4 @@
-"""Traces of chosen iterations by torch's profiler, and what holds a GPU's memory when it runs out."""
+"""Writes traces of chosen iterations with torch's profiler, and reports what occupies GPU memory when it runs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @contextlib.contextmanager
 def profiled(settings: Profile, directory: Path, *, iteration: int, rank: int) -> Iterator[None]:
-    """Context manager that writes a trace of its block to RUN/profiles, if `settings` choose the iteration and the
+    """Context manager that writes a trace of its block to RUN/profiles, if `settings` select the iteration and the
     rank. Stages of the iteration are ranges in the trace (timing.named_range).
     """
     if iteration not in settings.iterations or rank not in settings.ranks:
@@ -37,7 +37,7 @@ def memory_explained(
     """Context manager for a block that may run out of GPU memory. Adds a list of what occupies the memory to the error
     message, and writes a snapshot of torch's allocator to RUN/profiles.
 
-    `owners`: by role, a function that returns the bytes on the GPU of its parts, such as {"optimizer state": 1024}.
+    `owners`: {role: function that returns the role's bytes on the GPU, such as {"optimizer state": 1024}}.
     """
     try:
         yield

@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class RunError(ConfigError):
-    """A run cannot start in its directory. The message gives the reason and what to do."""
+    """Raised when a run cannot start in its directory. The message gives the reason and what to do."""
 
 
 class RunBusy(RuntimeError):
-    """Another process is using the run directory, so that this process cannot use it."""
+    """Raised when another process is using the run directory."""
 
 
 class RunDirectory:
@@ -84,7 +84,7 @@ class RunDirectory:
             return {}
 
     def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes `values` to summary.json, whose other keys stay, and returns the new content."""
+        """Writes `values` to summary.json, without changing its other keys, and returns the new content."""
         merged = {**self.read_summary(), **values}
         write_json(self.summary, merged)
         return merged
@@ -166,7 +166,7 @@ def _set_aside(run: Path) -> Path:
     for name in (*written, f"logs/{WANDB_ID}"):
         if (run / name).exists():
             os.rename(run / name, place / Path(name).name)
-    # Config.yaml is moved last, so that an interrupted move is repeated at the next start
+    # The file config.yaml is moved last, so that an interrupted move is repeated at the next start
     os.rename(run / "config.yaml", place / "config.yaml")
     return place
 
@@ -176,7 +176,8 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
     """Context manager that locks the run directory for this process. The lock is released if the process is killed.
 
     `job`, `restart`: id and restart count of the process's Slurm job. Raises RunBusy if another process still holds the
-    lock after ENDING_S seconds. Two trainers would write the same files and send different weights to the same engines.
+    lock after ENDING_S seconds. Without the lock, two trainers could write
+    the same files and send different weights to the same engines.
     """
     directory.mkdir(parents=True, exist_ok=True)
     here, until = directory_lock.own_name(job, restart), time.monotonic() + ENDING_S
@@ -201,7 +202,8 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
 def config_changes(old_text: str, new_text: str) -> list[str]:
     """Returns `key: old -> new` for every setting that differs between two YAML configs, except FREE_KEYS.
 
-    The new value `auto` of rollouts.max_staleness equals any old value, because a run keeps the number that was chosen.
+    The new value `auto` of rollouts.max_staleness counts as equal to any old value, because a resumed run keeps the
+    number that was chosen at the first start.
     """
     try:
         old, new = (flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
