@@ -43,10 +43,10 @@ def grade_file(
     """Grades the completions in a file of JSON lines {"id", "answer", "completion"}, and returns a summary.
 
     The summary has `rows` (number of rows), `accuracy` (share of correct rows), `reward` (mean score) and `outcomes`
-    (count of each outcome). It is written to summary.json in `directory`. The file graded.jsonl there has a row {"id",
-    "score", "outcome"} for each row of the source, in the same order. `outcome` is "score", "timeout", "error" or
-    "bad_row"; rows with the last three have the score 0.0 and an error message `detail`. Additional fields of a row are
-    passed to the grader.
+    (count of each outcome). It is written to summary.json in `directory`. The file graded.jsonl in `directory` has a
+    row {"id", "score", "outcome"} for each row of the source, in the same order. `outcome` is "score", "timeout",
+    "error" or "bad_row"; rows with the last three have the score 0.0 and an error message `detail`. Additional fields
+    of a row are passed to the grader.
 
     Rows in graded.jsonl from an interrupted run are kept; an incomplete last line is graded again. `say` is called
     with the number of graded rows after every chunk. Raises ConfigError if graded.jsonl has the grades of other rows,

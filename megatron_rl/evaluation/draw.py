@@ -1,4 +1,4 @@
-"""Converts problems to prompts, and draws completions from an engine with keys that the caller chooses."""
+"""Converts problems to prompts, and samples completions from an engine for requests with given keys."""
 
 from __future__ import annotations
 

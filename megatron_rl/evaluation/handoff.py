@@ -1,11 +1,11 @@
-"""Hand-off: two models generate one answer in turns, and it is graded as one text (the protocol of Tandem RL's release,
-arXiv 2606.28166).
+"""Hand-off: two models generate one answer in turns, and the answer is graded as one text. This is the protocol of
+Tandem RL's release (arXiv 2606.28166).
 
 The first model begins. A turn ends after a double newline, which stays in the text; then the other model continues from
 the prompt and the text so far. The two models share the token budget. A chain, which is one such answer, ends when the
 budget is used up, when a turn is cut by length, when a turn stops for any reason other than the double newline, or
-after `max_rounds` rounds of one turn of each model (eval/handoff.py of the release, run_all_rounds). The engine's key
-of a turn is 1000 * problem index + sample index + number of tokens generated so far.
+after `max_rounds` rounds of one turn of each model (eval/handoff.py of the release, run_all_rounds). The key of
+a turn's request to the engine is 1000 * problem index + sample index + number of tokens generated so far.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Evaluates a verifier on solutions with known errors: ProcessBench, outcome and step verdicts, calibration of votes,
-and right rejections for a wrong reason."""
+and rejections for a wrong reason."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def reading(text: str, num_steps: int) -> Sample:
 
 
 def vote(predictions: Sequence[int | None]) -> int | None:
-    """Returns the most frequent prediction. In a tie, returns the smallest. Predictions of None are ignored; returns
-    None if there are no others."""
+    """Returns the most frequent prediction. In a tie, returns the smallest. Predictions of None are ignored. Returns
+    None if all predictions are None."""
     counts = Counter(p for p in predictions if p is not None)
     most = max(counts.values(), default=0)
     return min((p for p, count in counts.items() if count == most), default=None)
@@ -117,9 +117,9 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[s
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
-    """Returns the metrics of ProcessBench (arXiv 2412.06559): accuracy on solutions with an error (which must be found
-    at the right step), accuracy on solutions without an error, and f1, the harmonic mean of both. `suffix`: end of the
-    metrics' names."""
+    """Returns the metrics of ProcessBench (arXiv 2412.06559): accuracy on solutions with an error (the verifier must
+    find the first wrong step), accuracy on solutions without an error, and f1, the harmonic mean of both. `suffix`:
+    end of the metrics' names."""
 
     def accuracy(rows: np.ndarray, of: bool) -> float | None:
         chosen = hits[rows][wrong[rows] == of]
@@ -140,8 +140,8 @@ def _outcomes(rows: Sequence[Sample]) -> Confusion:
 
 
 def located_when_rejected(rows: Sequence[Sample]) -> float | None:
-    """Returns, of the wrong solutions that the verifier rejected, the share in which it also found the first wrong
-    step. Returns None if it rejected no wrong solution.
+    """Returns the share of the rejected wrong solutions in which the verifier found the first wrong step. Returns None
+    if the verifier rejected no wrong solution.
 
     A low share means that the verifier rejects wrong solutions for wrong reasons.
     """
@@ -165,7 +165,7 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
     return step_confusion(verdicts, labels)
 
 
-# Name of a metric -> function that computes it from all samples of a list of solutions.
+# Name of a metric -> function that computes the metric from the samples of several solutions.
 _STATISTICS: Mapping[str, Callable[[Sequence[Sample]], float | None]] = {
     "outcome_accuracy": lambda rows: _outcomes(rows).accuracy,
     "outcome_correct_accuracy": lambda rows: _outcomes(rows).correct_accuracy,

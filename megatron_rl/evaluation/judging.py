@@ -1,4 +1,4 @@
-"""Asks a model for judgements: a verifier in training, or a frozen or served judge."""
+"""Asks a model for judgements. The model is a verifier in training, or a frozen or served judge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Question(Generic[Item, Opinion]):
 class Judgement(Generic[Item, Opinion]):
     """One answer in which a model judges one item, such as a solution."""
 
-    key: int  # key with which the caller requested the item
+    key: int  # key with which the caller requested the judgement
     item: Item
     opinion: Opinion
     prompt: Prompt
@@ -59,7 +59,7 @@ class Judging(Generic[Item, Opinion]):
     def __init__(
         self, engine: Engine, tokenizer: Any, sampling: Sampling, question: Question[Item, Opinion]
     ) -> None:  # fmt: skip
-        """`sampling.n`: number of judgements of each item."""
+        """Opens a session of the engine. `sampling.n`: number of judgements of each item."""
         self._engine, self._tokenizer, self._sampling, self._question = engine, tokenizer, sampling, question
         self._asked: dict[int, tuple[Item, Prompt]] = {}
         self.session = engine.session()

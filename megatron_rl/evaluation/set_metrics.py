@@ -1,4 +1,4 @@
-"""Computes metrics from samples: for each set, with intervals over problems, and as the equal-weight mean over sets."""
+"""Computes metrics from samples: per problem set, with bootstrap intervals, and as equal-weight means over all sets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MACRO = "mean over sets"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetMetrics:
-    """The metrics of one measure on one problem set. `values`: for each metric that is a mean over the P problems, its
-    [P] values."""
+    """The metrics of one measure on one problem set. `values`: {metric: [P] values, one for each problem}, for metrics
+    that are means over the P problems."""
 
     name: str
     title: str
@@ -36,8 +36,8 @@ class SetMetrics:
 
 
 def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetMetrics:
-    """Returns the metrics of one measure on the problem set `name`, whose samples must be complete. `title`: the set's
-    name in tables. `ks`: the values of k for pass@k."""
+    """Returns the metrics of one measure on the problem set `name`. All samples of the set must exist. `title`: the
+    set's name in tables. `ks`: the values of k for pass@k."""
     groups = samples.rows(name, measure)
     rows = [row for group in groups for row in group]
     values: dict[str, list[float]] = {}

@@ -11,7 +11,7 @@ from megatron_rl.data.problems import Problem
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
 from megatron_rl.training.prompts import read_set
 
-# default prompt templates of sets that are no benchmarks: for problems to solve, and for solutions to judge
+# default prompt templates of sets that are not benchmarks, for problems to solve and for solutions to judge
 GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"
 
 

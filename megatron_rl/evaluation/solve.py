@@ -1,4 +1,4 @@
-"""Draws a generator's answers to the problems of a set, grades them and, if there is a verifier, weights them by it."""
+"""Samples and grades a generator's answers to the problems of a set. A verifier, if given, weights the answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
 
 def decoded(tokenizer: Any, pairs: Sequence[tuple[Tokens, Completion]]) -> list[str]:
     """Returns the texts of completions, without special tokens, for pairs (prompt, completion). A text begins with
-    <think> if its prompt ends with it; see `thought_opening`.
+    <think> if the prompt ends with <think>; see `thought_opening`.
     """
     return [
         thought_opening(tokenizer, prompt) + str(tokenizer.decode(c.tokens, skip_special_tokens=True))

@@ -103,8 +103,8 @@ def best_of_n(scores: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Returns the mean over problems with its bootstrap interval. `values`: [P] values, one for each problem, not
-    empty."""
+    """Returns the mean over problems with its bootstrap interval. `values`: [P] values, one for each problem; must
+    not be empty."""
     return macro_interval([values], seed=seed, resamples=resamples)
 
 
@@ -123,7 +123,7 @@ def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples:
 def bootstrap(
     count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Returns a statistic of `count` problems with its bootstrap interval; None if the statistic is not defined for the
+    """Returns a statistic of `count` problems with its bootstrap interval; None if the statistic is undefined for the
     problems.
 
     `statistic`: function of an array of `count` problem indices. It returns None for resamples for which the statistic

@@ -1,5 +1,5 @@
-"""Estimates a verifier's confidence in a solution: the share of its votes that call the solution correct, or its
-probability of the answer yes.
+"""Estimates a verifier's confidence in a solution: the share of its votes that call the solution correct, or the
+probability that the verifier assigns to the answer yes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.text import decode
 
-Asked = tuple[str, str]  # (question, solution), of which the verifier judges the solution
+Asked = tuple[str, str]  # (question, solution); the verifier judges the solution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Weigher:
     answers: tuple[str, str] | None = None  # texts of the answers (yes, no), whose probabilities replace votes
 
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
-        """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}; with `answers`,
-        the probabilities of `probabilities`.
+        """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}. If the field
+        `answers` is set, returns the result of `probabilities` instead.
 
         A vote that cannot be parsed is not counted as CORRECT. If the context has no space for a vote, the share is 0.
         """
