@@ -29,7 +29,7 @@ from megatron_rl.weights.safetensors_headers import read_directory
 
 # JSON files of a checkpoint directory that are not copied with a model's config and tokenizer
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
-EMPTY = [None]  # value that Megatron-core saves as the extra state of a module that has none
+EMPTY = [None]  # value that Megatron-core saves for a module without extra state
 LOGITS = 1e-3  # tolerance for float32 logits: largest difference relative to the largest logit
 MERGED = 1e-5  # tolerance for merged float32 weights: largest difference relative to a tensor's largest element
 
@@ -89,9 +89,9 @@ def to_megatron(
 ) -> None:
     """Writes a Hugging Face directory as a Megatron distributed checkpoint, together with its config and tokenizer.
 
-    The checkpoint has no optimizer state. Megatron-core can load it under any layout. Raises ConfigError if `source` is
-    not a Hugging Face directory, if `target` exists, if there is too little disk space, if a tensor has non-finite
-    values, or if a comparison fails.
+    The checkpoint has no optimizer state. Megatron-core can load the checkpoint under any layout. Raises ConfigError if
+    `source` is not a Hugging Face directory, if `target` exists, if there is too little disk space, if a tensor has
+    non-finite values, or if a comparison fails.
     """
     if source.checkpoint is not None:
         raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
@@ -140,7 +140,7 @@ def _parameter(
     source: WeightSource, sizes: Sizes, tensors: hf_model.DirectoryTensors, name: str, dtype: torch.dtype | None
 ) -> Tensor:
     """Returns one whole Megatron parameter, built from Hugging Face tensors, without vocabulary padding. Raises
-    ConfigError if it has non-finite values."""
+    ConfigError if the parameter has non-finite values."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
         _finite(source, tensor, tensors.whole(tensor))

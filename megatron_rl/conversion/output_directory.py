@@ -1,5 +1,4 @@
-"""Creates the output directory of a conversion, which appears only when it is complete, and copies a model's side
-files."""
+"""Creates the output directory of a conversion atomically, and copies a model's side files (config and tokenizer)."""
 
 from __future__ import annotations
 
@@ -124,11 +123,12 @@ def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -
 
 
 def describe_head(folder: Path, head: Head | None) -> None:
-    """Makes the config.json of a written model name the class of transformers that loads the model with its head: a
-    token classifier for values, or a sequence classifier for scores. No-op without a head.
+    """Writes to a model's config.json which class of transformers loads the model with its head: a token classifier for
+    a value head, or a sequence classifier for a score head. No-op without a head.
 
-    Both classes load the files of either head. transformers has no token classifiers of some families, whose values are
-    then loaded as a sequence classifier. A sequence classifier finds the last token of padded rows by `pad_token_id`.
+    Each of the two classes can load both kinds of heads. If transformers has no token classifier for the model's
+    family, a value head is loaded as a sequence classifier too. If `pad_token_id` is missing, it is set as well,
+    because a sequence classifier needs it to find the last token of padded rows.
     """
     if head is None:
         return

@@ -63,8 +63,7 @@ def logits_gap(checkpoint: Path, model: Path, head: Head | None = None) -> tuple
 
 
 def merged_by_peft(base: Path, adapter: Path, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Returns the float32 tensors of a model into which peft has merged an adapter, under the names of the model's
-    files."""
+    """Merges an adapter into a model with peft. Returns {name in the model's weight files: merged float32 tensor}."""
     from peft import PeftModel  # imported late: only this function needs peft
 
     model = _transformers_class(sizes.head).from_pretrained(base, dtype=torch.float32, num_labels=sizes.outputs)

@@ -145,8 +145,8 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
 def _write(
     writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
 ) -> None:
-    """Writes the pieces of the tensor `whole`, with vocabulary padding. `what`: (prefix of an optimizer state, or ""
-    for the weight itself; name of the parameter; pieces)."""
+    """Writes the pieces of the tensor `whole`, with vocabulary padding. `what`: (prefix, name of the parameter,
+    pieces). The prefix names the optimizer state that is written; "" means the weight itself."""
     prefix, name, cuts = what
     matrix = whole if whole.dim() > 1 else whole[:, None]
     shape = stored_shape(sizes, name, tp)

@@ -29,7 +29,7 @@ class WeightSource:
     with the directory of the model that the role was initialized from."""
 
     path: Path
-    given_model: Path | None  # directory with config.json and tokenizer; None: found by the run's config.yaml
+    given_model: Path | None  # directory with config.json and tokenizer; None: looked up in the run's config.yaml
     checkpoint: DistCheckpoint | None  # None for a Hugging Face directory
     adapter: Path | None = None  # directory of an adapter that is merged into the weights at `path`
 
@@ -48,8 +48,8 @@ class WeightSource:
     def head(self) -> Head | None:
         """Returns what the model's head computes, or None if the weights are those of a language model.
 
-        The tensors tell whether there is a head. What it computes is told by the model's config.json, or by the run's
-        config.yaml; "value" if neither tells.
+        Whether there is a head follows from the tensors. What the head computes follows from the run's config.yaml, or
+        else from the model's config.json. If neither file says it, the result is "value".
         """
         if self.checkpoint is not None:
             headed = bool(has_head(self.checkpoint))
@@ -77,7 +77,7 @@ class WeightSource:
         return lora_adapters.merged(found, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns (shape, dtype) of every stored tensor by name. For a checkpoint, the names are Megatron's and include
+        """Returns {name: (shape, dtype)} of every stored tensor. For a checkpoint, the names are Megatron's and include
         the optimizer state."""
         if self.checkpoint is not None:
             found = self.checkpoint.shapes.items()
