@@ -1,1 +1,1 @@
-"""Graders of answers, parsers of tags and verdicts (pure functions on text), and a pool of grading processes."""
+"""Reward functions that grade answers, parsers of tags and verdicts in texts, and a pool of grading processes."""

@@ -21,9 +21,9 @@ _DROPPED = re.compile(
 
 
 def answer_key(response: str) -> str | None:
-    """Returns the normal form of the answer in a response, so that equal answers have equal keys.
+    """Returns the normal form of the answer in a response as a key, so that equal answers have equal keys.
 
-    Returns None if the response has neither a `\\boxed{}` nor an `<answer>` block nor a number.
+    Returns None if the answer is empty, or if the response has no `\\boxed{}`, no `<answer>` block and no number.
     """
     found = boxed(response)
     if found is None and "<answer>" not in response:

@@ -1,7 +1,7 @@
 """Grades answers to questions about the input or the output of a Python function (CRUXEval).
 
-Model output is parsed as Python literals and never run. To grade an input, the function of the data set is run on it
-in the sandbox.
+Model output is parsed as Python literals and never run. To grade an input that a model states, the problem's function
+is run on this input in the sandbox.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 from megatron_rl.rewards.tags import answer_text
 
 MAX_CHARACTERS = 10_000  # maximum number of characters of an answer; longer answers are ignored
-_NO_LITERAL = object()  # sentinel value of a text that is not a Python literal
+_NO_LITERAL = object()  # sentinel that `_literal` returns for a text that is not a Python literal
 
 
 def grade_output(response: str, payload: Mapping[str, Any]) -> float:
@@ -33,8 +33,8 @@ def grade_input(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 if the function `f` in the code payload["code"] returns payload["answer"] for the arguments that the
     response states, else 0.0.
 
-    Raises SandboxFailure if `f` does not even return payload["answer"] for the known arguments payload["input"],
-    because the model is then not the cause.
+    If `f` does not even return payload["answer"] for the known arguments payload["input"], raises SandboxFailure,
+    because the response is then not the cause of the failure.
     """
     settings = SandboxSettings(timeout_s=3.0)
     known = str(payload["answer"])
@@ -57,10 +57,10 @@ def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str,
 
 
 def _stated_answers(response: str) -> list[str]:
-    r"""Returns the possible readings of the answer in a response: the content of the last \boxed{}, with and without
-    LaTeX escapes.
+    r"""Returns up to two readings of the answer in a response: the content of the last \boxed{}, unchanged and with
+    LaTeX escapes removed.
 
-    Without a box, the content of the last <answer> block is used. Answers over MAX_CHARACTERS are left out.
+    Without a box, the content of the last <answer> block is used. Readings longer than MAX_CHARACTERS are left out.
     """
     found = (answer_text(response) or "").strip().strip("`").strip()
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):
@@ -71,7 +71,7 @@ def _stated_answers(response: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
-    """Returns the value of a Python literal; _NO_LITERAL for any other text."""
+    """Returns the value of a text that is a Python literal, and _NO_LITERAL for any other text."""
     try:
         with warnings.catch_warnings(action="ignore"):  # hides warnings about invalid escape sequences in the text
             return ast.literal_eval(text.strip())

@@ -1,17 +1,17 @@
 """Grades programs by running them on test cases, as APPS, TACO, LiveCodeBench and PRIME (verl's `prime_code`) do.
 
 The program is the last code block of a response. It runs in the sandbox (sandbox.py), once for each case. A case has
-either a standard input and the expected printed output, or the arguments of a function and its expected value. A
-payload has the cases in one of these formats, as JSON texts or as parsed JSON values:
+either a standard input and the expected printed output, or the arguments of a function and its expected value. The
+payload (a problem's data) has the cases in one of these formats, as JSON texts or as parsed JSON values:
 
 - `input_output` (APPS, TACO), or `answer` (PRIME's data in verl, where it is `reward_model.ground_truth`):
   `{"inputs": [...], "outputs": [...], "fn_name": "name"}`. Without `fn_name`, inputs and outputs are texts, or lists of
   lines. With `fn_name`, an input is a list of arguments, and an output is the value or a list of one value. In PRIME's
-  data both are texts instead: an input has one JSON value a line for each argument, and an output is one JSON value.
+  data both are texts instead: each line of an input is one argument as JSON, and an output is one JSON value.
 - `public_test_cases` and `private_test_cases` (LiveCodeBench), or only one of them:
   `[{"input": ..., "output": ..., "testtype": "stdin"}, ...]`. With the testtype "functional", input and output are
-  JSON texts as above, and the function's name is `func_name` in `metadata`. Private test cases may be packed as on the
-  hub (base64, zlib, a pickled text).
+  texts as in PRIME's data, and the function's name is `func_name` in `metadata`. Private test cases may be packed as
+  in the data set on the Hugging Face hub: a JSON text that is pickled, compressed by zlib and encoded in base64.
 
 Printed text is compared as in LiveCodeBench (lcb_runner/evaluation/testing_util.py, grade_stdio): whitespace at the
 ends of the text and of its lines is ignored, and two different lines are equal if all their words are equal decimal
@@ -48,7 +48,7 @@ _PYTHON = ("python", "python3", "py")
 _MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
             "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
 # Imports that LiveCodeBench puts before every program, because LeetCode programs have no imports.
-# This module puts these imports only before programs that fail without them.
+# This module puts LiveCodeBench's imports only before programs that fail without them.
 IMPORTS = "".join(
     [
         *(f"from {name} import *\n" for name in (*_MODULES, "builtins", "typing")),
@@ -75,12 +75,12 @@ def grade(
     total_s: float = 4.0,
     tolerance: float = 0.0,
 ) -> float:
-    """Returns 1.0 if the code in `response` passes all test cases, else 0.0. Stops at the first failed case.
+    """Returns 1.0 if the code in `response` passes all test cases, else 0.0. Stops at the first failed case. With
+    `share`, runs all cases and returns the share of the cases that the code passes.
 
-    `share`: run all cases and return the share of the cases that the code passes. `timeout_s`: time limit in seconds
-    for one case. `total_s`: time limit in seconds for all cases together; `reward.timeout_s` must be at least one
-    second longer. `tolerance`: maximum difference of a number from the expected number, relative to the expected number
-    if its absolute value is above 1, otherwise absolute.
+    `timeout_s`: time limit in seconds for one case. `total_s`: time limit in seconds for all cases together;
+    `reward.timeout_s` must be at least one second longer. `tolerance`: maximum absolute difference between a number and
+    the expected number; if the expected number has an absolute value above 1, the maximum relative difference.
 
     If the time `total_s` is over and the code itself used at least half of it, the remaining cases fail. If the code
     used less, raises SandboxFailure, because the machine was too slow to grade the code. Raises ValueError for a
@@ -147,8 +147,8 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
-    """Returns whether a program printed the expected text. Ignores spaces at the ends of lines and different formats of
-    numbers."""
+    """Returns whether a program printed the expected text. Ignores whitespace at both ends of each line, and accepts
+    equal numbers in different formats, such as 1 and 1.0."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
     return len(ours) == len(theirs) and all(
         one == other or _same_numbers(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
@@ -228,7 +228,7 @@ def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the parsed value of a JSON text, or of a text that is packed in LiveCodeBench's format.
+    """Returns the parsed value of a JSON text, which may be packed as in LiveCodeBench (pickle, zlib and base64).
 
     A value that is not a text, and the empty text, are returned unchanged.
     """

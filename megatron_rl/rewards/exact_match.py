@@ -20,7 +20,8 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 def grade(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 if the last <answer> block of the response is one of the known answers, else 0.0.
 
-    The known answers are payload["answers"], a text or a list of texts; if it is missing, payload["answer"].
+    The known answers are payload["answers"], a text or a list of texts. Without this key, the only known answer is
+    payload["answer"].
     """
     known = payload.get("answers")
     known = [payload["answer"]] if known is None else [known] if isinstance(known, str) else known

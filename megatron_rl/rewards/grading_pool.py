@@ -1,6 +1,6 @@
 """Runs a reward function in worker processes with a memory limit, and kills a worker that exceeds the time limit.
 
-Every failure is counted.
+Failed gradings are counted, and too many of them stop the run (`check_failures`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from megatron_rl.rewards import reaper
 from megatron_rl.rewards.grading_worker import APART, TOGETHER
 from megatron_rl.types import Outcome
 
-# number of gradings of a call, spread evenly over its items, that must finish before the other gradings start
+# number of items, spread evenly over a call of `GradePool.grade`, that are graded before the call's other items
 FIRST = 8
 CHUNK = 16  # maximum number of responses that are sent to a worker at once
 START_TIMEOUT_S = 120.0  # time limit in seconds for a worker process to import the reward function's module
-# maximum number of consecutive failed starts of worker processes, once a worker has started successfully
+# The pool gives up after this many consecutive failed starts of workers, if any worker has ever started successfully.
 START_TRIES = 4
 START_PAUSE_S = 1.0  # pause in seconds between two attempts to start a process
 RECEIVED_BYTES = 1 << 16  # maximum number of bytes of one read from the socket to a worker process
 # time limit in seconds for a worker's parent process (reaper.py) to end all processes that the worker started
 END_S = 10.0
 PACKAGE = Path(reaper.__file__).parents[1]
-START = (  # only megatron_rl is imported from PACKAGE; other modules are found along the sys.path that the pool sends
+START = (  # this search path is only used to import megatron_rl; the pool sends the sys.path for all other imports
     f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.reaper import main; "
     "sys.path.pop(); main()"
 )
 
 
 class RewardFailure(RuntimeError):
-    """The reward function cannot be imported, or so many of its gradings fail that the other scores should not be
-    trained on."""
+    """Raised when the reward function cannot be imported, or when so many gradings fail that the remaining scores
+    should not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ class Graded:
     """The result of grading one response. `score` is only valid if the outcome is SCORE. `detail` is the error message
     of a failed grading.
 
-    `cut_off`: the grading was ended by the time limit, the memory limit or the death of its worker. `excused`: the
-    failure is not counted as a failure of the reward function, because the function grades the problem's known answer
-    as correct. `repeated`: the first grading of the response failed, and this is the result of a second grading.
+    `cut_off`: whether the grading was ended by the time limit, the memory limit or the death of the worker process.
+    `excused`: whether the failure is not counted as a failure of the reward function, because the function grades the
+    problem's known answer as correct. `repeated`: whether the first grading of the response failed, and this object is
+    the result of a second grading.
     """
 
     outcome: Outcome
@@ -74,7 +75,7 @@ class Graded:
 
     @property
     def failed(self) -> bool:
-        """Returns whether the grading failed for a reason that the response did not cause."""
+        """Returns whether the grading has no score, and the response is not known to be the cause (`excused`)."""
         return self.outcome is not Outcome.SCORE and not self.excused
 
     @property
@@ -84,24 +85,24 @@ class Graded:
 
 
 class _Worker:
-    """One of the pool's workers: a process, which is replaced when it ends, and the thread that talks to the process.
+    """A worker of the pool: a process, which is replaced when it ends, and a thread that communicates with the process.
 
-    The thread lives as long as the worker, because Linux ends the worker's parent process (reaper.py) when the thread
-    that started the parent process ends.
+    The thread lives as long as the worker. On Linux, the process's parent (reaper.py) ends when the thread that started
+    the parent ends.
     """
 
     def __init__(self, task: bytes) -> None:
-        """`task`: the pickled first message to the process, see grading_worker.py."""
+        """`task`: the pickled first message to the process, which names the reward function (see grading_worker.py)."""
         self.thread = ThreadPoolExecutor(1, "reward-worker")
-        # the parent process (reaper.py), which kills the worker's processes and ends with the worker's exit status
+        # the worker's parent process (reaper.py): kills the worker's processes and ends with the worker's exit status
         self.process: subprocess.Popen[bytes] | None = None
         self.ready = False  # whether the process has imported the reward function
-        # whether the function grades all held items in one call, so that a crash cannot be attributed to one item
+        # whether the function grades a whole chunk of items in one call; a crash then has no known item as its cause
         self.together = False
         self.closed = False
         self._task = task
         self._files = contextlib.ExitStack()  # the open socket to the process
-        self._heard = b""  # bytes that the process sent and `hear` has not returned
+        self._heard = b""  # bytes that were received from the process and not yet returned by `hear`
         self._lock = threading.Lock()  # held while a process is started
 
     @property
@@ -116,13 +117,13 @@ class _Worker:
         with self._lock:
             if self.closed:
                 raise RewardFailure("the pool of reward workers was closed")
-            if self.alive:  # started meanwhile, at the end of an earlier call of the pool
+            if self.alive:  # the process was already started again at the end of the pool's previous call
                 return
             self._files.close()
             self._socket, other = map(self._files.enter_context, socket.socketpair())
             self.process, self.ready, self._heard = _open_process(other), False, b""
             other.close()
-        with contextlib.suppress(OSError):  # `hear` notices a process that has ended at once or does not read
+        with contextlib.suppress(OSError):  # a process that has ended or does not read is detected later, by `hear`
             self.say(self._task, START_TIMEOUT_S)
 
     def say(self, message: bytes, timeout_s: float) -> None:
@@ -131,8 +132,8 @@ class _Worker:
         self._socket.sendall(message)
 
     def hear(self, timeout_s: float) -> Any:
-        """Returns the next answer of the process. Raises TimeoutError, ConnectionError if the process has ended, and
-        ValueError if the answer is not JSON."""
+        """Returns the next message of the process, a parsed JSON line. Raises TimeoutError, ConnectionError if the
+        process has ended, and ValueError if the line is not JSON."""
         ends_at = time.monotonic() + timeout_s
         while b"\n" not in self._heard:
             if (left := ends_at - time.monotonic()) <= 0:  # the time limit also applies while the process sends bytes
@@ -145,8 +146,9 @@ class _Worker:
         return json.loads(line)
 
     def kill(self) -> int | None:
-        """Ends the process and all processes that it started, and waits for them. Returns the exit status of the
-        process, or None if no process was ever started. If the process has already ended, the status is its own."""
+        """Ends the process and all processes that it started, and waits for their end. Returns the exit status of the
+        process, or None if no process was ever started. If the process had already ended, the returned status is the
+        one with which it ended."""
         if self.process is None:
             return None
         self.process.send_signal(reaper.LEAVE)
@@ -158,7 +160,7 @@ class _Worker:
         return self.process.wait()
 
     def leave(self) -> None:
-        """Asks the process to end, without waiting for it. No other process is started after this call."""
+        """Asks the process to end, and returns without waiting. After this call, `start` raises RewardFailure."""
         with self._lock:
             self.closed = True
         if self.process is not None:
@@ -178,10 +180,11 @@ class _Call:
 
     items: Sequence[tuple[str, dict[str, Any]]]
     results: Sequence[Future[Graded]]
-    # queue of chunks; a chunk has the indices of items that are sent to a worker together. At the end of the call, the
-    # queue gets one None for each worker, which ends the work of the worker.
+    # Queue of chunks. A chunk has the indices of the items that are sent to a worker together.
+    # At the end of the call, one None for each worker is put into the queue, which ends the worker's loop.
     chunks: SimpleQueue[deque[int] | None] = field(default_factory=SimpleQueue)
-    again: set[int] = field(default_factory=set)  # items that were held by a worker that was killed from outside
+    # indices of the items that are graded a second time because their worker was killed from outside
+    again: set[int] = field(default_factory=set)
 
     def end(self, workers: int) -> None:
         for _ in range(workers):
@@ -189,7 +192,7 @@ class _Call:
 
 
 class GradePool:
-    """A pool of worker processes that run one reward function. Only one thread may call it at a time.
+    """A pool of worker processes that run one reward function. Its methods must not be called concurrently.
 
     Example: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. The workers start at the first
     call of `grade` or `start`. They import the function from this process's working directory and sys.path.
@@ -227,16 +230,16 @@ class GradePool:
         """Grades B responses and returns B results, in order. `payloads`: the data of each response's problem, such as
         the known answer.
 
-        A model may generate a response that no reward function can grade in time. If a grading is cut off, the reward
-        function is tested on the problem's known answer. If the function grades the known answer as correct, the
-        response is the cause, and `reward.cut_off` determines the result: "wrong" gives the response the lowest score,
-        "drop" leaves it a failure that is not counted.
+        A model may generate a response that no reward function can grade in time. If a grading is cut off (by the time
+        limit, the memory limit or a crash), the reward function is tested on the problem's known answer. If the
+        function grades the known answer as correct, the response is the cause, and `reward.cut_off` determines the
+        result: "wrong" gives the response the lowest score, "drop" gives it no score and does not count the failure.
 
-        A response whose grading failed for another reason is graded once more, because the cause may be gone, such as a
-        server that was down. If all of more than FIRST gradings failed, no response is graded again.
+        Any other failed grading is repeated once, because its cause may be temporary, such as a server that was down.
+        If all of more than FIRST gradings failed, no grading is repeated.
 
-        Raises RewardFailure if the function cannot be imported. Also raises RewardFailure if all of the first FIRST
-        gradings are cut off and not excused, because thousands of time-outs would take hours.
+        Raises RewardFailure if the function cannot be imported. Also raises RewardFailure if the gradings that are
+        tried first (FIRST of them) are all cut off and not excused, because thousands of time-outs would take hours.
         """
         count = len(responses)
         first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
@@ -254,8 +257,8 @@ class GradePool:
         return [found[i] for i in range(count)]
 
     def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Grades B responses. Then applies `reward.cut_off` to the gradings that a time or memory limit cut off, where
-        the known answer is graded as correct."""
+        """Grades B responses. Then applies `reward.cut_off` to each grading that a limit or a crash cut off, if the
+        reward function grades the problem's known answer as correct."""
         graded = self._grade(responses, payloads)
         if not any(one.cut_off for one in graded):
             return graded
@@ -267,8 +270,8 @@ class GradePool:
         return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
 
     def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
-        """Returns a grading with `reward.cut_off` applied, if it was cut off by a limit and the problem's known answer
-        is graded as correct; otherwise unchanged."""
+        """Applies `reward.cut_off` to the grading `one` if it was cut off and the problem's known answer is graded as
+        correct. Returns any other grading unchanged."""
         if not one.cut_off or not self._known.get(_known_answer(payload) or "", False):
             return one
         if self.reward.cut_off == "drop":
@@ -290,7 +293,7 @@ class GradePool:
             for worker in self._workers:
                 worker.thread.submit(self._work, worker, call)
             graded = [result.result() for result in call.results]
-        except BaseException:  # ends the workers, so that the next call does not receive answers of this call
+        except BaseException:  # ends the workers, so that the next call does not receive results of this call
             call.end(len(self._workers))
             self.close()
             raise
@@ -324,8 +327,8 @@ class GradePool:
     def _make_ready(self, worker: _Worker) -> None:
         """Waits until a worker's process has imported the reward function, and starts it again if it has ended.
 
-        Raises RewardFailure if the process cannot be started: at once if no worker has ever imported the function,
-        otherwise (or if the process was killed from outside) after START_TRIES consecutive failed starts.
+        Raises RewardFailure after START_TRIES consecutive failed starts. If no worker has ever imported the function,
+        raises RewardFailure after the first failed start, unless the process was killed from outside.
         """
         while not worker.ready:
             refusal, trace = "", ""
@@ -348,10 +351,10 @@ class GradePool:
     def _grade_held(self, worker: _Worker, held: deque[int], call: _Call) -> bool:
         """Grades a chunk of items, `held`, with a worker. Returns whether the worker's process is still alive.
 
-        If the process ends or is late, it is killed. The first item without an answer gets a failed result, and the
-        other items without an answer return to the queue. There are two exceptions. If the process graded several items
-        as one batch, all items return to the queue and each is graded alone. If the process was killed from outside,
-        for example by the kernel for lack of memory, the first item is graded a second time.
+        If the process ends or exceeds the time limit, it is killed. The first item without a result gets a failed
+        result, and the other items without a result return to the queue. There are two exceptions. If the process
+        graded several items as one batch, all items return to the queue and each is graded alone. If the process was
+        killed from outside, for example by the kernel for lack of memory, the first item is graded a second time.
         """
         limit_s, since = self.reward.timeout_s, time.monotonic()
         exhausted, ended = False, ""
@@ -375,7 +378,7 @@ class GradePool:
         except ValueError:
             ended = "sent something else than answers to the pool"
         seconds, status = time.monotonic() - since, worker.kill()
-        killed = ended == "ended" and status == -signal.SIGKILL  # from outside, not because of the item
+        killed = ended == "ended" and status == -signal.SIGKILL  # killed from outside, not because of the item
         if worker.together and len(held) > 1:
             for item in held:
                 call.chunks.put(deque([item]))
@@ -392,8 +395,8 @@ class GradePool:
         return False
 
     def _store_answer(self, held: deque[int], answer: Any, call: _Call) -> bool:
-        """Stores a worker's answer to the first of the items `held`, and removes the item. Returns whether the worker
-        ran out of memory; the items that it still holds did not cause that."""
+        """Stores a worker's answer as the result of the first item in `held`, and removes this item from `held`.
+        Returns whether the worker ran out of memory while it graded this item."""
         serial, score, detail, seconds, exhausted, metrics, trace = answer
         if serial != self._items_before + held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
@@ -420,7 +423,7 @@ class GradePool:
 
 
 def _open_process(end: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts the parent process of a worker (reaper.py) in a new session. `end`: the worker's end of the socket.
+    """Starts the parent process of a worker (reaper.py) in a new session. `end`: the socket that the worker will use.
 
     Retries if the machine has no memory or process ids left. Raises RewardFailure after START_TRIES attempts.
     """
@@ -448,9 +451,9 @@ def check_failures(
     """Raises RewardFailure if more than the share `max_share` of the gradings failed. Failures that the response caused
     (`Graded.excused`) are not counted.
 
-    Without this check, a run could learn from rewards of 0 that no answer deserved. A single failure among several
-    gradings is always allowed, unless `max_share` is 0. `what` and `cure` are parts of the error message: a name for
-    the gradings, and advice how to correct the failures.
+    The check stops a run whose reward function is broken. A single failure among several gradings is always allowed,
+    unless `max_share` is 0. `what` and `cure` are parts of the error message: a name for the gradings, and advice how
+    to correct the failures.
     """
     failed = [g for g in graded if g.failed]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0

@@ -1,6 +1,6 @@
-"""The main function of a worker process, which runs a reward function on batches of (serial, response, payload).
+"""The main function of a worker process, which runs a reward function on batches of responses.
 
-reaper.py starts the process.
+reaper.py starts the process, and grading_pool.py sends the batches to the process.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-if TYPE_CHECKING:  # at run time, `_find` imports this module after `main` has received sys.path
+if TYPE_CHECKING:  # at run time, `_find` imports reward_functions after `main` has received sys.path
     from megatron_rl.rewards.reward_functions import Grader
 
 from megatron_rl import processes
 from megatron_rl.run.parent_death import end_with_parent
 from megatron_rl.user_code import told, traceback_of
 
-# sent instead of null if the reward function grades batches, in which an error has no single cause
+# first line that a worker sends if the reward function grades batches; an error then has no single item as its cause
 TOGETHER = "together"
-APART = "apart"  # sent instead of answers if the function raised an error on a batch; each item must be graded alone
+APART = "apart"  # sent instead of results if the function failed on a batch; each item must then be graded alone
 
 
 def main(reaper: int | None) -> None:
     """Runs a worker process that grades responses: reads pickled values from standard input, writes JSON lines to
     standard output.
 
-    Input: (target, args, memory_mib, (lowest score, highest score), sys.path), then batches, each a list of items
-    (serial, response, payload).
+    Input: first the tuple (target, args, memory_mib, (lowest score, highest score), sys.path). Then batches: lists of
+    items (serial number, response, payload of the problem).
 
     Output: first one line: null, or TOGETHER if the function grades batches, or [reason why the target cannot be used,
     traceback]. Then one line for each item, [serial, score or null, detail, seconds, exhausted, metrics, traceback], or
     a single line APART if the function raised an error on the batch.
 
-    `reaper`: id of the parent process (reaper.py), or None. If there is a reaper, processes that a grading started and
-    that left this process's tree (by setsid, or because their parent ended) are killed before the answer is sent.
+    `reaper`: id of the parent process (reaper.py), or None. If there is a reaper, the processes that a grading started
+    and that left this process's tree (by setsid, or because their parent ended) are killed before the result is sent.
     """
     own = os.getpid()
     # The socket to the pool gets new file descriptors, because a reward function may use standard input and output.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if reaper is not None:  # without one, a worker ends when its socket is closed, unless it hangs
+    if reaper is not None:  # without a reaper, a worker ends when its socket is closed, unless the worker hangs
         end_with_parent(signal.SIGKILL, reaper)
     # The worker ignores the signals that stop a run: the run itself handles them and then ends its workers.
     # A handler is used and not SIG_IGN, because programs that a reward function starts would inherit SIG_IGN.
@@ -66,7 +66,7 @@ def main(reaper: int | None) -> None:
         for answer in _grade(found, pickle.load(requests), memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # this is a child process: the reward function forked and also returned in the child
-            exhausted = answer != APART and answer[4]  # the pool kills such a worker together with its children
+            exhausted = answer != APART and answer[4]  # the pool kills an exhausted worker together with its children
             if reaper is not None and not exhausted:
                 processes.end_strays(reaper, own)
             _write(answers, answer)
@@ -100,11 +100,11 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
 
 
 def _grade(grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: int) -> Iterator[Any]:
-    """Grades items (serial, response, payload). Yields an answer for each item.
+    """Grades items (serial number, response, payload). Yields one result for each item.
 
-    An answer is [serial, score or None, detail, seconds, exhausted, metrics, traceback]. `exhausted` means that the
-    process ran out of memory; no further answer is yielded after it. If a function raised an error on a batch of
-    several items, yields APART once and stops; the caller must then grade each item alone.
+    A result is [serial, score or None, detail, seconds, exhausted, metrics, traceback]. `exhausted` means that the
+    process ran out of memory; such a result is the last one. If a function raised an error on a batch of several items,
+    yields APART once and stops; the caller must then grade each item alone.
     """
     from megatron_rl.rewards.reward_functions import BatchFailed
 

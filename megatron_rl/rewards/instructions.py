@@ -1,10 +1,11 @@
 r"""Grades responses by IFEval's 25 kinds of instructions that a program can check (arXiv 2311.07911).
 
 The rules, with their exceptions, are those of the public evaluation code (google-research/instruction_following_eval),
-so that every verdict is the same. A random draw in that code, for a value that a problem does not give, is an error
-here, and the detection of languages has a fixed seed.
+so that every verdict is the same. There are two differences. If a problem lacks a value of an instruction, the public
+code draws a random value, and this module raises an error. The detection of languages has a fixed seed here.
 
-The packages for sentences, words and languages are optional. Without them, importing this module raises ConfigError.
+The packages that detect sentences, words and languages are optional. Without them, importing this module raises
+ConfigError.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_rl.rewards.tags import after_thinking
 try:
     from langdetect import DetectorFactory, LangDetectException, detect
     from nltk.tokenize.destructive import NLTKWordTokenizer
-    from punkt import sent_tokenize  # nltk's rules and model of English sentences, in a package without downloads
+    from punkt import sent_tokenize  # nltk's splitter of English sentences; the package includes the model
 except ImportError as error:
     raise ConfigError(
         f"instructions cannot be graded ({error}): run `pip install 'megatron-rl[instructions]'`, or take another "
@@ -42,14 +43,15 @@ def grade(
     mode: Literal["strict", "loose"] = "strict",
     credit: Literal["all", "share"] = "all",
 ) -> dict[str, float]:
-    """Grades a response by the instructions of its problem: payload["instruction_id_list"], names of kinds, and
-    payload["kwargs"], the values of each. Thoughts are not part of the response; see `after_thinking`.
+    """Grades a response by whether it follows the instructions of its problem. payload["instruction_id_list"] has the
+    kind of each instruction, such as "punctuation:no_comma", and payload["kwargs"] has a mapping of values for each
+    instruction. Thoughts are removed from the response before it is graded (`after_thinking`).
 
     Returns the reward and the four metrics `strict`, `loose` (1.0 if all instructions are followed, else 0.0),
-    `share_strict` and `share_loose` (share of the instructions that are followed). `mode` and `credit` select the one
-    that is the reward. `loose` also accepts an instruction that is followed without the first line, the last line or
-    the asterisks of the response. A problem without instructions has the reward 1. Raises ValueError for an unknown
-    kind and for missing values.
+    `share_strict` and `share_loose` (share of the instructions that are followed). `mode` and `credit` select the
+    metric that is the reward. The mode `loose` also accepts an instruction that the response only follows after its
+    first line, its last line or its asterisks are removed. A problem without instructions has the reward 1. Raises
+    ValueError for an unknown kind and for missing values.
     """
     answer = after_thinking(response)
     kinds, values = payload["instruction_id_list"], payload.get("kwargs")
@@ -61,9 +63,9 @@ def grade(
 
 
 def followed(texts: Sequence[str], kinds: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Returns for each of [K] instructions whether at least one of the variants `texts` of a response follows it. Blank
-    texts follow none. Values that are None count as not given. Raises ValueError for an unknown kind and for missing
-    values.
+    """Returns for each of [K] instructions whether at least one of the variants `texts` of a response follows it. A
+    blank variant follows no instruction. `kinds` and `values`: the kind and the values of each instruction; values that
+    are None are ignored. Raises ValueError for an unknown kind and for missing values.
     """
     known, out = checks(), []
     for kind, own in zip(kinds, values, strict=True):
@@ -86,7 +88,7 @@ def loosened(response: str) -> list[str]:
 
 
 def checks() -> dict[str, Check]:
-    """Returns the checks of all kinds of instructions by name."""
+    """Returns {kind of instruction: function that checks whether a response follows the instruction}."""
     return {
         "keywords:existence": _existence,
         "keywords:frequency": _frequency,

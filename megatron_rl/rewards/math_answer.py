@@ -51,12 +51,13 @@ _DATE = re.compile(r"\d{1,4}([-/])\d{1,2}\1\d{1,4}")
 def grade(response: str, payload: Mapping[str, Any]) -> float:
     r"""Returns 1.0 if the answer in `response` equals payload["answer"], else 0.0.
 
-    The answer is the content of the last \boxed{}, joined with the boxes close before it (`\boxed{1} and \boxed{2}` is
-    the list 1,2). Without a box, math-verify extracts the answer from the text. An answer that is too costly to parse
-    (`math_cost_limit.too_costly`), or that cannot be parsed or compared, is wrong.
+    The answer is the content of the last \boxed{}, joined with the boxes shortly before it (`\boxed{1} and \boxed{2}`
+    is the list 1,2). Without a box, math-verify extracts the answer from the text. An answer that is too costly to
+    parse (`math_cost_limit.too_costly`), or that cannot be parsed or compared, is wrong.
 
-    math-verify's time-outs are off, because they need the alarm signal of the main thread; a worker of
-    rewards.grading_pool that runs this function is killed instead. Raises ValueError if the known answer is empty.
+    math-verify's time-outs are off, because they need the alarm signal of the main thread. Instead,
+    rewards.grading_pool kills a worker process in which this function takes too long. Raises ValueError if the known
+    answer is empty.
     """
     known = str(payload["answer"])
     if not known.strip():
@@ -121,8 +122,8 @@ def _same(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Returns whether two texts in canonical LaTeX, whose units were compared before, are the same answer. Lists, sets
-    and tables are compared part by part."""
+    """Returns whether two texts in canonical LaTeX are the same answer. The caller has compared their units of
+    measurement. Lists, sets and tables are compared part by part."""
     known, found = _decimal(gold), _decimal(answer)
     if known is not None:
         if found is None and _DECIMAL_COMMA.fullmatch(answer):
@@ -195,7 +196,7 @@ def _same_single(gold: str, answer: str) -> bool:
     if words or _DATE.fullmatch(gold) or (time and math.gcd(int(time[1]), int(time[2])) > 1):
         return False  # words, dates and times are only compared as texts: `stop` is not a product, and 10:30 is not 1/3
     based, own = BASED.fullmatch(gold), BASED.fullmatch(answer)
-    if based or own:  # if 52_9 is known, 52 is correct, as the problem may name the base; not the reverse
+    if based or own:  # if 52_9 is the known answer, 52 is correct, as the problem may name the base; not the reverse
         return bool(based and not own and based[1] == answer) or bool(own and own[2] == "10" and own[1] == gold)
     ratio, other = gold.split(":"), answer.split(":")
     if max(len(ratio), len(other)) > 2:
@@ -225,8 +226,8 @@ def _verified(gold: str, answer: str) -> bool:
 
 
 def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
-    """Returns whether math-verify accepts the answer `found` for the known answer, when it compares enough decimal
-    places for the smallest number in both.
+    """Returns whether math-verify accepts the answer `found` for the known answer `known`. The number of decimal places
+    that are compared depends on the smallest number in both answers.
 
     `interval`: whether an inequality is accepted if the known answer is an interval.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-LONGEST = 1_000  # maximum number of characters of an answer, unless the known answer is more than half as long
+LONGEST = 1_000  # maximum number of characters of an answer, unless the known answer has more than half as many
 DIGITS = 400  # maximum number of digits of one number
 DEPTH = 24  # maximum depth of nested brackets
 POWERS = 4  # maximum depth of nested powers
@@ -17,13 +17,13 @@ EXPONENT = 10_000  # largest number that may be in an exponent
 FACTORIAL = 9_999  # largest number that may be before an exclamation mark or in a binomial coefficient
 SUM_POWER = 60  # largest exponent of a sum that has letters or roots, because sympy would expand the power
 TERMS = 2_500  # largest number in a text with a summation sign, because the number may be a bound of the sum
-# Largest number in a text with a product sign. Also the largest lower index of a binomial coefficient
-# whose upper index is not a number.
+# Largest number in a text with a product sign.
+# Also the largest lower index of a binomial coefficient whose upper index is not a number.
 FACTORS = 100
 CELLS = 20  # maximum number of cell separators in a determinant
 BARS = 20  # maximum number of bars of absolute values, because the parser tries all ways to pair the bars
 SETS = 6  # maximum depth of nested sets, because the parser tries all ways to pair the brackets
-# maximum number of subscripts, and of consecutive letters outside LaTeX commands, each of which would be a factor
+# maximum number of subscripts, and of consecutive letters outside LaTeX commands; each letter is parsed as a factor
 LETTERS = 60
 
 _RUN = re.compile(r"\d[\d,_]*")
@@ -75,8 +75,8 @@ def too_costly_anywhere(text: str) -> bool:
 
 
 def _costly_formula(text: str) -> bool:
-    """Returns whether a formula has too many bars, braces or cells for the parser, or too large a bound of a sum, a
-    product or a binomial coefficient."""
+    """Returns whether a formula has too many bars, braces or cells for the parser, or too large a number for the bound
+    of a sum or a product or for a binomial coefficient."""
     if text.count("|") > BARS or _SETS.search(text):
         return True
     if text.count("&") > CELLS and ("vmatrix" in text or "\\det" in text):
@@ -112,7 +112,7 @@ def _depths(answer: str) -> tuple[int, int]:
 
 
 def _tower(answer: str) -> bool:
-    """Returns whether an exponent in the text is a power of numbers with a value above EXPONENT."""
+    """Returns whether an exponent in the text is itself a power with a value above EXPONENT, such as in 2^{9^9}."""
     for match in _POWER_IN_POWER.finditer(answer):
         before = answer[: match.start()].rstrip("{([ +-")
         base, exponent = float(match[1]), int(match[2])

@@ -21,7 +21,7 @@ _SYMBOLS = {
     "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "∶": ":", "⁄": "/", "∖": r"\setminus ", "≡": r"\equiv ",
     **{symbol: rf"\mathbb{{{letter}}}" for symbol, letter in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
 }  # fmt: skip
-# characters that temporarily mark superscripts and subscripts, and their ends
+# characters that temporarily mark the start of a superscript, the start of a subscript, and the end of both
 _UP, _DOWN, _END = "\ue000", "\ue001", "\ue002"
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\\[A-Za-z]+|[A-Za-z]))")
 _DECORATION = re.compile(
@@ -47,7 +47,7 @@ _BASED = re.compile(
     r"(?<![\w^.\\}_])(?:\\(?:text|mathrm)\{\s*([0-9A-F]+)\s*\}|\(\s*(\d[0-9A-F]*)\s*\)|(\d[0-9A-F]*))\s*_\s*"
     r"(?:(\d)(?!\d)|\{\s*\(?(\d{1,2}|[a-z]{3,7})\)?\s*\}|\{\s*\\(?:text|mathrm)\{\s*([a-z]{3,7})\s*\}\s*\})"
 )
-# matches the symbol by which `canonical` replaces a number with a base, such as 52_9
+# matches the symbol that `canonical` writes instead of a number that has a base, such as 52_9
 BASED = re.compile(r"\\Psi_\{(\w+)b(\d+)\}")
 _TO = re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -64,7 +64,7 @@ _COMMAND = re.compile(r"\\(?:mathbb|text|textbf|mathrm|operatorname|mbox|begin|e
 def stated(response: str) -> str | None:
     r"""Returns the content of the last \boxed{} or \fbox{} of a response; None if there is no box.
 
-    As in math-verify, boxes that are close before the last box are included, separated by commas: `1,2` for
+    As in math-verify, boxes shortly before the last box are included, separated by commas: `1,2` for
     `\boxed{1} and \boxed{2}`.
     """
     if "\\boxed" not in response and "\\fbox" not in response:
@@ -73,7 +73,7 @@ def stated(response: str) -> str | None:
 
 
 def canonical(text: str) -> str:
-    """Returns LaTeX with the same meaning as `text` that math-verify parses correctly."""
+    """Rewrites a text as LaTeX that has the same meaning and that math-verify parses correctly."""
     if not text.isascii():
         text = re.sub("((?:\\d\u0305)+)", lambda match: rf"\overline{{{match[1]}}}".replace("\u0305", ""), text)
         text = re.sub("(\\d)\u0307", r"\\dot{\1}", text)
@@ -128,12 +128,13 @@ def _ascii(character: str) -> str:
 
 
 def _numbers(text: str) -> str:
-    """Rewrites groups of digits, decimal commas, recurring decimals, mixed numbers, powers of ten and bases."""
+    """Rewrites notations of numbers that math-verify parses wrongly: groups of digits, decimal commas, recurring
+    decimals, mixed numbers, powers of ten and bases."""
     if text.isdigit():
         return text
     text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     if not re.search(r"[(\[]|\\\{", text):
-        # thousands separators are removed outside brackets; inside brackets, 1,234 may be two elements
+        # thousands separators are removed only if the text has no brackets; in brackets, 1,234 may be two elements
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     text = _TO.sub(":", _DECIMAL_COMMA.sub(r"\1.\2", text))
     if "\\" in text:

@@ -26,8 +26,8 @@ PR_SET_CHILD_SUBREAPER = 36  # number of a prctl option of Linux
 
 
 def main() -> None:
-    """Runs the main function of a grading worker in a child process, kills what the child leaves behind, and ends with
-    the exit status of the child.
+    """Runs the main function of a grading worker in a child process, kills the processes that the child leaves behind,
+    and ends with the exit status of the child.
 
     The child inherits standard input and output. On systems other than Linux, the worker runs in this process.
     """
@@ -35,7 +35,7 @@ def main() -> None:
         worker_script.main(None)
         return
     heard = {LEAVE, signal.SIGCHLD}
-    signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) makes a process ignore this signal
+    signal.signal(LEAVE, signal.SIG_DFL)  # under nohup(1), a process ignores this signal by default
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     end_with_parent(LEAVE, os.getppid())
@@ -45,10 +45,10 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         worker_script.main(reaper)
         return
-    # the run itself handles them and ends the reaper
+    # the run itself handles these signals and then ends the reaper
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for descriptor in (0, 1):  # only the worker has the socket open, so that it closes when the worker ends
+    for descriptor in (0, 1):  # closes the socket here, so that only the worker has it open until the worker ends
         os.close(descriptor)
     status = _wait(worker)
     processes.end_below(TRACKER_S)

@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 COMPOSITE = "composite"  # name of the library's data set that mixes other data sets by weight
-GIVEN = ("size", "seed")  # settings of every data set that have their own fields in data.generated
+GIVEN = ("size", "seed")  # settings of a data set that the config has in data.generated, not in data.generated.args
 KEPT = 64  # size of a grading worker's cache of problems; the answers to one problem are graded consecutively
 # reasoning-gym data sets whose scorer evaluates the answer as Python code, directly or through sympy's parse_expr.
 EVALUATED = frozenset(
@@ -38,14 +38,14 @@ EVALUATED = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
-# reasoning-gym data sets that generate other problems in every process, unless PYTHONHASHSEED is 0,
-# because they iterate over sets of strings.
+# reasoning-gym data sets that iterate over sets of strings.
+# They generate other problems in every process, unless PYTHONHASHSEED is 0.
 HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
 UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # data sets that partly ignore the setting `seed`
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
-# Matches an answer that could run code when a scorer evaluates it: attribute access, a call of a function
-# that is not in this expression, or characters that can hide a call.
+# Matches an answer that could run code when a scorer evaluates the answer: an answer with attribute access,
+# with a call of a function whose name is not in this pattern, or with characters that can hide a call.
 _CODE = re.compile(
     r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
     r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)"
@@ -57,10 +57,11 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
     r"""Returns the score of the answer in a response, 0 to 1, computed by the scorer of the problem's reasoning-gym
     data set.
 
-    The answer is the content of the last <answer> block, without a \boxed{} around all of it; without an <answer>
-    block, the content of the last \boxed{}. payload["entry"] is the return value of `reference`. The scorer gets the
-    answer None if there is no answer, if it cannot parse the answer, or if it would evaluate the answer and the answer
-    could run code. Raises ValueError if the installed library generates another problem than the one in the data.
+    The answer is the content of the last <answer> block; a \boxed{} around the whole content is removed. Without an
+    <answer> block, the answer is the content of the last \boxed{}. payload["entry"] is the return value of `reference`.
+    The scorer gets None instead of an answer if the response has no answer, if the scorer fails on the answer, or if
+    the scorer evaluates answers as code and this answer could run code. Raises ValueError if the installed library
+    generates another problem than the one in the data.
     """
     entry = payload["entry"]
     settings = json.dumps(entry["args"], sort_keys=True)
@@ -104,7 +105,7 @@ def digest(question: str) -> str:
 
 
 def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
-    """Returns the library's data set of this name. `args`: all settings of the data set, including size and seed.
+    """Returns reasoning-gym's data set `name`. `args`: all settings of the data set, including size and seed.
 
     The data set `composite` has the setting `datasets`, a list of {name, weight, config}. Raises ConfigError for an
     unknown name or setting, and for a value that the library refuses.
@@ -122,8 +123,8 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
 
 
 def _problems(name: str, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yields error messages about a data set, and about the data sets that it mixes: an unknown name or setting, and a
-    data set that would generate different problems in every process."""
+    """Yields error messages about a data set and, for `composite`, about the data sets that it mixes. Errors are an
+    unknown name, an unknown setting, and a data set that would generate different problems in every process."""
     if name not in DATASETS:
         yield f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}"
         return

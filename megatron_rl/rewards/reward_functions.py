@@ -24,8 +24,8 @@ UNKNOWN = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state")
 # names that users cannot give to rewards and metrics, because the training recipes use them
 RESERVED = ("outcome", "trained")
 REWARD = "reward"  # key of the reward in a mapping that a function returns; the other keys are metrics
-# Parameters of verl's reward functions, `compute_score`. A function with the first one is called as verl calls it. Such
-# a function may return a mapping with the key SCORE, whose other values need not be numbers.
+# RESPONSE is a parameter of verl's reward functions (`compute_score`). A function with it is called as in verl.
+# A function may return a mapping with the key SCORE, as in verl; the other values of the mapping need not be numbers.
 RESPONSE, SCORE = "solution_str", "score"
 VERL = {"data_source": "data_source", "ground_truth": "answer", "extra_info": "extra_info"}  # {parameter: column}
 # errors of user code that end only the grading in which they are raised
@@ -34,8 +34,8 @@ _OWN = ("messages", "prompt")  # keys of a payload that are not passed as column
 
 
 class BatchFailed(Exception):
-    """A batch function raised an error on a batch of several items. The caller grades each item alone to find the
-    item that caused the error."""
+    """Raised when a reward function that grades batches fails on a batch of several items. The caller then grades each
+    item alone to find the item that caused the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class RewardFunctions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalledFunction:
-    """A reward function and its calling convention, which is derived from its signature."""
+    """A reward function and its calling convention, which is derived from the function's signature."""
 
     function: Callable[..., Any]
     name: str
@@ -112,7 +112,7 @@ class CalledFunction:
     waits: bool  # whether the function is a coroutine function
     by_name: bool  # whether the function is called with the parameters of verl's reward functions
     columns: tuple[str, ...]  # names of the required parameters of a batch function that are columns of the data set
-    # names of the parameters through which a batch can be passed; None for any name
+    # names of the parameters that can be passed to the function; None if the function accepts any name (**kwargs)
     parameters: Collection[str] | None
 
     @classmethod
@@ -120,9 +120,9 @@ class CalledFunction:
         """Returns the calling convention of a function, according to its signature.
 
         A function with a parameter named `completions` or `prompts` grades batches, as in TRL. A function with a
-        parameter named `solution_str` is called as in verl. Any other function is called with a response and its
-        payload. Raises ValueError for a weight that is not finite, and for a function that cannot be
-        called in either way.
+        parameter named `solution_str` is called as in verl. Any other function is called with a response and the
+        problem's payload. Raises ValueError for a weight that is not finite, and for a function that cannot be called
+        in any of these ways.
         """
         name, signature = name or name_of(function), inspect.signature(function)
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -171,8 +171,8 @@ class CalledFunction:
         return [functools.partial(self.function, *item) for item in items]
 
     def named(self, response: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments with which verl calls a reward function on one response: those of them that the
-        function takes. A column that the problem does not have is None."""
+        """Returns the keyword arguments with which verl calls a reward function on one response. Arguments that the
+        function does not take are left out. A column that the problem does not have is passed as None."""
         values = {RESPONSE: response, **{name: payload.get(column) for name, column in VERL.items()}}
         return {name: own for name, own in values.items() if self.parameters is None or name in self.parameters}
 
@@ -224,7 +224,7 @@ class Grader:
         """
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
-            # a coroutine function returns a coroutine, and starts when the coroutine is awaited
+            # the call of a coroutine function only returns a coroutine, which starts when it is awaited
             values = [[_attempt(call) for call in one.calls(batch)] for one in self._functions]
             if any(one.waits for one in self._functions):
                 values = self._awaited(values)
@@ -283,9 +283,10 @@ def read_result(
 ) -> tuple[float | None, dict[str, float]]:  # fmt: skip
     """Splits the value that a reward function returned into (reward, metrics).
 
-    The value is a number, (number, {metric: number}), a mapping with the key `reward`, or a mapping with the key
-    `score`, as in verl, of whose other values only numbers are metrics. A reward of None means that
-    the function gives no reward; it is only allowed without `bounds`. Raises ValueError for any other value.
+    The value is a number, (number, {metric: number}), a mapping with the key `reward` whose other values are metrics,
+    or a mapping with the key `score`, as in verl. In verl's mapping, the other values that are numbers are metrics, and
+    the rest is ignored. A reward of None means that the function gives no reward; it is only allowed without `bounds`.
+    Raises ValueError for any other value.
     """
     metrics: Mapping[str, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
@@ -334,8 +335,8 @@ def finite(value: Any) -> float | None:
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
-    """Calls a user's function. Returns its value, or the error that it raised; a MemoryError is not returned but raised
-    again."""
+    """Calls a user's function. Returns the function's value, or the error that the function raised. A MemoryError is
+    not returned but raised again."""
     try:
         return call()
     except MemoryError:

@@ -1,4 +1,4 @@
-"""A reward function that gets the scores of a reward model from a vLLM server, so that the trainer does not hold the
+"""A reward function that gets the scores of a reward model from a vLLM server, so that the trainer does not load the
 reward model.
 """
 
@@ -26,32 +26,32 @@ _USER, _ASSISTANT = "user", "assistant"
 class ServedRewardModel:
     """A reward function for the setting `reward.target`, called with lists of prompts and completions.
 
-    The server is started with `vllm serve MODEL --runner pooling --convert classify`. Conversations, and all problems
-    with `chat`, are rendered with the chat template of the server's model. Otherwise, the model reads the prompt, the
-    response and `end`, one after another.
+    The server is started with `vllm serve MODEL --runner pooling --convert classify`. Conversations are rendered with
+    the chat template of the server's model. If `chat` is True, texts are also sent as conversations. If it is False,
+    the model reads the prompt, the response and `end` as one concatenated text.
     """
 
     url: str  # address of the server, such as http://node17:8000
     model: str | None = None  # name of the served model; null: the only model of the server
-    # Prompt of a problem: a text file with {question}, or the name of a packaged prompt; null: the question alone.
+    # Template of the prompt: a text file with {question}, or the name of a packaged prompt. null: the question alone.
     # Problems that are conversations need no template.
     template: str | None = None
-    chat: bool = False  # whether a prompt that is a text is a user message, and the response an assistant message
-    end: str = ""  # text after a response without chat template, such as the EOS token of the reward model
-    # Part of the response that the model reads. whole: all of it. answer: the text after the last </think>; nothing if
-    # a thought is not closed.
+    chat: bool = False  # whether a text prompt is sent as a user message, and the response as an assistant message
+    end: str = ""  # text appended to the response if `chat` is False, such as the EOS token of the reward model
+    # Part of the response that the reward model reads. whole: all of it. answer: the text after the last </think>.
+    # With `answer`, the reward model reads nothing of a response with a thought that is not closed.
     reads: Literal["whole", "answer"] = "whole"
-    # sigmoid: the sigmoid of the model's output, from 0 to 1. none: the output, which needs a reward.range.
+    # sigmoid: the score is the sigmoid of the model's output, 0 to 1. none: it is the output; then set reward.range.
     scale: Literal["sigmoid", "none"] = "sigmoid"
     key_variable: str | None = None  # environment variable that holds the API key; null: requests have no key
     attempts: Count = 5  # attempts of a request while the server cannot be reached or is busy
     timeout_s: PositiveFloat = 60.0  # timeout of one attempt in seconds; see also reward.timeout_s
 
     async def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt]) -> list[float]:
-        """Returns the score of each completion. Raises RuntimeError if the server refuses the request, answers
-        something else than one number per text, or cannot be reached.
+        """Returns the score of each completion. Raises RuntimeError if the server refuses the request, does not return
+        exactly one number per text, or cannot be reached.
         """
-        import aiohttp  # a slow import, needed in the worker processes alone
+        import aiohttp  # imported here because the import is slow and only worker processes need it
 
         pairs = [self._read(*pair) for pair in zip(prompts, completions, strict=True)]
         texts = [one for one in pairs if isinstance(one, str)]
@@ -75,7 +75,7 @@ class ServedRewardModel:
                 return f"{prompt}{response}{self.end}"
             prompt = [{"role": _USER, "content": prompt}]
         before = [dict(message) for message in prompt]
-        if before[-1]["role"] == _ASSISTANT:  # the response continues the last message
+        if before[-1]["role"] == _ASSISTANT:  # the response continues the last message of the prompt
             response = f"{before.pop()['content']}{response}"
         return [*before, {"role": _ASSISTANT, "content": response}]
 
@@ -93,8 +93,8 @@ class ServedRewardModel:
         return scores if self.scale == "none" else [0.5 + 0.5 * math.tanh(score / 2) for score in scores]
 
     async def _answer(self, session: Any, body: Mapping[str, Any]) -> Any:
-        """Posts a request to the route /classify and returns the parsed answer. Repeats the request while the server
-        cannot be reached or is busy."""
+        """Posts a request to the route /classify and returns the parsed response. Repeats the request, up to `attempts`
+        times in all, while the server cannot be reached or is busy."""
         import aiohttp
 
         why, address = "", f"{self.url.rstrip('/')}/classify"

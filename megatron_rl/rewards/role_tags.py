@@ -1,9 +1,9 @@
-"""Parses the tags in the output of proposer, solver and judge, and computes format scores as Multi-Agent Evolve does.
+"""Parses the tags in texts of the proposer, solver and judge of Multi-Agent Evolve, and computes format scores.
 
-The released code (ulab-uiuc/Multi-agent-evolve d71c00b, rewards/reward_managers.py: calc_format_reward,
-extract_score_from_tags) counts the tags of a proposal and of a judgement in prompt and response together. Its prompts
-contain two pairs of tags, so its "three pairs" mean one pair in the response. The functions of this module get the
-response without the prompt and return the same scores.
+The scores are those of the released code (ulab-uiuc/Multi-agent-evolve d71c00b, rewards/reward_managers.py:
+calc_format_reward, extract_score_from_tags). For proposals and judgements, the released code counts the tags in the
+prompt and the response together. Its prompts contain two pairs of tags, so the three pairs that it requires are one
+pair in the response. The functions of this module only get the response, and return the same scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 
 from megatron_rl.rewards.tags import block_texts
 
-# maximum number of question blocks of a well-formed proposal, which may correct itself; the last block is used
+# maximum number of question blocks of a well-formed proposal: a model may correct its question; the last block is used
 QUESTIONS = 3
 LOWEST, HIGHEST = 1.0, 10.0  # lowest and highest score of the judge's scale
 
@@ -20,7 +20,7 @@ _NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # in order of preceden
 
 
 def last_inside(text: str, tag: str) -> str | None:
-    """Returns the stripped text inside the last <tag>...</tag>, or None if there is no block or it is empty."""
+    """Returns the stripped text inside the last <tag>...</tag>, or None if there is no block or the text is empty."""
     found = block_texts(text, tag)
     return (found[-1].strip() or None) if found else None
 

@@ -29,9 +29,9 @@ from typing import IO, Any
 
 from megatron_rl.rewards import sandbox_walls
 
-# time limit in seconds for a sandbox to start, and to end after its code; long enough for a busy machine
+# time limit in seconds for the start of a sandbox, and for its end after the code has ended; enough on a busy machine
 START_TIMEOUT_S = 30.0
-ERROR_BYTES = 1 << 20  # limit of standard error; the code is ended if it prints more
+ERROR_BYTES = 1 << 20  # limit in bytes of standard error; the code is ended if it prints more
 KEPT_ERROR_BYTES = 4096  # number of bytes that are kept from the end of standard error
 # All environment variables that the sandboxed code gets.
 # The fixed hash seed makes the iteration order of a set of strings the same in every run.
@@ -43,7 +43,8 @@ ENVIRONMENT = {
 
 
 class SandboxFailure(RuntimeError):
-    """A sandbox could not be built, ended unexpectedly, or did not answer. The result of the code is unknown."""
+    """Raised when a sandbox cannot be built, ends unexpectedly, or does not respond. The result of the code is then
+    unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +201,11 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
 
 
 def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> int | None:
-    """Waits for bubblewrap to report the first process of the sandbox, maps its users, and lets bubblewrap continue.
+    """Waits until bubblewrap reports the first process of the sandbox, maps the users of the sandbox to users of the
+    machine, and lets bubblewrap continue.
 
     Returns a pidfd of the first process; None if bubblewrap failed. When the first process ends, all other processes of
-    the sandbox end. The first process waits until its users are mapped, so its process id cannot have been reused yet.
+    the sandbox end. The first process waits until the users are mapped, so its process id cannot have been reused yet.
     Raises SandboxFailure if the users cannot be mapped.
     """
     report = info.read()

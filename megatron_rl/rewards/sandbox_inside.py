@@ -25,8 +25,8 @@ MAX_FRAMES = 50  # number of frames in a printed traceback, counted from its end
 def main() -> None:
     """Drops the privileges of root, reports that the sandbox is ready, and runs the program of the request.
 
-    sys.argv has two file descriptors: a pipe, to which the line "ready" is written before it is closed, and a file with
-    the request, a marshalled dictionary (see `sandbox._request`).
+    sys.argv has the numbers of two file descriptors. The first is a pipe, to which this function writes the line
+    "ready". The second is a file with the request, a marshalled dictionary (see `sandbox._request`).
     """
     report, request_file = int(sys.argv[1]), int(sys.argv[2])
     if os.getuid() == 0:
@@ -110,10 +110,10 @@ def _print_traceback(error: BaseException, code: str) -> None:
 
 
 def _call_function(request: Mapping[str, Any]) -> NoReturn:
-    """Calls the function, writes its result to standard output, and ends the process.
+    """Calls the function, writes only the function's result to standard output, and ends the process.
 
-    The result is "=" and the repr of the returned value, or "!" and the error that the code raised. The function may be
-    a method of a class `Solution`, as on LeetCode. The output of the program is discarded.
+    The result is "=" and the repr of the returned value, or "!" and the error that the code raised. Text that the code
+    itself prints is discarded. The function may be a method of a class `Solution`, as on LeetCode.
     """
     answers = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

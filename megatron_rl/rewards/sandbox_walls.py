@@ -1,4 +1,4 @@
-"""Isolation of the sandbox: bubblewrap's command line, the system call filter, and the message if they do not work."""
+"""Isolates the sandbox: bubblewrap's command line, the system call filter, and the message if they do not work."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ALLOW = 0x7FFF0000
 CALL_NUMBER, MACHINE, FIRST_ARGUMENT = 0, 4, 16  # byte offsets in the input of a filter, struct seccomp_data
 ALL_NAMESPACES = 0x7E020000  # flags of clone(2): mount, cgroup, UTS, IPC, user, PID and network namespaces
 FAMILIES = (1, 2, 10)  # socket families that a network namespace isolates: unix, inet, inet6
-# machine -> (index into the pairs of REFUSED, number in audit.h)
+# machine -> (index of the machine's system call numbers in the pairs of REFUSED, number of the machine in audit.h)
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
 # System calls that are refused in the sandbox: name -> (number on x86-64, number on aarch64).
-# Some may allow an escape from the sandbox if the kernel has a bug, or access to another process's memory.
-# Others (memfd, shm, msg, sem, mq) allocate memory that is not covered by the limits of a process.
+# Some system calls may allow an escape from the sandbox if the kernel has a bug, or access to another process's memory.
+# Other system calls (memfd, shm, msg, sem, mq) allocate memory that is not covered by the limits of a process.
 REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
@@ -59,7 +59,7 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
 
     `scratch_bytes`: size of /tmp. `packages`: directories of modules that the code may import. `fds`: file descriptors
     by name. Bubblewrap writes the id of the sandbox's first process to `info`, waits for a byte from `mapped` (see
-    `map_users`), and reads the output of `call_filter` from `seccomp`; `ready` and `request` are for sandbox_inside.py.
+    `map_users`), and reads the output of `call_filter` from `seccomp`. sandbox_inside.py uses `ready` and `request`.
     Raises FileNotFoundError if bubblewrap is not installed.
     """
     program = shutil.which("bwrap")
@@ -67,7 +67,7 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
         raise FileNotFoundError("the program bwrap is not installed")
     out = [program, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     out += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
-    if _may_map_two():  # root is kept at first, and sandbox_inside.py becomes the user nobody
+    if _may_map_two():  # the sandbox starts as root, and sandbox_inside.py then changes to the user nobody
         out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     out += ["--info-fd", str(fds["info"]), "--userns-block-fd", str(fds["mapped"])]
     out += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
@@ -90,8 +90,8 @@ def map_users(process: int) -> None:
     """Writes the user and group id maps of a sandbox's user namespace. `process`: id of the sandbox's first process.
 
     If this process is root, the users root and nobody are mapped to themselves; otherwise nobody is mapped to the
-    current user. Root needs both: its Python may be in a directory that only root can read, and the program must not
-    run as the owner of the machine's files.
+    current user. If this process is root, both users are needed: root, because Python may be in a directory that only
+    root can read, and nobody, because the program must not run as the owner of the machine's files.
     """
     place = Path(f"/proc/{process}")
     if not _may_map_two():
@@ -129,7 +129,7 @@ def shown_paths(packages: Sequence[str]) -> list[tuple[str, str]]:
 def refusal(why: str, root: Path = Path("/")) -> str:
     """Returns the error message for a machine that cannot build a sandbox, with commands to change its settings.
 
-    `why`: the cause, from bubblewrap. `root`: directory in which the files of SYSCTLS are checked.
+    `why`: error message of bubblewrap. `root`: directory to which the file paths in SYSCTLS are relative.
     """
     cures = [
         f"`{cure}` (as root, on every node)"

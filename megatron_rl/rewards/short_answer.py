@@ -41,7 +41,8 @@ def grade_label(response: str, payload: Mapping[str, Any]) -> float:
 def grade_text(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 if the answer in the response is the same text as the known answer payload["answer"], else 0.0.
 
-    Comma-separated lists are compared element by element. A number is rounded to the decimals of the known number.
+    Comma-separated lists are compared element by element. A number with more decimal places than the known number is
+    rounded to the decimal places of the known number, unless the known number has none.
     """
     return float(same_text(stated_answer(response), str(payload["answer"])))
 

@@ -16,22 +16,24 @@ Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 
 
 class GradePools:
-    """The pools of worker processes of several reward functions: one pool for all equal reward settings."""
+    """The pools of worker processes of several reward functions. Equal reward settings share one pool."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
-        """Closing `stack` ends the workers."""
+        """`stack`: when the caller closes this stack, the worker processes are ended."""
         self._stack, self._pools = stack, dict[str, GradePool]()
 
     def of(self, reward: Reward) -> GradePool:
-        """Returns the pool of a reward function. Its workers start at the first grading, or by its method `start`."""
+        """Returns the pool of a reward function. The pool starts its workers at the first grading, or when `start` is
+        called."""
         if (key := repr(reward)) not in self._pools:
             self._pools[key] = self._stack.enter_context(GradePool(reward))
         return self._pools[key]
 
 
 def by_source(graders: Mapping[str, Grade], default: Grade) -> Grade:
-    """Returns a grader that grades each answer with the grader of the problem's source, which the payload names.
-    `default` grades answers to other problems. Graders work at the same time, each on all of its answers.
+    """Returns a grader that grades each answer with the grader of the problem's source. `graders`: {source: grader};
+    the payload of a problem contains the name of its source. `default` grades answers to problems of other sources. The
+    graders run concurrently; each grades all answers to problems of its sources in one call.
     """
     if not graders:
         return default

@@ -1,4 +1,4 @@
-"""Parses the generator's output: reasoning steps, answer and format.
+"""Parses the output of the generator (the model that solves the problems): reasoning steps, answer and format.
 
 The expected format is the one of arXiv 2505.15034: <step> blocks inside a <think> block, then an <answer> block with
 a \\boxed{} answer.
@@ -20,7 +20,8 @@ def block_spans(text: str | bytes, tag: str, flags: int = 0) -> list[tuple[int, 
     The offsets are in characters for a str and in bytes for UTF-8 bytes. Any text is allowed. `flags`: flags of `re`.
 
     A block extends from an opening tag to the next closing tag. An opening tag inside a block is part of the block's
-    text, and a tag without its partner is ignored. The result is that of `<tag>(.*?)</tag>`, but in linear time.
+    text, and a tag without its partner is ignored. The result is the same as with the regular expression
+    `<tag>(.*?)</tag>`, but needs only linear time.
     """
     pattern = f"<(/?){re.escape(tag)}>"
     spans: list[tuple[int, int]] = []
@@ -67,15 +68,15 @@ def step_texts(text: str) -> list[str]:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with balanced braces; if boxes are nested, of the innermost box;
-    None if there is no box."""
+    r"""Returns the content of the last \boxed{...} with balanced braces. If the last box is nested in another box, this
+    is the inner box. Returns None if there is no box."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
 def answer_text(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{} of a response; without a box, of the last <answer> block; None if there
-    is neither.
+    r"""Returns the content of the last \boxed{} of a response. Without a box, returns the content of the last <answer>
+    block. Returns None if there is neither a box nor an <answer> block.
 
     The closing tag of the <answer> block may be missing.
     """
@@ -89,8 +90,8 @@ def generator_format(text: str) -> float:
     r"""Returns the format score of a solution, in [0, 1]. It is used for logging and by `verdicts.verifier_format`.
 
     The score is 0 without an <answer> block. Otherwise the score starts at 1.0 and is reduced, but not below 0: by 0.8
-    if the block is not exactly one non-empty \boxed{...}, and by 0.8 without step blocks or by 0.4 with fewer than
-    three.
+    if the <answer> block is not exactly one non-empty \boxed{...}; by 0.8 without <step> blocks, and by 0.4 with one or
+    two <step> blocks.
     """
     answer = between(text, "<answer>", "</answer>")
     if answer is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_rl.rewards.tags import between, step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score in the reward of a verification
-COUNT_GATE = 0.6  # minimum format score of the solution at which the number of verdicts must match its number of steps
+COUNT_GATE = 0.6  # if the solution's format score is at least this, the number of verdicts must be that of its steps
 
 _STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
 _FINAL, _END_FINAL = "<final_verification>", "</final_verification>"
@@ -36,10 +36,10 @@ class Review:
 
 
 def step_verdicts(text: str) -> tuple[bool, ...]:
-    """Returns the verifier's verdicts (True for correct) in the first step section of a verification, in order; an
-    empty tuple if one of the section's tags is missing.
+    """Returns the verifier's verdicts on the steps (True for correct), in order, from the first <step_verification>
+    section of a verification. Returns an empty tuple if the opening or the closing tag of the section is missing.
 
-    A verdict is counted if it is at the end of a step block. A block without a verdict extends to the next verdict
+    A verdict is counted if it is at the end of a <step> block. A block without a verdict extends to the next verdict
     that is directly followed by a closing tag.
     """
     found: list[bool] = []
@@ -53,8 +53,8 @@ def step_verdicts(text: str) -> tuple[bool, ...]:
 
 
 def final_verdict(text: str) -> bool | None:
-    """Returns the final verdict of a verification (True for correct), from the first final section that contains only a
-    boxed verdict; None if there is no such section."""
+    """Returns the final verdict of a verification (True for correct), from the first <final_verification> section that
+    contains only a boxed verdict. Returns None if there is no such section."""
     match = _FINAL_VERDICT.search(text)
     return None if match is None else match.group(1).upper() == "CORRECT"
 
@@ -64,13 +64,14 @@ def verifier_format(text: str, num_steps: int, generator_format: float) -> float
 
     `num_steps`: number of steps of the solution. `generator_format`: format score of the solution.
 
-    The score is 0 unless the text begins with a step section, ends with a final section, and has a final section
-    directly after a step section. Otherwise the score starts at 1.0 and is reduced, but not below 0:
+    A step section is a <step_verification> block, and a final section is a <final_verification> block. The score is 0
+    unless the text begins with a step section, ends with a final section, and has a final section directly after a step
+    section. Otherwise the score starts at 1.0 and is reduced, but not below 0:
 
     - by 0.8 if the first final section does not end in a verdict;
-    - by 0.8 if the first step section has no step blocks, or if the solution is well-formed (`generator_format` of at
-      least COUNT_GATE) and the number of blocks that end in a verdict is not `num_steps`;
-    - by 0.4 if there is text outside the step blocks of the first step section.
+    - by 0.8 if the first step section has no <step> blocks, or if the solution is well-formed (`generator_format` of at
+      least COUNT_GATE) and the number of <step> blocks that end in a verdict is not `num_steps`;
+    - by 0.4 if the first step section has text outside its <step> blocks.
     """
     text = text.strip()
     inner = text[len(_STEPS) : -len(_END_FINAL)]
