@@ -34,7 +34,7 @@ from megatron_rl.training.store import IterationStore, State
 from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import Prompt, Rollout
 
-UNSERVED_S = 10.0  # seconds without an engine that has the weights, after which an evaluation is cancelled
+UNSERVED_S = 10.0  # an evaluation is cancelled after this many seconds without an engine that has its weights
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
 T = TypeVar("T")
 Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
@@ -45,14 +45,14 @@ class ReaderSource:
 
     `turn`: returns a context manager inside which the first `take` reads from a reader that other iterations use too.
     Later calls of `take` read the data set in a separate random order, which depends on `name`. If `turn` is None, all
-    calls of `take` read from the reader. `draw`: weights and lengths of the iteration's stage.
+    calls of `take` read from the reader. `draw`: weights of the sources and maximum prompt length of the iteration.
     """
 
     def __init__(
         self, reader: PromptReader | MixedReader, prompts_per_iteration: int, *, turn: Turn | None = None,
         name: str = "", draw: Draw = ANY,
     ) -> None:  # fmt: skip
-        self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of prompts too long
+        self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of too long prompts
         self._reader, self._turn, self._name, self._draw = reader, turn, name, draw
         self._first: list[Prompt] | None = None  # result of the first `take`; None before
         self._state: Mapping[str, Any] = {}  # the reader's position after the first `take`
@@ -126,12 +126,12 @@ class RolloutMaker(IterationMaker):
     max_staleness: int = 0
     sessions: OpenSessions = field(default_factory=OpenSessions)  # open sessions with engines
     turns: GradeTurns | None = None  # grades earlier iterations first; None: `context.grade` is used
-    # returns the maker of an iteration, which has the settings of its stage; None: this maker generates all iterations
+    # returns the maker with the settings of an iteration's stage; None: this maker generates all iterations
     at: Callable[[int], RolloutMaker] | None = None
     ahead: WriteAhead | None = None  # files of finished samples and gradings; None: nothing is written ahead
 
     def __post_init__(self) -> None:
-        if self.max_staleness:  # the credit stage changes the recipe while threads copy it
+        if self.max_staleness:  # a separate copy: the credit stage changes the recipe while threads copy this one
             object.__setattr__(self, "recipe", copy.deepcopy(self.recipe))
 
     def make(
@@ -162,7 +162,7 @@ class RolloutMaker(IterationMaker):
             name = f"iteration {iteration.number}"
             source = ReaderSource(reader, self.prompts_per_iteration, turn=turn, name=name, draw=self.draw)
         recipe.load_state_dict(recipe_state)
-        before = as_json(recipe.state_dict())  # not `recipe_state`: a stage without a curriculum ignores its state
+        before = as_json(recipe.state_dict())  # `recipe_state` may have parts that the stage's recipe ignores
         found = recipe.rollout(iteration, source, context)
         with turn():
             pass  # ends the turn of an iteration that took no problem
@@ -216,8 +216,8 @@ class _CollectedIteration:
 
 
 class CollectorClosed(RuntimeError):
-    """The error that ends a thread in which the rollouts of an iteration are generated, because the collector was
-    closed before the rollouts were complete.
+    """Raised in a thread that generates the rollouts of an iteration, if the collector is closed before the rollouts
+    are complete.
     """
 
 
@@ -256,8 +256,9 @@ class Collector:
 
     If `max_staleness` is 0, the rollouts of an iteration are generated in the caller's thread when the iteration is
     due. Otherwise max_staleness + 1 iterations are generated at once, each in a separate thread. Three things happen
-    in the order of the iterations, whatever the timing: an iteration takes its first problems, is credited, and is
-    written to disk. An iteration is credited in its thread, unless its credit needs scores of the trainer.
+    in the order of the iterations, whatever the timing: an iteration takes its first problems, is credited (its
+    advantages are computed), and is written to disk. An iteration is credited in its thread, unless the recipe needs
+    scores from the trainer.
     """
 
     def __init__(
@@ -279,14 +280,14 @@ class Collector:
         # iterations that are begun and that `take` has not returned yet
         self._flights: deque[tuple[Iteration, Future[_CollectedIteration]]] = deque()
         self._takes, self._credits = _Order(), _Order()
-        self._sessions = OpenSessions()  # sessions of evaluations that run beside
+        self._sessions = OpenSessions()  # engine sessions of an evaluation that runs beside training
         self._disk = threading.Lock()  # lock that is held while the store reads or writes files
         self._closed = False
 
     @named_range("rollouts")
     def take(self, iteration: Iteration) -> Collected:
-        """Returns the rollouts of the iteration that is due, and waits for them if necessary. If they are not credited
-        yet (see CreditStage.after_scores), call `credit` with the scored rollouts.
+        """Returns the rollouts of the iteration that is due, and waits for them if necessary. If the rollouts have no
+        advantages yet (see CreditStage.after_scores), call `credit` with the scored rollouts.
 
         Raises any error that occurred while the rollouts were generated, and ValueError if `iteration` is not the next
         one of the schedule.
@@ -310,17 +311,18 @@ class Collector:
         return done.result().collected
 
     def credit(self, iteration: Iteration, scored: Collected) -> Collected:
-        """Credits the iteration last returned by `take`, whose rollouts now have the scores that the recipe requests.
-        Returns the rollouts to train on, and their metrics.
+        """Computes the advantages of the iteration last returned by `take`. The rollouts in `scored` have the scores
+        that the recipe requests. Returns the rollouts to train on, and their metrics.
 
         The stored file of an iteration that is kept permanently is replaced, so that it has the advantages of the
-        rollouts. A later process credits the iteration again. Raises RolloutError if the rollouts cannot be trained on.
+        rollouts. A later process computes the advantages again. Raises RolloutError if the rollouts cannot be trained
+        on.
         """
         credited = self._credit.apply(iteration, scored)
         self._state = {**self._state, "recipe": self._credit.states}
         if self._store.keeps(iteration.number):
-            # Only the roles that generated rollouts: a critic is trained on the rollouts of another role. While the
-            # critic warms up, only the critic has rollouts to train on.
+            # Only roles that generated rollouts are stored: a critic is trained on the rollouts of another role.
+            # While the critic warms up, only the critic has rollouts to train on.
             shown = {role: _with_credit(own, credited.rollouts.get(role, ())) for role, own in scored.rollouts.items()}
             with self._disk:
                 self._store.put(iteration, replace(credited, rollouts=shown, metrics=scored.metrics), self._state)
@@ -329,12 +331,14 @@ class Collector:
     def beside(
         self, context: RolloutContext, number: int, evaluate: Callable[[RolloutContext], T], served: Callable[[], bool]
     ) -> Callable[[], T | None]:  # fmt: skip
-        """Begins `evaluate` in a new thread, beside rollouts and updates. Returns a function that returns its result,
-        and waits for it if necessary. The function cancels the evaluation and returns None if every engine of a role
-        lost the weights for UNSERVED_S seconds: the trainer, which has new weights, cannot send them again.
+        """Begins `evaluate` in a new thread, beside rollouts and updates. Returns a function that waits for the result
+        of `evaluate` and returns the result. This function cancels the evaluation and returns None if some role had no
+        engine with the evaluated weights for UNSERVED_S seconds: the trainer has new weights, and cannot send the
+        evaluated weights again.
 
-        `context`: the context for `evaluate`, whose requests come after those that iteration `number` has sent already
-        and before those of later iterations. `served`: returns whether each role has an engine with the weights.
+        `context`: the context for `evaluate`. Engines serve the requests of the evaluation after the requests that
+            iteration `number` has sent already, and before the requests of later iterations.
+        `served`: returns whether each role has an engine with the evaluated weights.
         """
         done, priority, sessions = Future[T](), number + 1, OpenSessions()
         self._sessions = sessions
@@ -343,7 +347,7 @@ class Collector:
 
         @functools.cache
         def result() -> T | None:
-            seen = time.monotonic()  # when each role had an engine with the weights
+            seen = time.monotonic()  # the last time when each role had an engine with the weights
             while not wait([done], LOOK_S).done:
                 seen = time.monotonic() if served() else seen
                 if time.monotonic() - seen > UNSERVED_S:
@@ -458,8 +462,8 @@ class Collector:
 
 
 def _with_credit(rollouts: Sequence[Rollout], credited: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the credited rollouts if they are the same texts in the same order, otherwise `rollouts`: the credit of a
-    later process needs all of them.
+    """Returns `credited` if it has the same texts in the same order as `rollouts`. Otherwise returns `rollouts`,
+    because a later process needs all rollouts to compute the advantages again.
     """
     same = len(rollouts) == len(credited) and all(
         one.tokens is two.tokens for one, two in zip(rollouts, credited, strict=True)

@@ -17,18 +17,19 @@ from megatron_rl.types import Rollout, Stop
 
 
 class RolloutError(RuntimeError):
-    """A recipe returned rollouts that cannot be trained on. The message names the rollout and the problem."""
+    """Raised if a recipe returns rollouts that cannot be trained on. The message names the rollout and the problem."""
 
 
 class CreditStage:
-    """Credits the iterations of a run in order, and keeps the recipe's states after the newest credits.
+    """Credits the iterations of a run in order: lets the recipe compute the advantages. Stores the recipe's states
+    after the last `lag` + 1 credited iterations.
 
     `lag`: rollouts.max_staleness. The rollouts of an iteration are generated with the recipe's state after the credit
         of the iteration that is `lag` + 1 iterations earlier, regardless of which later iterations are already
         credited.
     `after_scores`: if True, iterations are credited by the training loop, after the score stage. Otherwise an iteration
-        is credited as soon as its rollouts are generated. One way holds for all iterations of a run, so that they are
-        credited in order also if only some of them need scores.
+        is credited as soon as its rollouts are generated. All iterations of a run are credited in the same way, so that
+        they are credited in order even if only some iterations need scores.
     """
 
     def __init__(
@@ -39,15 +40,17 @@ class CreditStage:
         `recipe_at`: returns the recipe of an iteration, which has the arguments of its stage; None: always `recipe`."""
         self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
         self.after_scores, self._recipe_at = after_scores, recipe_at
-        self._states = {0: as_json(recipe.state_dict())}  # by number of credited iterations, oldest first
+        # {number of credited iterations: state of the recipe after them}, oldest first
+        self._states = {0: as_json(recipe.state_dict())}
 
     @property
     def states(self) -> list[State]:
-        """The recipe's states after the newest lag + 1 credits, oldest first."""
+        """The recipe's states after each of the last `lag` + 1 credited iterations, oldest first."""
         return [*self._states.values()]
 
     def restore(self, states: Sequence[State], number: int) -> None:
-        """Restores the value of `states` after the credit of iteration `number` - 1."""
+        """Restores the recipe's states. `states`: the value of the property `states` after the credit of iteration
+        `number` - 1."""
         self._states = dict(enumerate(states, start=number + 1 - len(states)))
         self.recipe.load_state_dict(states[-1])
 
@@ -57,8 +60,8 @@ class CreditStage:
         return states[max(number - self._lag, min(states))]
 
     def apply(self, iteration: Iteration, collected: Collected) -> Collected:
-        """Credits an iteration. Returns its rollouts with advantages, and its metrics, which include the metrics that
-        the recipe added.
+        """Credits an iteration. Returns the iteration's rollouts with advantages, and the iteration's metrics, which
+        include the metrics that the recipe added.
 
         Raises RolloutError if the rollouts cannot be trained on.
         """

@@ -19,7 +19,7 @@ from megatron_rl.training.update import Trainee
 
 
 class ColocatedEngines(Protocol):
-    """The engines that run on the trainer's devices. Every rank calls `sleep` and `wake`, in any order."""
+    """The engines that run on the trainer's devices. Every rank calls `sleep` and `wake`, which need not alternate."""
 
     def sleep(self, refitted: Collection[str]) -> None:
         """Puts all engines to sleep: on return, no engine holds device memory.

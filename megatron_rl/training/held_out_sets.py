@@ -37,9 +37,9 @@ def evaluate_sets(
 ) -> tuple[dict[str, float], Answers]:
     """Evaluates a recipe on all sets. Used on the driver. Returns the metrics, and the graded answers.
 
-    `role/metric` is the mean over the sets with equal weights, or the sum of a count, for the metrics that all sets
-    have. With several sets there are also the metrics of each set, `role/SET/metric`. `context.kept`
-    is {name of the set: values that later evaluations of the set need}.
+    For a metric that all sets have, `role/metric` is the mean over the sets with equal weights; a count is summed over
+    the sets. With several sets there are also the metrics of each set, `role/SET/metric`. `context.kept` is {name of
+    the set: values that later evaluations of the set need}.
     """
     found: dict[str, dict[str, float]] = {}
     answers: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}

@@ -64,8 +64,8 @@ class PromptSource(Protocol):
         ...
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = ...) -> list[Prompt]:
-        """Returns the next `count` prompts for which `fits` returns True, and skips the others. `count` is
-        `prompts_per_iteration` and all prompts fit by default.
+        """Returns the next `count` prompts for which `fits` returns True, and skips prompts for which it returns False.
+        By default, `count` is `prompts_per_iteration` and all prompts fit.
         """
         ...
 
@@ -98,7 +98,7 @@ class RolloutContext:
     samplings: Mapping[str, Sampling]  # sampling settings of each role; the recipe sets `n` and `seed`
     max_prompt_tokens: Mapping[str, int]
     grade: Grade
-    # loss weight of the junior's tokens (Rollout.partner_weight) for each role with a tandem
+    # loss weight (Rollout.partner_weight) of tokens that a Tandem junior generated, for each role with a junior
     partner_weights: Mapping[str, float] = field(default_factory=dict)
     watch: Stopwatch = field(default_factory=Stopwatch)
     seed: int = 0  # random seed of the run
@@ -154,7 +154,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class CreditContext:
-    """What `Recipe.credit` reads besides the rollouts, and the metrics that it adds."""
+    """The input of `Recipe.credit` besides the rollouts, and the metrics that `credit` adds."""
 
     # JSON values that `Recipe.rollout` of this iteration stored in RolloutContext.handed_over
     handed_over: Mapping[str, Any] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class RecipeRole:
     drawn: Mapping[str, int] = field(
         default_factory=dict
     )  # number of samples that each role generates per problem when this role is trained; used to estimate memory, time
-    # by role: how many of the `drawn` samples share one prompt; 1 for roles not in the mapping
+    # {role: how many of the `drawn` samples share one prompt}; 1 for roles not in the mapping
     per_prompt: Mapping[str, int] = field(default_factory=dict)
     # size of an episode, if the role answers several times in a conversation; used to estimate memory and time
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
@@ -195,7 +195,7 @@ class RecipeRole:
     head: Literal["value", "score"] | None = None
     # True if `credit` returns preference pairs for this role: two rollouts per group, the preferred one first
     paired: bool = False
-    reference: bool = False  # whether scores need the role's frozen reference, regardless of its loss
+    reference: bool = False  # whether `scores` needs the role's frozen reference, even if the role's loss does not
 
 
 class Recipe(ABC):
@@ -227,8 +227,8 @@ class Recipe(ABC):
 
     @abstractmethod
     def schedule(self) -> Schedule:
-        """Returns the schedule of the run: for each cycle the list of its iterations, each with the roles that it
-        trains.
+        """Returns the schedule of the run: a list of cycles. A cycle is a list of iterations, and an iteration is the
+        tuple of the roles that it trains.
         """
         ...
 
@@ -242,13 +242,13 @@ class Recipe(ABC):
         """Generates the rollouts of an iteration and computes their rewards. Returns the rollouts by role.
 
         With rollouts.max_staleness = k above 0, up to k + 1 iterations are generated at once while earlier iterations
-        train. Each is generated in a separate thread by a separate copy of the recipe (copy.deepcopy). The method then
-        sees the recipe's state after the credit of iteration n - 1 - k.
+        train. Each is generated in a separate thread by a separate copy of the recipe (copy.deepcopy). For iteration n,
+        the method then sees the recipe's state after the credit of iteration n - 1 - k.
         """
         ...
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
-        """Returns the values that `credit` needs and only the trainer can compute. The default requests none."""
+        """Returns requests for the values that `credit` needs and only the trainer can compute. Default: no request."""
         return ()
 
     def scores_of(self, roles: tuple[str, ...]) -> Sequence[Score]:
@@ -275,12 +275,12 @@ class Recipe(ABC):
 
     def check(self, spec: RunSpec) -> None:
         """Raises ConfigError if the method does not support a setting of the run (other than the recipe's arguments,
-        which the constructor checks). The roles of `spec` are those of the recipe.
+        which the constructor checks). `spec` has the roles that the method `roles` returns.
         """
         return None
 
     def files(self) -> Mapping[str, str]:
-        """Returns the files that must exist before a run starts, as {config key: path}; without data and models."""
+        """Returns {config key: path} of the files that must exist before a run starts, except data sets and models."""
         return {}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:

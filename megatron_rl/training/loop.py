@@ -78,8 +78,8 @@ class Hooks:
     # returns True if the run should save a checkpoint and exit (signal, time limit, remote request)
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # shows the user a progress message about the current operation
-    # returns the seconds for which the places of the engines' batches were occupied so far, as a mean over all places;
-    # None if it is unknown; called on the driver only
+    # returns the seconds for which a slot of the engines' batches was occupied so far, as a mean over all slots; None
+    # if this is unknown; called on the driver only
     occupied_s: Callable[[], float | None] = lambda: None
     # takes the graded answers of an evaluation; called on the driver only with (number of finished iterations, answers)
     evaluated: Callable[[int, Answers], None] = lambda number, answers: None
@@ -101,7 +101,7 @@ class Setup:
 
     `memory`: holds every policy by name, trained or not.
     `policy_of`: name of the policy of each trained role; two roles may share a policy.
-    `owner_of`: name of the policy of each role that shares another role's policy; also of roles that are not trained.
+    `owner_of`: name of the policy of each role that shares another role's policy, including roles that are not trained.
     `context`, `iterations`, `held_out`: used on rank 0 only.
     """
 
@@ -133,7 +133,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     if not total:
         raise NothingTrained("the run has 0 iterations: set run.iterations or the recipe's updates above 0")
     _start(setup, plan, progress)
-    if progress.evaluated == progress.number:  # the metrics file has lost the line, as all lines of later iterations
+    if progress.evaluated == progress.number:  # the resume removed this evaluation's line from the metrics file
         setup.hooks.log(progress.cycles_begun, "eval", progress.last_evaluation, iteration=progress.number)
     for number, iteration in enumerate(upcoming(schedule, progress.state_dict())):
         before = (progress.evaluated, progress.best, progress.early_stop)
@@ -204,13 +204,14 @@ def _iteration(
     setup: Setup, plan: Plan, progress: Progress, iteration: Iteration, evaluation: _Evaluation | None
 ) -> None:
     """Executes one iteration: takes its rollouts, scores and credits them, and updates, in the order of the roles,
-    every policy whose usable rollouts have a signal (a nonzero advantage). Engines keep their weights for `evaluation`.
+    every policy whose usable rollouts have a signal (a nonzero advantage). If `evaluation` is given, engines get new
+    weights only after the evaluation is complete.
     """
     collected, usable = Collected(rollouts={}, metrics={}), dict[str, list[Rollout]]()  # filled on the driver only
     clock = _Clock(setup)
 
     def take() -> list[tuple[str, bool]]:
-        """Takes the iteration's rollouts. Returns (name, whether it has something to learn from) of each policy."""
+        """Takes the iteration's rollouts. Returns, for each policy, its name and whether its rollouts have a signal."""
         nonlocal collected
         if not scores:
             collected = clock.take(iteration)
@@ -238,7 +239,7 @@ def _iteration(
         metrics["update"] = float(progress.updates.get(name, 0))  # of the policy, including this iteration's
         for role in (r for r in iteration.roles if setup.policy_of[r] == name):
             own = collected.rollouts.get(role)
-            # another policy, whose versions are counted apart, generated the rollouts of a critic's own model
+            # a critic with a model of its own gets no ages: another policy, with its own versions, generated the texts
             ages = ages_of(own or (), version) if reads_logprobs(setup.trainees[name].loss.needs) else {}
             progress.last_metrics[role] = shown = {} if own is None else {**collected.metrics.get(role, {}), **ages}
             speed = clock.speed() if setup.world.rank == 0 and role in last else {}
@@ -254,8 +255,8 @@ def _iteration(
 
 def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected) -> dict[str, list[Rollout]]:
     """Returns, by policy, the rollouts that have a trainable token and that `Plan.mixed` does not discard. A loss on
-    pairs gets only groups of which both rollouts are left. For a policy that a critic shares, the policy's rollouts get
-    the values of the critic's rollouts, and the critic's rollouts are left out.
+    pairs gets only groups of which both rollouts are left. If a critic shares the policy's model, the policy's rollouts
+    get the values of the critic's rollouts, and the critic's rollouts are left out.
     """
     usable, of_critics = dict[str, list[Rollout]](), dict[str, list[Rollout]]()
     parts = setup.recipe.roles()
@@ -275,8 +276,8 @@ def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected
 
 
 class _Clock:
-    """Measures on the driver how long an iteration takes, and how long the trainer and the engines are idle in it.
-    Checkpoints are outside of iterations, and evaluations that do not run beside them."""
+    """Measures on the driver how long an iteration takes, and how long the trainer and the engines are idle in this
+    time. The time does not include checkpoints, and includes only evaluations that run beside the iteration."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._waited_s, self._start = setup, 0.0, time.perf_counter()
@@ -291,8 +292,8 @@ class _Clock:
         return collected
 
     def wait_for(self, evaluation: _Evaluation | None) -> None:
-        """Waits until the engines do not need their weights for an evaluation any more. Counts the waiting time as idle
-        time of the trainer. Does nothing without an evaluation. Collective."""
+        """Waits until an evaluation beside the iteration is complete, so that the engines can get new weights. Counts
+        the waiting time as idle time of the trainer. Does nothing without an evaluation. Collective."""
         if evaluation is None:
             return
         start = time.perf_counter()
@@ -311,7 +312,7 @@ class _Clock:
 
 def _scored(setup: Setup, iteration: Iteration, scores: Sequence[Score], clock: _Clock) -> Collected:
     """Takes the iteration's rollouts and adds the requested scores to their `values`. Collective. Returns the scored
-    rollouts on the driver, and nothing on other ranks.
+    rollouts on the driver, and a Collected without rollouts on other ranks.
     """
     collected = Collected(rollouts={}, metrics={})
 
@@ -360,8 +361,8 @@ def _refit(setup: Setup, progress: Progress, name: str) -> None:
 @dataclass(frozen=True)
 class _Evaluation:
     """An evaluation of the current weights that has begun. `measure` waits on the driver until all answers are graded,
-    and returns the metrics and the answers; a second call returns the same values. It returns None if the evaluation
-    was cancelled, see Collector.beside.
+    and returns the metrics and the answers; a second call returns the same values. `measure` returns None if the
+    evaluation was cancelled, see Collector.beside.
     """
 
     done: int  # number of finished iterations

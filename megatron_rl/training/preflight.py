@@ -25,14 +25,14 @@ from megatron_rl.types import SOURCE, Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
-# Fractions of the range from the lowest to the highest score.
-# The mean score of correct answers must be at least the first, that of wrong answers at most the second fraction.
+# Fractions of the range from the lowest to the highest score (reward.range).
+# The mean score of correct answers must be at least CORRECT_SHARE, the mean score of wrong answers at most WRONG_SHARE.
 CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
 
 
 class PreflightFailure(RuntimeError):
-    """A preflight check failed, so training would learn from wrong rewards or log-probs. The message gives the compared
-    values.
+    """Raised if a preflight check fails, because training would learn from wrong rewards or log-probs. The message
+    gives the compared values.
     """
 
 
@@ -42,9 +42,10 @@ class PreflightPlan:
 
     settings: Preflight
     prompts: Sequence[Prompt]  # the first settings.num_prompts prompts of each source are used
-    place: str = "data"  # setting of the prompts' set, such as "evaluation.sets: gsm8k", if the run has no sources
+    # name of the setting that defines the prompts, such as "evaluation.sets: gsm8k"; not used for prompts of a source
+    place: str = "data"
     reward: Reward = field(default_factory=Reward)
-    rewards: Mapping[str, Reward] = field(default_factory=dict)  # rewards of the sources that have their own, by name
+    rewards: Mapping[str, Reward] = field(default_factory=dict)  # {name of a source: reward that the source has itself}
 
     @property
     def chosen(self) -> dict[str, list[Prompt]]:
@@ -67,9 +68,9 @@ def check_reward(
         error messages. Called on the driver. Returns the mean score of the correct and of the wrong answers as metrics.
 
     Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
-    of wrong answers is above WRONG_SHARE of it. Also raises PreflightFailure if the reward function raises an error or
-    returns no score, and if a problem has no gold answer. Gradings that time out are ignored, unless all of them time
-    out.
+    of wrong answers is above WRONG_SHARE of the range. Also raises PreflightFailure if the reward function raises an
+    error or returns no score, and if a problem has no gold answer. Gradings that time out are ignored, unless all of
+    them time out.
     """
     payloads = [p.payload for p in prompts]
     low, high = bounds
@@ -92,7 +93,8 @@ def check_reward(
 
 
 def check_rewards(grade: Grade, plan: PreflightPlan) -> dict[str, float]:
-    """Checks the reward function of each source; see `check_reward`. Called on the driver. Returns its metrics."""
+    """Checks the reward function of each source with `check_reward`, and returns the metrics. With several sources, the
+    name of a metric ends in the name of the source. Called on the driver."""
     found: dict[str, float] = {}
     for source, own in plan.chosen.items():
         reward = plan.rewards.get(source, plan.reward)

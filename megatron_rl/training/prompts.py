@@ -55,9 +55,9 @@ def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
 
 
 def read_set(source: PromptSet, benchmark: Benchmark | None) -> list[Problem]:
-    """Returns all problems of a set. `benchmark`: the benchmark whose rows `source` has; None for a set of your own.
-    Raises ConfigError if the path contains no data, and DataError if no row is usable or more than max_bad_share of
-    them are bad.
+    """Returns all problems of a set. `benchmark`: the benchmark whose rows `source` has; None if `source` is not a
+    benchmark. Raises ConfigError if the path contains no data, and DataError if no row is usable or the share of bad
+    rows is above max_bad_share.
     """
     return read_problems(source) if benchmark is None else read_benchmark(benchmark, source)
 
@@ -152,9 +152,11 @@ def readers_of(
 ) -> dict[str, PromptReader]:  # fmt: skip
     """Returns a prompt reader for each problem set, by the name of the set in the settings.
 
-    `limits`: maximum prompt lengths (see RunSpec.prompt_limits), the first that of the run. Raises DataError if the
-        share of prompts in a set that are longer than the run's maximum is above the set's setting max_bad_share, or if
-        all prompts are longer than the maximum of a stage.
+    `limits`: {setting: maximum prompt length}, see RunSpec.prompt_limits. The first maximum applies to the whole run,
+        the other ones to stages of the run.
+
+    Raises DataError if the share of prompts in a set that are longer than the run's maximum is above the set's setting
+    max_bad_share, or if all prompts are longer than the maximum of a stage.
     """
     encode, run = encoder(recipe, tokenizer), next(iter(limits))
     readers = {
@@ -177,7 +179,8 @@ def readers_of(
 
 
 def no_answer(place: str, values: Mapping[str, Any]) -> str:
-    """Returns the error message for a problem without the answer that the preflight needs. `place`: its set."""
+    """Returns the error message for a problem without the answer that the preflight needs. `place`: setting that
+    defines the problem's set. `values`: the values of the problem."""
     return (
         f"{place}: a problem has no answer to try the reward with, only {', '.join(sorted(values))}: set fields: "
         "{answer: COLUMN} in this set, or switch this check off by preflight.reward=false"

@@ -135,7 +135,7 @@ def to_table(iteration: int, rollouts: Sequence[Rollout], texts: Sequence[Rollou
 
     Raises TypeError if a payload is not JSON.
     """
-    from megatron_rl.message_codec import pack  # a slow import, which readers of the texts do not need
+    from megatron_rl.message_codec import pack  # slow to import, and not needed to read the text columns
 
     rows = [_readable(iteration, r, None if texts is None else texts[i]) for i, r in enumerate(rollouts)]
     fields = [{name: getattr(r, name) for name in _OTHERS} for r in rollouts]
@@ -153,7 +153,7 @@ def from_table(table: pa.Table) -> list[Rollout]:
     """Returns the rollouts of a table that `to_table` created. Raises ValueError, KeyError or TypeError if a row is
     damaged.
     """
-    from megatron_rl.message_codec import unpack  # a slow import, which readers of the texts do not need
+    from megatron_rl.message_codec import unpack  # slow to import, and not needed to read the text columns
 
     names = ["role", "group", "stop", "payload", "others"]
     rows = table.select(names).to_pylist()

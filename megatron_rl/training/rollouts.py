@@ -18,8 +18,8 @@ from megatron_rl.types import NO_VERSION, SOURCE, Author, Prompt, Rollout, spans
 SHARE_SLACK = 0.2
 # allowed difference in standard deviations of the share; used if it is larger, which is the case for few tokens
 SHARE_DEVIATIONS = 3.0
-# Advantages with a smaller absolute value count as 0: the mean of equal rewards may be off by 1e-16, and the difference
-# is divided by std + 1e-6.
+# Advantages with a smaller absolute value count as 0. They are rounding errors: the mean of equal rewards may be off by
+# 1e-16, and an estimator such as grpo divides this difference by std + 1e-6 = 1e-6.
 ROUNDING = 1e-6
 
 
@@ -213,7 +213,8 @@ def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:
 
 def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | None) -> None:
     """Raises EngineError if the senior's share of the tokens differs too much from the share expected for the tandem's
-    strategy and these text lengths. A large difference means that the engine's author mask is wrong.
+    strategy and these text lengths. A large difference means that the engine's author mask, the record of which model
+    generated each token, is wrong.
     """
     lengths = np.array([rollout.length for rollout in rollouts], np.int64)
     share = None if tandem is None else tandem.rule.senior_share(lengths)

@@ -43,7 +43,7 @@ State = dict[str, Any]  # a state of JSON values, for checkpoints
 Decode = Callable[[str, np.ndarray], Decoded]  # (role, tokens [T]) -> decoded text
 _NAME = re.compile(r"iteration_[0-9]{1,18}\.parquet")
 _HEAD = b"megatron_rl"  # key of the project's entry in the file's metadata
-# size of the digest before the footer; size of the footer's length and Parquet's magic number after it
+# bytes of the digest before the Parquet footer; bytes after the footer (the footer's length and the magic number)
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
@@ -166,8 +166,8 @@ class IterationStore:
         return None
 
     def read(self, iteration: Iteration) -> tuple[Collected, State]:
-        """Returns the rollouts of an iteration and the state after it, for a replay. The settings of the recorded run
-        may differ.
+        """Returns the rollouts of a recorded iteration and the state after the iteration, for a replay. The settings of
+        the recorded run may differ from the settings of this run.
 
         Raises FileNotFoundError if the iteration has no file, and StoreError if the file is damaged or the recorded
         iteration trained other roles.

@@ -43,14 +43,14 @@ class PolicyMemory(Protocol):
 
     def present(self) -> AbstractContextManager[None]:
         """Context manager that keeps the weights on the device. If the weights were in host memory before the block,
-        they are moved back to host memory after it.
+        they are moved back to host memory after the block.
         """
         ...
 
 
 class Policy(Partitioner, Protocol):
-    """A trained model. Every method except those of `Partitioner` must be called by all ranks together. `work`: the
-    rollouts of the rank's data-parallel replica.
+    """A trained model. Every method except those of `Partitioner` must be called by all ranks together. The argument
+    `work` of a method is the rollouts of the rank's data-parallel replica.
     """
 
     @property
@@ -156,8 +156,8 @@ def _with_reference(work: Work, policy: Policy, loss: BatchLoss) -> Work:
 
 
 def _with_old(work: Work, policy: Policy, loss: BatchLoss) -> Work:
-    """Returns `work` with the statistics of the current policy added, which the loss then uses as those of the old
-    policy. Called by every rank.
+    """Returns `work` with the statistics of the current policy added, which the loss then uses as the old policy's
+    statistics. Called by every rank.
     """
     old = len(work.steps) > 1 or "old" in loss.needs
     names = ("logprobs", "vocab_mean") if old and "vocab_mean" in loss.needs else ("logprobs",)
@@ -199,8 +199,8 @@ def evaluate(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None)
 def policy_logprobs(
     world: World, policy: Policy, rollouts: Sequence[Rollout] | None, *, reference: bool = False
 ) -> list[np.ndarray] | None:
-    """Returns log-probs of the driver's rollouts under the current policy, or with `reference` under its frozen
-    reference. Called by every rank.
+    """Returns log-probs of the driver's rollouts under the current policy, or with `reference` under the policy's
+    frozen reference. Called by every rank.
 
     Returns [S] arrays [T] float32 on the driver, with 0 for tokens that are not in the loss, and None on other ranks.
     """

@@ -1,10 +1,11 @@
 """Writes the finished samples and gradings of an iteration to disk before the iteration is complete (a write-ahead
 log), so that a run that is killed and resumed does not sample or grade them again.
 
-Records are found by their content: a sample by its role, prompt, sampling settings with seed, request key and sample
-index, a grading by its text and the fields of its problem. Requests with equal content are numbered in the order of
-asking and may exchange their samples, which have the same distribution. Otherwise the order in which threads ask does
-not matter, and an episode is resumed by playing it again with the answers that the log has.
+Records are found by their content. The content of a sample is its role, prompt, sampling settings with seed, request
+key and sample index; the content of a grading is the response and the fields of the problem. Requests with equal
+content are numbered in the order in which they are made. In a resumed run, such requests may exchange their samples,
+which have the same distribution. The order of other requests does not matter. An episode is resumed by playing it again
+from the start, with the samples in the log.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from megatron_rl.training.iteration import Grade
 from megatron_rl.types import Outcome, Stop
 
 FORMAT = 1  # version of the file format
-COMMIT_S = 0.1  # seconds between a write and the flush to the disk (fsync), which covers all writes of this time
-# Prefix of a record: number of bytes of the body, 1 if the record ends a transaction else 0, CRC-32 of the two. The
-# digest of prefix and body follows, then the body: the record's address and the packed value.
+COMMIT_S = 0.1  # seconds from a write to the flush to the disk (fsync); the flush covers all writes in this time
+# A record consists of a prefix, a digest of prefix and body, and the body: the record's address and the packed value.
+# The prefix has the number of bytes of the body, 1 if the record ends a transaction else 0, and the CRC-32 of the two.
 _PREFIX, _COUNTED = struct.Struct("<QBI"), struct.Struct("<QB")
 _DIGEST_BYTES = 16
 _NAME = re.compile(r"iteration_([0-9]{1,18})\.ahead")
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 class WriteAhead:
     """The write-ahead files (iteration_000012.ahead, ...) of the iterations in flight, in the directory of a run's
-    iteration store. `fingerprint`: hash of the run's settings; files of other settings are not used.
+    iteration store. `fingerprint`: hash of the run's settings; files written under other settings are not used.
     """
 
     def __init__(self, directory: Path, fingerprint: str) -> None:
@@ -89,7 +90,7 @@ class LogFile:
         file cannot be opened.
         """
         self.path, self.recovered = path, 0  # recovered: number of records that the file had when it was opened
-        self._places: dict[bytes, tuple[int, int]] = {}  # by address: offset and size of the packed value
+        self._places: dict[bytes, tuple[int, int]] = {}  # {address: (offset, size) of the packed value}
         self._times: Counter[bytes] = Counter()  # number of calls of `address` for each content
         self._change = threading.Lock()  # guards the file and the attributes
         self._sync = threading.Lock()  # held while the file is flushed or closed
@@ -115,8 +116,9 @@ class LogFile:
         return RoleLog(self, role)
 
     def grader(self, grade: Grade) -> Grade:
-        """Returns a function that grades responses, except those with a grading in the file, with `grade`, and adds the
-        new gradings to the file. Failed gradings are not added, because a resumed run may succeed in grading them.
+        """Returns a function that grades responses. Gradings in the file are used again. Other responses are graded
+        with `grade`, and the new gradings are added to the file, except failed gradings, because a resumed run may
+        succeed in grading these responses.
         """
 
         def logged(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
@@ -154,8 +156,8 @@ class LogFile:
         return unpack(os.pread(self._file.fileno(), size, offset), _KINDS)
 
     def add(self, records: Sequence[tuple[bytes, Any]]) -> None:
-        """Appends records (address, value) as one transaction: a reader gets all of them, or none if the process was
-        killed meanwhile. No-op for a closed file. Raises DiskError if they cannot be written.
+        """Appends records (address, value) as one transaction: a reader gets all records, or no record if the process
+        was killed during the write. No-op for a closed file. Raises DiskError if the records cannot be written.
         """
         from megatron_rl.message_codec import pack
 
@@ -226,8 +228,9 @@ class LogFile:
             self._file.truncate(self._end)
 
     def _record(self, place: int, size: int) -> tuple[bytes | None, int, int, bool] | None:
-        """Reads the record at byte `place` of a file of `size` bytes. Returns its address (None if it is damaged), the
-        offset of its value, the end of the record, and whether it ends a transaction. Returns None if it is cut off.
+        """Reads the record at byte `place` of a file of `size` bytes. Returns the record's address (None if the record
+        is damaged), the offset of its value, the end of the record, and whether the record ends a transaction. Returns
+        None if the record is cut off.
         """
         file, start = self._file.fileno(), place + _PREFIX.size + _DIGEST_BYTES
         head = os.pread(file, start - place, place)
