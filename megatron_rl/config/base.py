@@ -18,28 +18,28 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 import pydantic
 
 C = TypeVar("C")
-# Maximum length of a file name, in bytes. File systems allow 255 bytes; the difference is reserved for suffixes that
-# are appended to file names.
+# Maximum length of a file name, in bytes. File systems allow 255 bytes.
+# The other 55 bytes are reserved for suffixes that are appended to file names.
 LONGEST_NAME = 200
 _USER = re.compile(r"://[^/\s@'\"]+@")  # the user and password in a URL
-UNREADABLE = (OSError, ValueError, RecursionError)  # errors of reading and parsing a text file
+UNREADABLE = (OSError, ValueError, RecursionError)  # exceptions raised while a text file is read and parsed
 MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
-Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # decay factor of a moving average, which moves if it is below 1
+Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # decay factor of a moving average; with 1 it would never change
 NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 PositiveShare = Annotated[float, pydantic.Field(gt=0, le=1)]
-# A number of updates, samples or rounds. It is bounded, because a schedule is a list with one entry per update.
+# A number of updates, samples or rounds. The upper bound limits memory: a schedule is a list with one entry per update.
 Count = Annotated[int, pydantic.Field(ge=1, le=10**6)]
 CountOrZero = Annotated[int, pydantic.Field(ge=0, le=10**6)]
 
 
 class ConfigError(ValueError):
-    """A setting is invalid. The message names the setting, its value and how to correct it."""
+    """Raised when a setting is invalid. The message names the setting, its value and how to correct it."""
 
 
 def refuse(*problems: str) -> None:
-    """Raises ConfigError with the error messages `problems`, one per line. Returns if there are no messages."""
+    """Raises ConfigError with the error messages `problems`, one per line. Does nothing if there are no messages."""
     if problems:
         raise ConfigError("\n  ".join(problems))
 
@@ -47,7 +47,7 @@ def refuse(*problems: str) -> None:
 @contextlib.contextmanager
 def refusing(say: Callable[[Exception], str], *kinds: type[Exception]) -> Iterator[None]:
     """Context manager that converts an exception of one of the types `kinds` to a ConfigError with the message
-    `say(exception)`. A ConfigError is not converted."""
+    `say(exception)`. A ConfigError passes through unchanged."""
     try:
         yield
     except kinds as error:
@@ -57,8 +57,8 @@ def refusing(say: Callable[[Exception], str], *kinds: type[Exception]) -> Iterat
 
 
 def refusal_of(check: Callable[..., object], *args: object, place: str = "") -> list[str]:
-    """Calls a function that checks settings. If it raises ConfigError, returns a list of one message, which begins with
-    `place`; otherwise an empty list."""
+    """Calls `check(*args)`, a function that checks settings. If the function raises ConfigError, returns a list of one
+    error message, which begins with `place`. Otherwise returns an empty list."""
     try:
         check(*args)
     except ConfigError as error:
@@ -74,7 +74,10 @@ def hint(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def not_finite(value: Any, place: str) -> Iterator[str]:
-    """Yields an error message for each number in nested values that is not finite. `place`: dotted name of `value`."""
+    """Yields an error message for each NaN or infinite number in the nested values of a setting.
+
+    `value`: the setting's value. `place`: the setting's dotted name.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{place} = {value}: give a finite number"
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
@@ -83,8 +86,8 @@ def not_finite(value: Any, place: str) -> Iterator[str]:
 
 
 def path_problems(setting: str, path: str) -> Iterator[str]:
-    """Yields an error message if a path is blank, has control characters, begins with `-` (as options do), or has a
-    name of more than LONGEST_NAME bytes. `setting`: name of the setting that contains the path."""
+    """Yields an error message if a path is blank, has control characters, begins with `-` (like a command-line option),
+    or has a component of more than LONGEST_NAME bytes. `setting`: name of the setting that contains the path."""
     if not path.isprintable() or not path.strip():
         yield f"{setting} = {path!r}: give a name without line breaks or other control characters"
     elif path.startswith("-"):
@@ -103,9 +106,9 @@ def config(cls: type[C]) -> type[C]:
     """Class decorator: makes a frozen, keyword-only dataclass. When an instance is parsed from a config file, unknown
     keys, wrong types, and NaN or infinite numbers are errors.
 
-    If the class has a method `problems`, which yields error messages about an instance, an instance with problems
-    cannot be made: the constructor raises ConfigError with all messages. A class with its own `__post_init__` must call
-    `refuse(*self.problems())` there.
+    The class may have a method `problems`, which yields error messages about an instance. If the method yields any, the
+    constructor raises ConfigError with all messages. A class that defines `__post_init__` must call
+    `refuse(*self.problems())` in its `__post_init__`.
     """
     made: Any = cls
     made.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -134,10 +137,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 @config
 class Use:
-    """A plug-in: the name of a Python object, and the arguments with which it is built or called."""
+    """A plug-in: the name of a Python function or class, and keyword arguments for it."""
 
-    target: str  # the object's name as package.module:name
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the object
+    target: str  # name of the function or class as package.module:name
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the function or class
 
     def problems(self) -> Iterator[str]:
         """Yields an error message for each argument that is not a finite number."""
@@ -145,8 +148,8 @@ class Use:
 
 
 def sections(settings: Any, kind: type[C], place: str = "") -> dict[str, C]:
-    """Returns {dotted name: section} of the sections of the type `kind` in a config. `place`: dotted name of
-    `settings`."""
+    """Returns {dotted name: section} of all sections of a config that are instances of `kind`. `settings`: the config
+    or a section. `place`: the dotted name of `settings`; empty for the config."""
     if isinstance(settings, kind):
         return {place: settings}
     parts = vars(settings) if dataclasses.is_dataclass(settings) else settings if isinstance(settings, dict) else {}
@@ -160,8 +163,8 @@ def field_comments(schema: type) -> dict[str, str]:
     """Returns {field name: comment} of a config dataclass. The command `megatron-rl settings` and the option `--help`
     print these comments.
 
-    A field's comment is at the end of the field's line, or on the lines directly above it. Inherited fields are
-    included. Fields without a comment are left out.
+    The comment of a field is at the end of the field's line, or on the lines directly above the field. Inherited fields
+    are included. Fields without a comment are left out.
     """
     comments: dict[str, str] = {}
     above: list[str] = []

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import ConfigError, PromptSet
 _GENERATED = "reasoning_gym:"  # prefix of data.path for problems that reasoning-gym generates
 TRAIN, TEST, ALL = "train", "test", "all"  # splits of generated problems
 
-# Names of the settings of PromptSet that hold a single value (no mapping) and are null if the config does not set them.
+# Settings of a PromptSet that are null by default and whose values are not mappings.
 _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 
@@ -25,9 +25,9 @@ def settings_table() -> dict[str, PromptSet]:
 
 def resolve(source: PromptSet) -> PromptSet:
     """Returns the problem set `source`, completed with the ready-made settings named by `source.settings`. Values that
-    `source` sets are kept.
+    `source` sets override the ready-made values.
 
-    If the config names the row's key of a conversation (fields.messages), the `question` field of the ready-made
+    If `source` sets fields.messages (the key of a conversation in a row), the `question` field of the ready-made
     settings is left out. Generated problems (`reasoning_gym:NAME`) get the fields `question` and `entry`. Raises
     ConfigError if `source.settings` is unknown.
     """
@@ -53,8 +53,11 @@ def generated_name(path: str) -> str | None:
 
 
 def generated_names(source: PromptSet) -> set[str]:
-    """Returns the names of the reasoning-gym data sets that generate the problems of `source`: NAME, or the data sets
-    that a composite data set mixes. Returns an empty set if the problems are not generated."""
+    """Returns the names of the reasoning-gym data sets that generate the problems of `source`.
+
+    For the path reasoning_gym:NAME, the result is {NAME}; if NAME is a composite data set, the result is the names of
+    the data sets that NAME mixes. Returns an empty set if the problems are not generated.
+    """
     name = generated_name(source.path)
     parts = source.generated.args.get("datasets") if source.generated else None
     mixed = {str(part.get("name")) for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()

@@ -20,13 +20,13 @@ SOURCES = "data.sources"  # the setting that names the sources
 class Source(PromptSet):
     """One of several sources of training problems."""
 
-    # File, directory or hub name of the problems. Empty: the rows of `data.path` whose column `data_source` is the name
-    # of the source, as in verl.
+    # File, directory or hub name of the problems. Empty: the problems are the rows of `data.path` whose column
+    # `data_source` contains the source's name, as in verl.
     path: str = ""
-    # How often a prompt is taken from this source, relative to the weights of the other sources; 0: never.
+    # Relative frequency of this source: the share of prompts is weight / (sum of the weights of all sources); 0: none.
     weight: NotNegative = 1.0
-    # Prompt template of this source: a text file with {question}, or the name of a packaged template. null: the prompt
-    # of the recipe.
+    # Prompt template of this source: a text file with {question}, or the name of a packaged template.
+    # null: the recipe's prompt template.
     template: str | None = None
     reward: Reward | None = None  # the function that grades answers to these problems; null: the run's `reward`
 
@@ -36,10 +36,11 @@ class Sources:
     """Several sources of training problems. Each prompt of an iteration comes from one source."""
 
     sources: dict[str, Source]  # the sources by name
-    path: str = ""  # data of the sources that have no `path`: rows with a column `data_source`
+    path: str = ""  # data of the sources without a `path`; its rows have a column `data_source`
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for each source with an invalid name or without data, and if all weights are 0."""
+        """Yields an error message for each source with an invalid name or without data, for a `path` that no source
+        uses, and if all weights are 0."""
         for name, own in self.sources.items():
             if not re.fullmatch(r"[\w./-]+", name):
                 yield f"data.sources: {name!r}: name a source by letters, digits and . _ - /"
@@ -51,7 +52,8 @@ class Sources:
             yield "data.sources: no source has a weight above 0: give at least one"
 
     def __post_init__(self) -> None:
-        """Sets the path of sources without a path to `data.path`, and selects the rows that name the source."""
+        """Gives each source without a path the path `data.path`, and a filter for the rows whose column `data_source`
+        contains the source's name."""
         refuse(*self.problems())
         own = {
             name: source if source.path else replace(

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from megatron_rl.config.base import Share, config
 
-# The limit keeps seed + index of a problem below 2^32, numpy's limit of a seed
+# A problem is generated with the seed `seed` + index of the problem; the upper bound keeps it below 2^32, numpy's limit
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
@@ -29,7 +29,7 @@ class PromptSet:
     reasoning-gym generates."""
 
     path: str  # JSONL or Parquet file, directory of such files, Hugging Face data set, or reasoning_gym:NAME
-    # Size, seed and arguments for the path reasoning_gym:NAME; null: their default values
+    # Size, seed and arguments of generated problems (path reasoning_gym:NAME); null: the default values
     generated: Generated | None = None
     # Name of ready-made settings for a public data set (fields, filters, answer pattern): eurus2_rl, eurus2_sft,
     # deepscaler, gsm8k, math, last_letter, solutions.
@@ -37,28 +37,28 @@ class PromptSet:
     # Configuration of a Hugging Face data set; null: the configuration in the ready-made `settings` if there is one,
     # otherwise the only configuration of the data set.
     subset: str | None = None
-    # Split of a Hugging Face data set, or of a directory with files train*, test*, ... For reasoning_gym:NAME: train or
-    # test, which have no question in common, or all.
+    # Split of a Hugging Face data set, or of a directory whose files are named train*, test*, ...
+    # For reasoning_gym:NAME: train, test or all. The splits train and test have no question in common.
     split: str = "train"
-    # A single file of a data set on the hub, for data sets whose splits contain other files too; null: all files of the
-    # split.
+    # Name of a single file of a data set on the hub: only this file of the split is read. null: all files of the split.
     file: str | None = None
-    # {name of a field of the problem: key in the row of the data set}; dots in a key address nested values. Example:
-    # {question: problem}. The field `messages` is a conversation. docs/how_to/your_data.md describes how fields that
-    # are not set are found.
+    # {field of the problem: key in a row of the data}, such as {question: problem}. Dots in a key select nested values.
+    # The field `messages` is a conversation. docs/how_to/your_data.md describes how fields that are not set are found.
     fields: dict[str, str] = field(default_factory=dict)
-    # true: every question is sent as the user message of a conversation. false: every prompt is sent as text; if a
-    # problem is a conversation, the text is its last user message. null: conversations are sent as conversations, and
-    # questions as text.
+    # true: every question is sent as the user message of a conversation.
+    # false: every prompt is sent as text; the text of a conversation is the conversation's last user message.
+    # null: conversations are sent as conversations, and questions as text.
     chat: bool | None = None
     system: str | None = None  # system message of conversations that have no system message
     filters: dict[str, Any] = field(default_factory=dict)  # {key: value}: keep only rows whose key has this value
-    # Regular expression that finds the answer: group 1 of the last match, or the whole match if there are no groups.
+    # Regular expression that finds the answer in the row's `answer` field. The answer is group 1 of the last match, or
+    # the whole match if the expression has no groups.
     answer_pattern: str | None = None
-    # false: remove commas from the answer (1,234 becomes 1234); null: the value in `settings`, otherwise true.
+    # false: remove commas from the answer (1,234 becomes 1234); true: keep commas; null: the value in the ready-made
+    # `settings`, otherwise true.
     answer_commas: bool | None = None
     remove_suffix: str | None = None  # text that is removed from the end of every question
-    # Maximum number of problems; the first usable rows that pass the filters are taken; null: all rows
+    # Maximum number of problems. The first usable rows that pass the filters are taken. null: all rows
     limit: PositiveInt | None = None
     shuffle: bool = True  # shuffle the problems in every epoch; the order depends only on the run's seed
     max_bad_share: Share = 0.01  # stop with an error if a larger fraction of the rows is unusable
@@ -67,21 +67,21 @@ class PromptSet:
 @config
 class SftData:
     """Training data of SFT: conversations, or prompt/response pairs, as JSONL or Parquet. The loss is computed on the
-    assistant's messages, or on the response. For preferences, rows have `chosen` and `rejected`, or `label`, or
-    `reward` (docs/how_to/preferences.md); for process reward models, rows have `completions` and `labels`
+    assistant's messages, or on the response. For preference learning, rows have `chosen` and `rejected`, or `label`, or
+    `reward` (docs/how_to/preferences.md). For process reward models, rows have `completions` and `labels`
     (docs/how_to/reward_models.md)."""
 
     train: str  # JSONL or Parquet file, directory of such files, or Hugging Face data set
     validation: str | None = None  # data for the validation loss; null: no validation
-    # Key of a whole conversation in the row; null: `messages` or `conversations`, if rows have no prompt and response.
+    # Key of a whole conversation in a row; null: `messages` or `conversations`, if rows have no prompt and response.
     messages_field: str | None = None
     prompt_field: str = "prompt"  # key of the prompt in the row: a text, or the messages before the response
     # Key of the response in the row, a text or messages; null: `response` or `completion`.
     response_field: str | None = None
-    # Append the end-of-sequence token to every response that is a text, and reject conversations whose chat template
-    # writes no end-of-turn token. false: for data whose texts end with a stop string (sampling.stop_strings).
+    # true: append the end-of-sequence token to every response that is a text, and reject conversations whose chat
+    # template writes no end-of-turn token. Set false for data that end with a stop string (sampling.stop_strings).
     append_eos: bool = True
-    # Text after each step of a row for a process reward model; its last token is the end of the step.
+    # For a process reward model: text that is appended to each step of a row. The text's last token ends the step.
     step_separator: str = "\n"
     shuffle: bool = True  # shuffle the samples in every epoch
     max_tokens: PositiveInt = 4096  # longer samples are dropped and counted

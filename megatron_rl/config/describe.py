@@ -14,9 +14,9 @@ from megatron_rl.config.base import field_comments
 def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
     """Returns a list of pairs (`name = default`, comment) for the settings whose dotted name begins with `prefix`.
 
-    The schema's names have NAME in place of a role's name; any role name in `prefix` matches NAME, so
+    In the schema's names, NAME stands for the name of a role. Any role name in `prefix` matches NAME, so
     `roles.solver.layout` finds `roles.NAME.layout`. If no setting's name begins with `prefix`, returns the settings
-    whose name contains it; if there are none either, returns an empty list.
+    whose name contains `prefix`. If no name contains `prefix`, returns an empty list.
     """
     rows, words = list(_rows(schema, "")), [word for word in prefix.split(".") if word]
     names = [text.partition(" = ")[0].split(".") for text, _ in rows]
@@ -38,7 +38,8 @@ def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
 def _rows(schema: Any, prefix: str, made: Any = None) -> Iterator[tuple[str, str]]:
     """Yields (`name = default`, comment) of all settings of a section, including nested sections.
 
-    `made`: the instance that is the default of the whole section; None if the defaults of its fields apply.
+    `made`: an instance whose field values are the defaults of the section's settings. None: the defaults are those that
+    the dataclass's fields declare.
     """
     comments, hints = field_comments(schema), typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):

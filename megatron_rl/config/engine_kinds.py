@@ -9,9 +9,9 @@ import pydantic
 
 from megatron_rl.config.engines import Embedded, Servers
 
-# The names of the settings classes of all kinds of inference servers, the default kind first. The classes are imported
-# by name because the engines' packages depend on the config. A new engine is a folder of megatron_rl/engines/ and one
-# line here.
+# Import paths of the settings classes of all kinds of inference servers. The first kind is the default.
+# The classes are imported by name, because a direct import would be circular: the engines' packages import the config.
+# To add an engine, add a folder to megatron_rl/engines/ and one entry here.
 KINDS = ("megatron_rl.engines.vllm.settings:Vllm", "megatron_rl.engines.sglang.settings:Sglang")
 _CLASSES = [vars(importlib.import_module(module))[name] for module, name in (kind.split(":") for kind in KINDS)]
 

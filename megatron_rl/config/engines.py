@@ -14,12 +14,13 @@ from megatron_rl.config.base import Share, config
 if TYPE_CHECKING:
     from megatron_rl.config.model import RoleConfig
 
-# Format of the linear layers' weights in engines: "fp8" has float8 values with a float32 scale per 128 x 128 elements
-# (DeepSeek's format), "mxfp8" has float8 values with a power of two per 32 elements of a row, "nvfp4" has float4 values
-# with a float8 scale per 16 elements of a row (weights/quantisation.py).
+# Format of the linear layers' weights in engines (weights/quantisation.py).
+# "fp8" (DeepSeek's format): float8 values with one float32 scale per block of 128 x 128 elements.
+# "mxfp8": float8 values with one power-of-two scale per 32 elements of a row.
+# "nvfp4": float4 values with one float8 scale per 16 elements of a row.
 Quantization = Literal["fp8", "mxfp8", "nvfp4"]
-# Command-line options with which engines keep several copies of the model in one server. These options are rejected,
-# because a weight sync updates only the `tp` ranks of one copy.
+# Command-line options of engines for data parallelism: several copies of the model in one server.
+# These options are rejected, because a weight sync updates only the `tp` ranks of one copy.
 DATA_PARALLEL = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 
 
@@ -28,13 +29,12 @@ class Embedded:
     """Settings of the embedded engine, which generates rollouts inside the trainer's processes (ranks)."""
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
-    max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes together
-    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. This engine dequantises
-    # the weights and needs more memory with a format than without: use it to try a format.
+    max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes in a batch
+    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. Use it only to try out a
+    # format: the embedded engine dequantises the weights, so a format increases its memory.
     quantization: Quantization | None = None
-    # On a GPU, replay the decoding steps of a dense model as CUDA graphs. The generated tokens are the same as without
-    # graphs; decoding is faster because the CPU does not launch every kernel. One graph at a time is kept in GPU
-    # memory.
+    # On a GPU, replay the decoding steps of a dense model as CUDA graphs. One graph at a time is kept in GPU memory.
+    # The generated tokens are the same as without graphs. Decoding is faster, because the CPU launches fewer kernels.
     cuda_graphs: bool = True
 
     @property
@@ -50,67 +50,69 @@ class Servers:
     Every engine, such as vLLM, has a subclass in megatron_rl/engines/NAME/settings.py, in which `kind` is NAME.
     """
 
-    # Whether a server can hold two models, the senior and the junior (roles.NAME.tandem)
+    # Whether a server can hold both models of Tandem RL, the senior and the junior (roles.NAME.tandem)
     holds_tandems: ClassVar[bool] = False
     # Whether a server returns the experts it chose for each token (roles.NAME.router_replay)
     tells_experts: ClassVar[bool] = False
-    # Whether a server receives fused experts in pinned host memory even if refit.staging = off
+    # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off
     stages_experts: ClassVar[bool] = False
 
     kind: str = ""  # name of the engine; overridden by each subclass
     replicas: PositiveInt = 1  # number of servers of each role, or of the roles that share servers
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
-    expert_parallel: bool = False  # true: each rank of a server holds whole experts; false: a part of every expert
-    # Format in which servers hold the weights of linear layers; the trainer quantises them at every weight sync. null:
-    # the model's dtype. Roles without a policy keep the weights that their servers start with.
+    expert_parallel: bool = False  # true: each rank of a server holds whole experts; false: a slice of every expert
+    # Format in which servers hold the weights of linear layers; null: the model's dtype. The trainer quantises the
+    # weights at every weight sync. Servers of roles without a policy keep the weights that they load at their start.
     quantization: Quantization | None = None
     # Format of the key-value cache: fp8_e4m3 and fp8_e5m2 have one byte per element; auto: the model's dtype.
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    # Addresses of servers that are already running, by role. These servers need no shared directory with the run.
+    # Addresses of servers that are already running: {role: [URL, ...]}. These servers and the run need no shared
+    # directory.
     urls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # File with the access token that the servers at `urls` require; null: the token in the run directory.
     token_file: str | None = None
-    # true: the run starts the servers on the host of its first rank. false: `megatron-rl serve` starts them, in
-    # separate jobs.
+    # true: the run starts the servers on the host of the run's first rank.
+    # false: the command `megatron-rl serve` starts the servers in separate jobs.
     start: bool = True
-    # true: the servers share the trainer's GPUs; each replica uses the next `tp` GPUs. The servers release their GPU
-    # memory during training, and the trainer releases all of its GPU memory while the servers generate. Servers of
-    # different roles may share a GPU; each server uses the fraction `memory_share` of the GPU's memory. false: the
-    # servers have separate GPUs.
+    # true: the servers share the trainer's GPUs; each replica uses the next `tp` GPUs. false: they have separate GPUs.
+    # With true, the servers release their GPU memory during training, and the trainer releases all of its GPU memory
+    # while the servers generate. Servers of different roles may share a GPU; each server uses the fraction
+    # `memory_share` of the GPU's memory.
     colocate: bool = False
     python: str | None = None  # Python interpreter of the engine's environment; null: the interpreter of the run
-    # Address at which the servers and the store of a weight sync listen: an IP address, a network interface such as
-    # ib0, or auto for the name of the host.
+    # Address at which the servers and the key-value store of weight syncs listen: an IP address, a network interface
+    # such as ib0, or auto for the name of the host.
     host: str = "127.0.0.1"
-    # Indices of the GPUs for the servers that the run starts, among the GPUs visible to the run: the first server uses
-    # the first `tp` GPUs of the list, and so on. The trainer's ranks use the first GPUs of the host. Empty: all GPUs;
-    # on a host with GPUs, this is accepted only for the single server of the commands `eval` and `generate`.
+    # GPUs for the servers that the run starts, as indices among the GPUs visible to the run. The first server uses the
+    # first `tp` GPUs of the list, and so on. The trainer's ranks use the first GPUs of the host. Empty: all GPUs; on a
+    # host with GPUs, an empty list is accepted only for the single server of the commands `eval` and `generate`.
     gpus: tuple[NonNegativeInt, ...] = ()
-    max_batch: PositiveInt = 256  # maximum number of sequences that one server decodes together
+    max_batch: PositiveInt = 256  # maximum number of sequences that one server decodes in a batch
     max_model_len: PositiveInt | None = None  # maximum tokens of prompt plus completion; null: the limit of the model
     kv_cache_gib: PositiveFloat = 1.0  # size of the key-value cache of one server that runs without a GPU, in GiB
     memory_share: Share = 0.85  # fraction of each GPU's memory that a server may use
     threads: PositiveInt = 1  # number of CPU threads of one server that runs without a GPU
     # Further command-line arguments of the server; arguments for data parallelism are rejected
     args: tuple[str, ...] = ()
-    # What happens to a completion that a weight sync interrupts. continue: the new weights generate the rest of the
-    # completion. restart: the completion is generated again from its first token.
+    # What happens to a completion that a weight sync interrupts. continue: the new weights generate the rest of it.
+    # restart: the completion is generated again from its first token.
     partial: Literal["continue", "restart"] = "continue"
-    # What a weight sync does with running requests. abort: requests end with the tokens generated so far, and `partial`
-    # applies. wait: the weight sync waits until requests finish. keep: requests are paused during the weight sync.
+    # What a weight sync does with running requests. wait: the weight sync waits until the requests finish. keep: the
+    # requests are paused during the weight sync. abort: the requests end with the tokens generated so far, and then the
+    # setting `partial` applies.
     pause: Literal["abort", "wait", "keep"] = "abort"
     # Maximum number of concurrent sequences per server; null: 1.25 x max_batch, so that the server always has requests
     # in its queue.
     max_sequences: PositiveInt | None = None
-    # Number of tries of a request that fails on running servers; if all fail, the run ends with an error
+    # Maximum number of attempts of a request on running servers; if all attempts fail, the run ends with an error
     attempts: PositiveInt = 3
     request_timeout_s: PositiveFloat = 600.0  # timeout of one request, in seconds
-    start_timeout_s: PositiveFloat = 600.0  # seconds after its start within which a server must respond
+    start_timeout_s: PositiveFloat = 600.0  # maximum seconds from the start of a server to its first response
     lost_after_s: PositiveFloat = 15.0  # seconds without a sign of life after which a server is considered lost
     wait_s: PositiveFloat = 1800.0  # seconds to wait while no server is usable; after that, the run ends with an error
-    # Maximum number of consecutive restarts of a server that died. The first restart is immediate, the second after 10
-    # s; the delay then doubles up to five minutes. The count is reset after the server has answered for an hour. 0: no
-    # restarts.
+    # Maximum number of consecutive restarts of a server that died; 0: no restarts. The first restart is immediate, the
+    # second follows after 10 s, and the delay then doubles up to five minutes. The count is reset after the server has
+    # responded for an hour.
     restarts: NonNegativeInt = 3
 
     @property
@@ -131,7 +133,7 @@ class Servers:
 
     @property
     def cache_width(self) -> int | None:
-        """Returns the bytes per element of the key-value cache; None: as many as the model's dtype has."""
+        """Returns the number of bytes per element of the key-value cache; None if the cache has the model's dtype."""
         return None if self.kv_cache_dtype == "auto" else 1
 
     def role_problems(self, roles: Mapping[str, RoleConfig]) -> list[str]:
@@ -155,8 +157,8 @@ class Servers:
         ]
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for each argument in `args` that asks for data parallelism, and for a format of
-        weights that servers do not have."""
+        """Yields an error message for each argument in `args` that asks for data parallelism, and for a `quantization`
+        that the servers do not support."""
         if self.quantization == "nvfp4":
             yield (
                 "engine.quantization = 'nvfp4': servers need a second scale for each weight, which weight syncs do not "
@@ -180,21 +182,21 @@ class RefitConfig:
     """Settings of refits. A refit sends the trainer's weights to the inference engines after an update
     (docs/explanation/refit.md)."""
 
-    # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support. nixl (never
-    # chosen by auto): RDMA by the package nixl, which both environments need.
+    # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support, except nixl.
+    # nixl: RDMA by the package nixl, which both the trainer's and the engine's Python environment need.
     transport: Literal["auto", "tcp", "nccl", "nixl", "shared_memory", "cuda_ipc", "disk"] = "auto"
-    # Where servers receive new weights while they generate. They then pause only to replace their weights. host: in
-    # host memory. device: in GPU memory beside the old weights; the pause is shorter. off: servers pause, and new
-    # weights overwrite the old weights. auto: host if rollouts.max_staleness is above 0; otherwise off, because servers
-    # have nothing to generate during a refit.
+    # Where servers receive new weights while they still generate, so that they pause only to replace their weights.
+    # host: in host memory. device: in GPU memory beside the old weights; the pause is shorter than with host. off: the
+    # servers pause, and the new weights overwrite the old weights. auto: host if rollouts.max_staleness is above 0;
+    # otherwise off, because servers have nothing to generate during a refit.
     staging: Literal["auto", "off", "host", "device"] = "auto"
     # Maximum size of a message, in MiB. Between processes on the same GPU, messages are up to 8 times as large.
     bucket_mib: PositiveFloat = 64.0
-    # Compare checksums of the sent and received bytes. sample: checksums of one slice in 16, with other slices at every
-    # refit. full: checksums of all slices. off: no checksums.
+    # Compare checksums of the sent and received bytes. off: no checksums. full: checksums of all slices.
+    # sample: checksums of one slice in 16, and of different slices at every refit.
     verify: Literal["off", "sample", "full"] = "sample"
-    # Send only the values that changed since the last refit, if they are smaller than all weights. This needs memory
-    # for a copy of the sent weights, and is switched off automatically if it saves no time.
+    # Send only the values that changed since the last refit, if this is less data than all weights. The setting needs
+    # memory for a copy of the sent weights, and is switched off automatically if it saves no time.
     delta: bool = False
     # Timeout of a whole refit, in seconds; an engine that takes longer is left out of this refit
     timeout_s: PositiveFloat = 600.0
@@ -207,19 +209,19 @@ class RefitConfig:
         return self.staging in ("host", "device")
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for a transport through files without a directory."""
+        """Yields an error message if transport = disk and no directory is set."""
         if self.transport == "disk" and self.directory is None:
             yield "refit.transport = disk: set refit.directory to a directory that trainer and engines see"
 
 
 @config
 class Rollouts:
-    """Settings of rollouts: how far they may be ahead of training, and the labels with which they are graded."""
+    """Settings of rollouts: how many iterations they may be ahead of training, and the answers they are graded by."""
 
     # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. k
     # above 0: the rollouts of k + 1 iterations are generated at once, the oldest first, and none are discarded; the
     # importance weights of each role, loss.correction, are {kind: truncate, high: 2.0} by default. auto: the smallest
-    # number within 5 % of the highest rate that `megatron-rl plan` predicts.
+    # number whose throughput, as predicted by `megatron-rl plan`, is within 5 % of the highest throughput.
     max_staleness: NonNegativeInt | Literal["auto"] = 0
     # What to do with a rollout that was generated with several weight versions. keep: use the log-probs that the engine
     # returned. rescore: recompute all of its log-probs with the trainer. drop: leave the rollout out of the update.
@@ -231,7 +233,7 @@ class Rollouts:
 
     @property
     def ahead(self) -> int:
-        """Returns max_staleness; 1 if it is `auto` and no number has been chosen yet."""
+        """Returns max_staleness, or 1 if max_staleness is still `auto` because no number has been chosen yet."""
         return 1 if self.max_staleness == "auto" else self.max_staleness
 
 
@@ -249,5 +251,5 @@ class EndpointConfig:
     # rejects them.
     extensions: bool = True
     at_once: PositiveInt = 64  # maximum number of concurrent sequences on the server
-    attempts: PositiveInt = 6  # tries of a request that fails
+    attempts: PositiveInt = 6  # maximum number of attempts of a request
     request_timeout_s: PositiveFloat = 600.0  # timeout of one answer, in seconds

@@ -1,4 +1,4 @@
-"""The estimate of a role's episodes, from which `megatron-rl plan` computes times and memory."""
+"""The estimated lengths and tool times of a role's episodes, from which `megatron-rl plan` computes time and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.config.base import config
 
 @config
 class EpisodeEstimate:
-    """An estimate of the number of answers of a role in an episode, and of the time and tokens between two answers.
+    """An estimate of how many answers a role writes in one episode, and of the time and tokens between two answers.
 
     Only `megatron-rl plan` uses this estimate. The defaults describe a role that answers once.
     """
@@ -25,7 +25,7 @@ class EpisodeEstimate:
     bounded: bool = False
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for each setting about several answers if there is one answer."""
+        """If `answers` is 1, yields an error message for each of `told` and `tool_s` that is not 0."""
         for name, value in {"told": self.told, "tool_s": self.tool_s}.items():
             if value and self.answers == 1:
                 yield f"{name} = {value} with answers = 1: nothing follows the answer; give answers, too"

@@ -21,25 +21,25 @@ from megatron_rl.config.run import Launch
 
 @config
 class Reward:
-    """A reward function and the worker processes that run it. The function gets (response, payload of the problem) and
-    returns a float in `range`."""
+    """A reward function and the worker processes that run it. The function is called with a response and the problem's
+    payload (its fields, such as the answer), and returns a float in `range`."""
 
     target: str = "megatron_rl.rewards.math_answer:grade"  # the function's name as package.module:name
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
-    # Lowest and highest score that the function may return. Any other score is treated as a failed grading, and is an
-    # error in the preflight (the checks before training). A score above the midpoint of the range is considered
-    # correct.
+    # Lowest and highest score that the function may return. An answer is correct if its score is above their midpoint.
+    # A score outside the range is a failed grading, and is an error in the preflight (the checks before training).
     range: tuple[float, float] = (0.0, 1.0)
     workers: PositiveInt = 2  # number of worker processes
-    # Timeout of one answer in seconds; a worker that takes longer is killed. For a function that grades batches the
-    # timeout is multiplied by the batch size; if the batch times out or raises, its answers are graded one by one.
+    # Timeout of one answer in seconds; a worker that takes longer is killed. For a function that grades batches, the
+    # timeout is multiplied by the batch size. If a batch times out or raises, its answers are graded one by one.
     timeout_s: PositiveFloat = 5.0
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
     # What happens to an answer whose grading was cut off (by the time limit, the memory limit or a crash) although the
     # problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer is
-    # removed from its group. In both cases the answer is not included in max_failure_share.
+    # removed from its group of samples. In both cases the answer does not count towards max_failure_share.
     cut_off: Literal["wrong", "drop"] = "wrong"
-    max_failure_share: Share = 0.05  # stop the run if a larger fraction of an update's gradings or episodes fails twice
+    # Stop the run if a larger fraction of an update's gradings or episodes fails, also when tried a second time.
+    max_failure_share: Share = 0.05
     # An answer that is wrong for every problem. The preflight before training checks that the reward function rejects
     # this answer.
     wrong_answer: str = "-123456.789"
@@ -67,7 +67,7 @@ class EvaluationSet(PromptSet):
     neither `fields` nor `settings` inherits `data.fields`."""
 
     path: str = ""  # file, directory or hub name of the problems, as data.path; empty: the benchmark `name`
-    # The benchmark (docs/how_to/evaluation.md); with `path`: the set's name in metrics, by default the file's.
+    # Name of the benchmark (docs/how_to/evaluation.md). With `path`: the set's name in metrics; default: the file name.
     name: str = ""
     split: str = "test"  # split of a set of your own, as in `data`
     shuffle: bool = False  # ask the problems of a set of your own in random order
@@ -136,10 +136,11 @@ class Evaluation:
     # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
     # docs/how_to/evaluation.md has all keys. []: no evaluation.
     sets: Sets = ()
-    # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
-    # DIR`. null: load sets that are no local files from the Hugging Face hub.
+    # Directory with local files of the sets: a directory of your own, or DIR/datasets after the command
+    # `megatron-rl fetch --to DIR`. null: sets that are not local files are loaded from the Hugging Face hub.
     data_dir: str | None = None
-    every: NonNegativeInt = 0  # iterations between evaluations; 0: only at the end, and at the start (at_start)
+    # Iterations between evaluations; 0: evaluate only at the end, and at the start if at_start is true
+    every: NonNegativeInt = 0
     at_start: bool = True  # true: evaluate before the first iteration in addition to the later evaluations
     limit: PositiveInt | None = None  # maximum number of problems of each set; null: all problems
     n: PositiveInt = 1  # number of samples of each problem
@@ -148,7 +149,7 @@ class Evaluation:
     # Sample only from the most likely tokens whose total probability reaches this value; 1: all tokens.
     top_p: PositiveShare = 1.0
     top_k: NonNegativeInt = 0  # sample only from this many most likely tokens; 0: all tokens
-    # Draw one greedy answer in addition to the samples of a temperature above 0; its metrics end in _greedy.
+    # If the temperature is above 0, also generate one greedy answer to each problem. Its metrics end in _greedy.
     greedy: bool = True
     # Prompt template: a text file with {question}, or the name of a packaged template. null: the prompt that the recipe
     # uses in training.
@@ -158,7 +159,7 @@ class Evaluation:
 
     def conflicts(self) -> Iterator[str]:
         """Yields error messages about the sets and their numbers of samples, and about `best` or `early_stop` in a run
-        without evaluations during training. Called for a whole config alone: a part may have `best` without `sets`."""
+        without evaluations during training. Call it only for a whole config: a part may have `best` without `sets`."""
         yield from sets_problems("evaluation.sets", self.sets, n=self.n, k=self.k, temperature=self.temperature)
         followed = {"best": self.best, "early_stop": self.early_stop}
         for name in (name for name, own in followed.items() if own is not None):
@@ -175,7 +176,7 @@ def sets_of(sets: Sets) -> list[EvaluationSet]:
 
 def sets_problems(setting: str, sets: Sets, *, n: int, k: Sequence[int], temperature: float) -> Iterator[str]:
     """Yields error messages about sets with the same name, about a k of pass@k above the number of samples, and about
-    several samples at temperature 0. `setting`: the setting that has the sets, for the messages. `n`, `k`,
+    several samples at temperature 0. `setting`: name of the setting that contains the sets, for the messages. `n`, `k`,
     `temperature`: values for sets in which these settings are null."""
     found = sets_of(sets)
     names = [own.title for own in found]
@@ -200,8 +201,9 @@ class JudgingConfig:
     template: str = "tango_verifier"  # name or file of the verifier's prompt template
     chat: bool = False  # send the prompt as a user message in the verifier's chat template
     votes: PositiveInt = 1  # number of verifications of each sample
-    # Two answers to the template's question whether a solution is correct, such as [Yes, No]. A sample's weight is then
-    # P(yes) / (P(yes) + P(no)), the verifier's probabilities directly after the prompt. null: weigh by votes.
+    # Two answers to the template's question whether a solution is correct: for yes and for no, such as [Yes, No].
+    # A sample's weight is P(yes) / (P(yes) + P(no)), in which P is the verifier's probability of an answer directly
+    # after the prompt. null: the weight is the share of votes for the sample.
     yes_no: tuple[str, str] | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the verifications
 
@@ -218,21 +220,21 @@ class GradingConfig:
 class EvalConfig:
     """The config of `megatron-rl eval`, which measures a model on problem sets."""
 
-    # The model to measure. For problem sets it is the generator; for sets of solutions (processbench_*) the verifier;
-    # for the measure handoff the model that begins.
+    # The model to measure. It answers the problems of a set. For sets of solutions (processbench_*), it is the verifier
+    # that judges the solutions. For the measure handoff, it is the model that writes the first turn.
     model: Model
     families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
     # docs/how_to/evaluation.md has all keys.
     sets: Sets = ()
-    # Directory with local files of the sets: a directory of your own, or DIR/datasets after `megatron-rl fetch --to
-    # DIR`. null: load sets that are no local files from the Hugging Face hub.
+    # Directory with local files of the sets: a directory of your own, or DIR/datasets after the command
+    # `megatron-rl fetch --to DIR`. null: sets that are not local files are loaded from the Hugging Face hub.
     data_dir: str | None = None
     limit: PositiveInt | None = None  # maximum number of problems of each set; null: all problems
     # Prompt template: a text file with {question}, or the name of a packaged template. null: the template of the
     # benchmark; for sets of your own, tango_generator, or tango_verifier if the set has solutions to judge.
     template: str | None = None
-    # Send the prompt as a user message in the tokenizer's chat template. Conversations of a set always use it.
+    # Send the prompt as a user message in the tokenizer's chat template. Conversations always use the chat template.
     chat: bool = False
     # File NAME.json for the metrics. The samples are written to NAME.jsonl and the report to NAME.html.
     output: str | None = None
@@ -244,14 +246,14 @@ class EvalConfig:
     k: tuple[PositiveInt, ...] = (1,)  # the values of k for which pass@k is reported
     seed: int = 0  # seed of all random numbers
     # What is measured. solve: the model's answers to problems. handoff: answers that two models write in turns.
-    # legibility: the junior's cross-entropy on the answers of solve. drift: the KL divergence of junior and base from
-    # the model on these answers.
+    # legibility: the junior's cross-entropy on the answers of `solve`. drift: the KL divergences of the junior and of
+    # the base model from the model on the answers of `solve`.
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
     junior: Model | None = None  # the second model of the measures handoff, legibility and drift
     # Measure handoff: maximum number of rounds of one answer; in a round, each of the two models writes one turn
     max_rounds: PositiveInt = 150
     verifier: JudgingConfig | None = None  # a verifier model that scores the samples; null: no verifier
-    base: Model | None = None  # the model before training, for drift
+    base: Model | None = None  # the model before training, for the measure drift
     # The reward function that grades answers to the problems of sets of your own. Its settings `workers`, timeouts and
     # memory limit are used for the graders of the benchmarks as well.
     reward: Reward = field(default_factory=Reward)
@@ -260,7 +262,7 @@ class EvalConfig:
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about measures, benchmarks and samples that do not fit each other."""
+        """Yields error messages about settings of the evaluation that contradict each other or are incomplete."""
         if self.reward.range != (0.0, 1.0):
             yield f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1"
         if not self.sets:

@@ -1,4 +1,4 @@
-"""Loads configs: defaults, then YAML files from left to right, then `a.b=c` overrides. Later values override earlier.
+"""Loads configs: defaults, YAML files from left to right, and `a.b=c` overrides. Later values override earlier ones.
 
 All problems of a config are reported in one error, each with the value and how to correct it. This module does not
 import torch.
@@ -31,9 +31,9 @@ MAX_FILES = 100  # maximum number of files of one config, including files named 
 MAX_INT = 2**63 - 1  # maximum absolute value of an integer
 
 
-# Errors of values that JSON or pydantic cannot represent, and of annotations that cannot be resolved
+# Exceptions for values that JSON or pydantic cannot represent, and for annotations that cannot be resolved
 _ODD = (ValueError, RecursionError, TypeError, NameError, pydantic.PydanticUserError)
-# Type of a pydantic error -> how to correct the value. Names in braces stand for values in the error's context.
+# {type of a pydantic error: how to correct the value}. Names in braces are replaced by values of the error's context.
 _CURES = {
     **dict.fromkeys(
         ("int_type", "int_from_float", "int_parsing"),
@@ -51,7 +51,7 @@ _CURES = {
 
 
 class _Source(NamedTuple):
-    """The settings of one file, tree or override, and the label that error messages give it."""
+    """The settings of one file, tree (nested mapping) or override, and the label by which error messages name it."""
 
     label: str
     tree: dict[str, Any]
@@ -68,10 +68,10 @@ _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 
 class _Loader(yaml.SafeLoader):
     """A safe YAML loader with the scalars of YAML 1.2 (1e-6 is a number). Keys that are not text, duplicate keys, and
-    values that are too deep or too large after aliases are expanded are errors."""
+    values that are too deeply nested or too numerous after aliases are expanded are errors."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # rejects documents so deeply nested that composing them would overflow the stack; `count` checks the limit
+        # Rejects documents whose nesting would overflow the stack here. `count` checks the exact limit MAX_DEPTH.
         if len(self.states) > 2 * MAX_DEPTH:
             raise ConfigError(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
         return super().compose_node(parent, index)
@@ -163,8 +163,8 @@ def load(
 
 
 def _defaults(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
-    """Returns {section: default settings} of the sections that any source sets in part. The schema's default of a
-    section may differ from the defaults of the section's class, e.g. in SFT's learning rate."""
+    """Returns {section: the schema's default settings} for each section in which a source sets a key. The schema's
+    default of a section may differ from the defaults of the section's class, e.g. in SFT's learning rate."""
     given = {key for source in sources for key, value in source.tree.items() if isinstance(value, Mapping)}
     made = [
         (f.name, f.default_factory())
@@ -233,7 +233,8 @@ def read_keys(files: Sequence[Path]) -> set[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Returns the content of a YAML file, with the scalar rules of configs. Raises ConfigError if it cannot be read."""
+    """Returns the content of a YAML file, parsed as configs are (YAML 1.2 scalars). Raises ConfigError if it cannot be
+    read."""
     with refusing(lambda error: f"{path} cannot be read: {error}; is it a YAML file?", *UNREADABLE):
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ConfigError(f"{path} has {size} bytes: a config has {MAX_BYTES} at most")
@@ -307,7 +308,7 @@ def parse(text: str, label: str) -> Any:
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
-    """Returns `old` recursively updated with `new`. `kinds`: the types that this mapping may have."""
+    """Returns `old` recursively updated with `new`. `kinds`: the schema types that the mapping may represent."""
     tags = [tag for kind in kinds if (tag := _tag(kind)) is not None]
     before = old.get("kind", tags[0]) if len(tags) > 1 else None
     out = dict(old) if before is None or new.get("kind", before) == before else {}
@@ -345,8 +346,8 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> Ite
 
 
 def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
-    """Returns the label of the source that sets the key `place`, or the longest prefix of the key that any source sets.
-    If several sources set it, returns the label of the last source."""
+    """Returns the label of the last source that sets the key `place`. If no source sets the key, returns the label of
+    the last source that sets the longest prefix of the key."""
     best, label = 0, "no file or override sets it"
     for source in sources:
         depth, node = 0, source.tree

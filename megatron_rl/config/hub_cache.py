@@ -1,4 +1,4 @@
-"""Looks up models and data sets in this machine's Hugging Face cache, and whether the hub may be contacted."""
+"""Looks up models and data sets in this machine's Hugging Face cache, and checks whether the hub may be contacted."""
 
 from __future__ import annotations
 

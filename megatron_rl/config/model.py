@@ -13,11 +13,11 @@ from megatron_rl.config.base import Share, config
 from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import EndpointConfig
 
-# Rules by which two models take turns in writing a rollout; algorithms/tandem_authors.py explains each.
+# Rules by which two models take turns in writing a rollout; algorithms/tandem_authors.py explains each rule.
 Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
 # Names of the matrices that can have an adapter, as in Hugging Face and peft.
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Outputs of a model that has a head in place of the output layer: one number per token.
+# Kinds of heads that replace the output layer of a language model. A head computes one number per token.
 Head = Literal["value", "score"]
 REWARD_OBJECTIVES = ("bradley_terry", "prm")  # values of `loss.objective` for a reward model, which has `head: score`
 
@@ -68,7 +68,7 @@ class Layout:
         return self.expert_tp * self.ep * self.pp
 
     def rank_problems(self, ranks: int) -> Iterator[str]:
-        """Yields an error message if the layout does not divide `ranks` ranks."""
+        """Yields an error message if `ranks` is not a multiple of the number of ranks that the layout needs."""
         if ranks % self.model_ranks:
             yield (
                 f"tp {self.tp} x cp {self.cp} x pp {self.pp} = {self.model_ranks} does not divide {ranks} ranks: start "
@@ -85,30 +85,30 @@ class Layout:
 class Model:
     """The files of a model, and the settings with which the model is built."""
 
-    # A Hugging Face model directory or hub name: config.json, tokenizer, and safetensors when init is pretrained.
+    # Hugging Face model directory or hub name, with config.json, tokenizer, and safetensors if init is pretrained.
     path: str
     tokenizer: str | None = None  # directory of another tokenizer; null: `path`
     chat_template: str | None = None  # file with a Jinja chat template; null: the tokenizer's template
     # pretrained: load the weights from `path`. random: initialize the weights at random from the seed.
     init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and activations
-    # Which activations are recomputed in the backward pass to save memory. none: no activations. selective: the
-    # activations of recompute_modules. full: the activations of whole layers.
+    # Which activations are recomputed in the backward pass to save memory. none: no activations.
+    # selective: the activations of recompute_modules. full: the activations of whole layers.
     recompute: Literal["none", "selective", "full"] = "none"
     # Parts of a layer whose activations are recomputed if `recompute` is "selective".
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
-    # Attention over packed sequences (several sequences in one row without padding); used if the layers are not
-    # Transformer Engine's. flash: torch's variable-length flash attention, one call for all sequences; it needs a GPU,
-    # bfloat16, and a head size that is a multiple of 8 and at most 256. sdpa: one call for each group of sequences of
-    # similar length. auto: flash if it is available.
+    # Attention over packed sequences (several sequences in one row, without padding) in layers that are not Transformer
+    # Engine's. flash: torch's variable-length flash attention, one call for all sequences; it needs a GPU, bfloat16 and
+    # a head size that is a multiple of 8 and at most 256. sdpa: one call of torch's scaled dot-product attention for
+    # each group of sequences of similar length. auto: flash if it is available.
     attention_backend: Literal["auto", "flash", "sdpa"] = "auto"
-    # Kernels for log-probs, gated activations and rotary embeddings, and for summing gradients on a GPU. triton: the
-    # Triton kernels of megatron_rl, which need a GPU, and are compared with torch's operations before they are used.
+    # Kernels for log-probs, gated activations and rotary embeddings, and for summing gradients on a GPU.
+    # triton: Triton kernels of megatron_rl. They need a GPU, and are compared with torch's operations before their use.
     # torch: torch's operations. auto: triton if it is available on all ranks.
     kernels: Literal["auto", "triton", "torch"] = "auto"
     # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: no loss.
     router_aux_loss: NonNegativeFloat = 0.0
-    # Compute matrix products in FP8 with Transformer Engine; needs a GPU that supports FP8 (H100 or later, not A100).
+    # Compute matmuls in FP8 with Transformer Engine; needs a GPU that supports FP8 (H100 or later, not A100).
     fp8: bool = False
 
 
@@ -124,7 +124,7 @@ class Optimizer:
     decay_norms: bool = False  # true: weight decay also applies to norms and biases, as in torch's AdamW by default
     clip_grad: NonNegativeFloat = 1.0  # maximum global gradient norm; 0: no clipping
     warmup_steps: NonNegativeInt = 0  # optimizer steps during which the learning rate rises from 0 to lr
-    # Schedule of the learning rate after the warm-up. exponential: every step multiplies it by the same factor.
+    # Schedule of the learning rate after the warm-up. exponential: every step multiplies the rate by the same factor.
     decay: Literal["constant", "linear", "cosine", "exponential"] = "constant"
     # Optimizer steps until the learning rate is min_lr, including the warm-up. Required unless decay = constant.
     decay_steps: PositiveInt | None = None
@@ -193,19 +193,19 @@ CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
-    # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k,
-    # rl_plus, nll; loss of each pair or response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr; loss of a reward model
-    # (sft alone): bradley_terry, prm; or module:name (see algorithms/objectives.py).
+    # Name of the loss, or module:name of your own (see algorithms/objectives.py). Losses of each token: clipped, gspo,
+    # gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k, rl_plus, nll. Losses of each pair or
+    # response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr. Losses of a reward model (sft only): bradley_terry, prm.
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
     clip_high: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability above 1 + clip_high are clipped
     kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty to the reference model; 0: no reference model is kept
-    # Number of iterations of the run after which the current weights become the reference, again and again, and the
-    # optimizer's moments begin at zero, as in ProRL (arXiv 2505.24864); a multiple of run.save_every; null: never.
+    # Iterations between two resets of the reference, as in ProRL (arXiv 2505.24864): the current weights become the
+    # reference, and the optimizer's moments are set to zero. A multiple of run.save_every; null: no resets.
     reset_reference_every: PositiveInt | None = None
-    # Estimator of the KL divergence per token (Schulman). k1: the log-ratio. k2: half the squared log-ratio. k3:
-    # unbiased, low variance, never negative.
+    # Schulman's estimator of the KL divergence per token. k1: the log-ratio. k2: half the squared log-ratio.
+    # k3: unbiased, with low variance, and never negative.
     kl: Literal["k1", "k2", "k3"] = "k3"
     # Maximum KL estimate k3 of a token; a clamped token has no KL gradient; null: no clamp
     kl_clamp: PositiveFloat | None = None
@@ -214,7 +214,7 @@ class LossConfig:
     kl_bias_correction: bool = False
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # How the token losses are averaged. token_mean: every trained token has the same weight. sequence_mean: every
-    # sequence has the same weight. prompt_mean: every prompt has the same weight, and so has every token of one prompt.
+    # sequence has the same weight. prompt_mean: every prompt has the same weight, and so have all tokens of one prompt.
     # constant: the sum over tokens is divided by the number of sequences times max_tokens (Dr.GRPO). A loss of each
     # pair or response is always averaged over pairs or responses.
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
@@ -225,12 +225,12 @@ class LossConfig:
     # Leave tokens with a negative advantage out of the objective if the mean of log p_engine - log p over their rollout
     # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.
     off_policy_mask: PositiveFloat | None = None
-    # Roles with a head: distance from the old value at which the value is clipped in the loss, as PPO clips the ratio
-    # of a policy; null: no clipping. The loss of a role with a head also reads aggregation and max_tokens, and none of
-    # the other settings of `loss`.
+    # For a role with a head: maximum distance between the new and the old value in the loss. A value beyond this
+    # distance is clipped, as PPO clips the ratio of a policy; null: no clipping. Of the settings of `loss`, a role with
+    # a head reads only value_clip, aggregation and max_tokens.
     value_clip: PositiveFloat | None = 0.5
-    # Weight of the value loss in the update of a policy that a critic shares (a role with head = value and same_as).
-    # The value loss then reads value_clip and aggregation of this policy. 0: no critic shares the policy.
+    # Weight of the value loss in the update of a policy that a critic shares; 0: no critic shares the policy. Such a
+    # critic is a role with head = value and same_as. Its loss reads value_clip and aggregation of the shared policy.
     value_coef: NonNegativeFloat = 0.0
 
     def problems(self) -> Iterator[str]:
@@ -270,7 +270,7 @@ class TandemConfig:
     junior: str | None = None
     strategy: Strategy = "word"  # rule that decides which model writes the next token
     p: Share = 0.5  # probability that a random draw chooses the senior (strategies bernoulli and word)
-    max_gap: PositiveInt = 32  # draw the author again after this many tokens without a new word (strategy word)
+    max_gap: PositiveInt = 32  # draw the author again after this many tokens without a word's start (strategy word)
     chunk_size: PositiveInt = 16  # tokens that one model writes in a row (strategy chunk)
     # JSON file with a list of the token ids after which the author is drawn again (strategy word) or changes (strategy
     # sentence); null: the ids are found in the vocabulary.
@@ -306,7 +306,7 @@ class Lora:
     path: str | None = None
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message if no matrix is named, or a matrix twice."""
+        """Yields an error message if `targets` is empty or contains a matrix twice."""
         if not self.targets or len({*self.targets}) < len(self.targets):
             yield f"lora.targets = {list(self.targets)}: name at least one matrix, and each of them once"
 
@@ -328,18 +328,17 @@ class RoleConfig:
     # own: the trainer holds a policy (trainable weights) for this role, and sends its weights to the engines. none: the
     # engines keep the weights of model.path; the role uses no memory of the trainer and cannot be trained.
     policy: Literal["own", "none"] = "own"
-    # Another role, whose policy and engines this role shares. This role's settings chat, sampling, max_prompt_tokens,
-    # tandem, data and mean_tokens apply; model, layout, optimizer, loss and all others are those of the other role. If
-    # `head` is set too, this role is a critic that shares the policy, and all other settings are those of the other
-    # role.
+    # Name of another role, whose policy and engines this role shares. Only the settings chat, sampling,
+    # max_prompt_tokens, tandem, data and mean_tokens of this role apply; all others are copied from the other role.
+    # If `head` is set too, this role is a critic that shares the policy. Then only its head, tandem and data apply.
     same_as: str | None = None
-    # An OpenAI-compatible server that generates this role's answers; requires policy = none. null: the run's engine
-    # generates them.
+    # An OpenAI-compatible server that generates this role's answers; requires policy = none.
+    # null: the run's engine generates the answers.
     endpoint: EndpointConfig | None = None
     # Replace the model's output layer by a head with one output per token. value: a critic, whose output is the value
     # of the state before the next token. score: a reward model, whose output at the last token is the reward of the
-    # text. Such a role generates no text and has no engine. With `same_as`, the value head stands beside the output
-    # layer of the other role's policy, whose loss.value_coef must be above 0. null: a language model.
+    # text. Such a role generates no text and has no engine. With `same_as`, the value head is added to the other
+    # role's policy, which keeps its output layer and needs loss.value_coef above 0. null: no head (a language model).
     head: Head | None = None
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles with adapters and the
@@ -349,7 +348,7 @@ class RoleConfig:
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss, or the value loss of a role with a head
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the role's rollouts
     tandem: TandemConfig | None = None  # a junior model that writes a part of the training rollouts, not of evaluations
-    # Send the prompts that the recipe makes for this role from its templates as a user message in the chat template.
+    # true: prompts that the recipe fills in from its templates are sent as a user message in the model's chat template.
     # Conversations of the data set always use the chat template.
     chat: bool = False
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never truncated
@@ -360,20 +359,20 @@ class RoleConfig:
     # For models with experts: train each token with the experts that the engine chose for it. Not supported with engine
     # kind sglang.
     router_replay: bool = False
-    # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
-    # (docs/reference/layouts.md). Needs cp = 1.
+    # Compute a prompt once for all samples that begin with the prompt: in the forward and backward passes of updates,
+    # and when log-probs are computed (docs/reference/layouts.md). Needs cp = 1.
     shared_prefixes: bool = False
     mean_tokens: MeanTokens = field(default_factory=MeanTokens)  # mean lengths that `megatron-rl plan` assumes
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's iterations
 
     @property
     def has_policy(self) -> bool:
-        """Returns whether the trainer holds a separate policy for this role. A role without a policy, or with the
-        policy of another role (`same_as`), has none."""
+        """Returns whether the trainer holds a separate policy for this role. False for a role without a policy, and for
+        a role that shares the policy of another role (`same_as`)."""
         return self.policy == "own" and self.same_as is None
 
     @property
     def shares_as_critic(self) -> bool:
-        """Returns whether this role is a critic that shares the policy of another role. Its loss is the loss of that
-        policy, which has a `value_coef`."""
+        """Returns whether this role is a critic that shares the policy of another role. The `loss` settings of such a
+        role are those of the shared policy, whose `value_coef` is above 0."""
         return self.head is not None and self.same_as is not None and self.loss.value_coef > 0

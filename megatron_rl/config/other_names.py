@@ -1,5 +1,5 @@
-"""Short names of recipes and of settings, and the settings that correspond to names of TRL (with transformers and peft)
-and of verl."""
+"""Short names of recipes and of settings, and tables that map the names of settings in TRL (with transformers and peft)
+and in verl to settings of this project."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.config.base import Use, config, hint, refuse
 _NAMES = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
 RECIPES: Mapping[str, str] = _NAMES["RECIPES"]  # {short name of a recipe: its class}
 SHORT: Mapping[str, str] = _NAMES["SHORT"]  # {short name of a setting: its dotted key}
-TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: the Trainer's argument}
+TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: argument of `Trainer` here}
 TRL: Mapping[str, str] = _NAMES["TRL"]  # {setting of TRL: the corresponding setting here}
 VERL: Mapping[str, str] = _NAMES["VERL"]  # {setting of verl: the corresponding setting here}
 VERL_ROOTS = ("actor_rollout_ref", "critic", "algorithm", "custom_reward_function", "trainer")
@@ -31,19 +31,19 @@ class RecipeUse(Use):
         refuse(*self.problems())
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for a name that is no known short name and no package.module:Class, and for each
-        argument that is not a finite number.
+        """Yields an error message for a `target` that is neither a known short name nor of the form
+        package.module:Class, and for each argument that is not a finite number.
         """
         yield from super().problems()
-        if self.target and ":" not in self.target:  # empty: a Config in Python that is not complete yet
+        if self.target and ":" not in self.target:  # empty is allowed: a Config built in Python may be incomplete
             cure = hint(self.target, RECIPES, f"known: {', '.join(RECIPES)}.")
             yield f"target = {self.target!r} is no recipe; {cure} Others are named as package.module:Class"
 
 
 def named_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yields (name, the setting that corresponds to it) for the names of TRL or verl in an unknown setting.
+    """Yields (name, hint that names the corresponding setting here) for each TRL or verl name in an unknown setting.
 
-    `key`: dotted name of the unknown setting. `value`: its value; names may be nested in a mapping.
+    `key`: dotted name of the unknown setting. `value`: the setting's value; if it is a mapping, its keys are searched.
     """
     name = key.rpartition(".")[2]
     if found := VERL.get(key) or TRL.get(name):

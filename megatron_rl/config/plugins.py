@@ -43,7 +43,8 @@ def find_function(target: str) -> Any:
 
 
 def look_at(use: Use) -> None:
-    """Checks without an import that the file of `package.module:name` defines the name and accepts the arguments.
+    """Checks without importing the module of `package.module:name` that its file defines the name, and that the object
+    accepts the arguments.
 
     The argument names are checked for plain functions only. A name that a star import may define is accepted. A module
     that is imported already, or has no .py file, is checked by `build`. Raises ConfigError if the name is not defined
@@ -64,7 +65,7 @@ def look_at(use: Use) -> None:
 
 
 def _parts(target: str) -> tuple[str, str]:
-    """Returns (module, name) of `package.module:name`. Raises ConfigError for another form."""
+    """Splits `package.module:name` into (module, name). Raises ConfigError if `target` does not have this form."""
     if not is_target(target):
         raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
     module, _, name = target.partition(":")
@@ -72,8 +73,10 @@ def _parts(target: str) -> tuple[str, str]:
 
 
 def _refuse_missing(target: str, names: Iterable[str], file: object) -> None:
-    """Raises ConfigError if the name in `package.module:name` is not in `names`, the names that the module's file
-    defines."""
+    """Raises ConfigError if the name in `package.module:name` is not in `names`.
+
+    `names`: the names that the module defines. `file`: the module's file, for the error message.
+    """
     module, _, name = target.partition(":")
     if name not in names:
         cure = hint(name, names, f"look at the names in {file}")
@@ -90,8 +93,8 @@ def _refuse_unknown(use: Use, known: list[str]) -> None:
 def _definitions(file: Path) -> dict[str, ast.AST]:
     """Returns {name: AST node} of the names that a module defines outside of functions and classes.
 
-    The key `*` means that there may be other names: the file has a star import or cannot be parsed. The import of the
-    file reports the parse error.
+    The key `*` means that the module may define other names, because its file has a star import or cannot be parsed. A
+    parse error is not reported here, but when the module is imported.
     """
     try:
         waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
@@ -137,7 +140,7 @@ def module_file(name: str) -> Path | None:
 
 def build(use: Use) -> Any:
     """Builds a plug-in: an instance of a dataclass, with strictly validated arguments, or a function with the arguments
-    bound by `functools.partial`. Parameters of a function that `use` does not set are passed by its caller.
+    bound by `functools.partial`. The caller of the function passes the parameters that `use` does not set.
 
     Raises ConfigError for an invalid target or invalid arguments. The message names all invalid arguments.
     """

@@ -45,15 +45,15 @@ class Run:
     iterations: PositiveInt | None = None
     prompts_per_iteration: PositiveInt = 256  # number of prompts of every iteration (P)
     # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer steps are still
-    # taken, with the KL term, the entropy bonus, weight decay and momentum, as in the release of RL Tango.
+    # taken, with the KL term, the entropy bonus, weight decay and momentum, as in the code release of RL Tango.
     train_without_signal: bool = False
     save_every: NonNegativeInt = 50  # iterations between checkpoints; 0: only at the end
     keep: PositiveInt = 2  # number of newest checkpoints that are kept
     # Write checkpoints during training, from a copy in separate processes. Only the first checkpoint blocks training.
     async_save: bool = False
-    # Whether to continue a run in the directory. auto: continue it if there is one, otherwise start a new run. never:
-    # fail if the directory contains a run. must: fail if the directory contains no run; settings may differ from the
-    # earlier start.
+    # Whether to continue a run in the run directory. auto: continue the run if there is one; otherwise start a new run.
+    # never: fail if the directory contains a run. must: fail if the directory contains no run. With must, settings may
+    # differ from those of the run's earlier start.
     resume: Literal["auto", "never", "must"] = "auto"
     save_rollouts_every: NonNegativeInt = 1  # save the rollouts and their texts every n-th iteration; 0: never
     # Use deterministic (bitwise reproducible) kernels wherever there is a choice; slower on a GPU.
@@ -63,12 +63,12 @@ class Run:
     # devices and dtypes log no `mfu`.
     peak_tflops: PositiveFloat | None = None
     # If no phase of an iteration ends within this many seconds, all ranks write their stack traces and exit; 0: never.
-    # While no server is usable, `engine.wait_s` is the limit, and the seconds are counted from the end of that wait.
+    # While no server is usable, `engine.wait_s` is the limit, and the seconds are counted from the end of this wait.
     hang_after_s: NonNegativeFloat = 7200.0
     profile: Profile = field(default_factory=Profile)  # traces of torch's profiler
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message for each setting that is not usable as a path or as a name."""
+        """Yields an error message if `dir` is not usable as a path, or `name` not as the name of a directory."""
         yield from path_problems("run.dir", self.dir)
         yield from path_problems("run.name", self.name)
         if "/" in self.name or self.name in (".", ".."):
@@ -77,16 +77,16 @@ class Run:
 
 @config
 class Launch:
-    """The number of ranks to start if no launcher started them."""
+    """Settings of a command that starts its ranks itself, without a launcher such as torchrun or srun."""
 
-    # Number of ranks that the command starts on this host if no launcher (torchrun, srun) started them.
+    # Number of ranks that the command starts on this host if no launcher (torchrun, srun) has started the ranks.
     nproc: Annotated[PositiveInt, Field(le=1024)] = 1
 
 
 @config
 class JobConfig:
-    """The Slurm job of `megatron-rl submit`. If a setting is null, the value in the profile of the site (the cluster)
-    applies."""
+    """The Slurm job of `megatron-rl submit`. A setting that is null has the value in the profile of the site (the
+    cluster)."""
 
     nodes: PositiveInt = 1  # number of nodes of the trainer
     # Time limit of one job of the run in sbatch's format (04:00:00); null: the value in the profile
@@ -112,8 +112,8 @@ class Preflight:
 
     @property
     def gap_limit(self) -> float:
-        """Returns the maximum allowed mean gap: `max_logprob_gap`, or its default for engines of the trainer's
-        precision."""
+        """Returns the maximum allowed mean log-prob gap: `max_logprob_gap`, or 0.05 if it is null. 0.05 is the default
+        for engines that generate with the trainer's precision."""
         return 0.05 if self.max_logprob_gap is None else self.max_logprob_gap
 
 
@@ -121,7 +121,8 @@ class Preflight:
 class Debug:
     """Settings for debugging: training on the saved rollouts of an earlier run."""
 
-    # Directory of a run that saved the rollouts of every iteration: train on them instead of generating rollouts.
+    # Directory of a run that saved the rollouts of every iteration. The new run trains on these rollouts and generates
+    # none.
     replay: str | None = None
 
 

@@ -40,15 +40,16 @@ from megatron_rl.config.run import Debug, JobConfig, Launch, Preflight, Run, Sin
 
 HELD_OUT = "evaluation.sets"  # the setting that names the sets of held-out problems
 
-# Settings that a role keeps for itself when it shares another role's policy (`same_as`).
+# Settings that a role keeps when it shares another role's policy (`same_as`). Other settings are copied from that role.
 OF_A_SHARED_ROLE = ("same_as", "chat", "sampling", "max_prompt_tokens", "tandem", "data", "mean_tokens")
 
-OF_A_SHARED_CRITIC = ("same_as", "head", "tandem", "data")  # likewise, of a critic that shares a policy
+OF_A_SHARED_CRITIC = ("same_as", "head", "tandem", "data")  # settings that a critic keeps when it shares a policy
 
 
 @config
 class Stage:
-    """A part of a run with other settings. It begins where the stage before it ends, or with the run."""
+    """A part of a run that overrides settings. A stage begins where the previous stage ends; the first stage begins at
+    the start of the run."""
 
     until: PositiveInt  # number of iterations of the run after which the stage ends
     # {dotted name of a setting: value in this stage}, such as {roles.generator.sampling.max_tokens: 8192}
@@ -72,16 +73,16 @@ class TrainConfig:
     refit: RefitConfig = field(default_factory=RefitConfig)  # transfer of new weights to the engines
     rollouts: Rollouts = field(default_factory=Rollouts)  # generation of rollouts during training
     preflight: Preflight = field(default_factory=Preflight)  # checks before the first update
-    # Parts of the run with other settings, one after the other. Iterations after the last stage have the settings that
-    # stand outside of stages.
+    # Consecutive parts of the run that override settings. Iterations after the last stage use the settings without the
+    # overrides of any stage.
     stages: tuple[Stage, ...] = ()
     debug: Debug = field(default_factory=Debug)  # training on the saved rollouts of an earlier run
     sinks: Sinks = field(default_factory=Sinks)  # destinations of the metrics in addition to metrics.jsonl
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about stages that do not follow each other, and about roles that share the policy of a
-        role with which they cannot share it."""
+        """Yields error messages about stages that are not in increasing order, about a `same_as` that names a role
+        whose policy cannot be shared, and about a `value_coef` without a critic that shares the policy."""
         for number, (before, stage) in enumerate(itertools.pairwise(self.stages), start=1):
             if stage.until <= before.until:
                 yield f"stages[{number}].until = {stage.until}: the stage before it ends at {before.until}; give more"
@@ -135,15 +136,16 @@ class TrainConfig:
 
 @config
 class SftLoss:
-    """The loss of `megatron-rl sft`. It determines what the rows of the data hold (docs/how_to/preferences.md)."""
+    """The loss of `megatron-rl sft`. It determines which keys the rows of data need (docs/how_to/preferences.md)."""
 
     # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
-    # label. a_lol, rwr: responses with a reward. bradley_terry, prm: train a reward model, on preference pairs or on
-    # labelled steps (docs/how_to/reward_models.md). Or any other objective of algorithms/objectives.py, or module:name.
+    # label. a_lol, rwr: responses with a reward. bradley_terry: train a reward model on preference pairs. prm: train a
+    # process reward model on labelled steps (docs/how_to/reward_models.md). Other values: any other objective of
+    # algorithms/objectives.py, or module:name.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
-    # Compute the reference's log-probs of all rows once, before the first step, and keep them in the run directory.
-    # false: compute them before each step. Saves time if rows are trained on more than once.
+    # true: compute the reference model's log-probs of all rows once, before the first step, and store them in the run
+    # directory; saves time if rows are trained on more than once. false: compute the log-probs before each step.
     precompute_ref_log_probs: bool = False
 
 
@@ -158,7 +160,7 @@ class SftConfig:
     loss: SftLoss = field(default_factory=SftLoss)  # what is minimised
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. The adapter is saved in
-    # dir/name/adapter, the merged model in dir/name/model.
+    # dir/name/adapter, and the model with the merged adapter in dir/name/model.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
     samples_per_step: PositiveInt = 64  # rows of the data per optimizer step
@@ -206,17 +208,17 @@ class GenerateConfig:
     # Text file with the prompt template, which contains {question}, or the name of a packaged prompt. Problems that are
     # conversations need no template.
     template: str | None = None
-    # Send the prompt as a user message in the teacher's chat template. The saved pairs hold the prompt without it.
+    # Send the prompt as a user message in the teacher's chat template. The saved pairs have it without the template.
     chat: bool = False
     # Longer prompts, measured with the chat template, are left out; null: no limit.
     max_prompt_tokens: PositiveInt | None = None
-    output: str  # directory of the two files
+    output: str  # directory of train.parquet and validation.parquet
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the answers
     n: PositiveInt = 1  # answers to each problem
     seed: int = 0  # seed of all random numbers
     validation_share: Share = 0.02  # fraction of the problems whose answers go into validation.parquet
-    # What happens to answers that were truncated at sampling.max_tokens. false: they go into truncated.parquet. true:
-    # they are treated as the other answers are, as in the release of RL Tango.
+    # What happens to answers that were truncated at sampling.max_tokens. false: they go into truncated.parquet.
+    # true: they are treated like complete answers, as in the code release of RL Tango.
     keep_truncated: bool = False
     # The function that grades the answers. Wrong answers go into wrong.parquet, answers that could not be graded into
     # ungraded.parquet. null: no answer is graded, so that wrong answers are among the pairs.
@@ -239,8 +241,9 @@ class GenerateConfig:
 
 
 def models_of(config: TrainConfig | SftConfig | EvalConfig | GenerateConfig) -> dict[str, Model]:
-    """Returns {dotted name of the setting: model settings} of the models whose files a command reads. A name is, for
-    example, `roles.solver.model`. Roles that share another role's model, or have an endpoint alone, are left out."""
+    """Returns {dotted name of the setting: model settings} of the models whose files a command reads. An example of a
+    name is `roles.solver.model`. Roles that share another role's model are left out, and so are roles that have an
+    endpoint and no model path."""
     roles = config.roles if isinstance(config, TrainConfig) else {}
     without = {name for name, role in roles.items() if role.same_as or (role.endpoint and not role.model.path)}
     left_out = {f"roles.{name}.model" for name in without}

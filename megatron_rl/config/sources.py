@@ -27,7 +27,7 @@ MODULE = "module "  # prefix of a module's name in the names of sources
 # Sections of a config that name no training inputs.
 NOT_READ = ("run", "output", "engine", "launch", "job", "sinks", "debug", "data_dir")
 MODELS = ("path", "tokenizer", "junior")  # settings that name directories of models, tokenizers and adapters
-READ = (  # suffixes of the files that are read in a model directory; data directories are compared row by row
+READ = (  # endings of the names of the files in a model directory that a run reads
     "config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", ".index.json",
     "merges.txt", "vocab.txt", ".jinja", ".model", ".tiktoken", ".safetensors",
 )  # fmt: skip
@@ -37,11 +37,11 @@ _LONGEST_PATH = 4096  # maximum length of a path; a longer text is not a file na
 def sources(tree: Any) -> dict[str, Path]:
     """Returns {name: file} of the files that a run of a config reads. `tree`: the config as JSON values.
 
-    The name of a file that a setting names (data, a prompt, a chat template, a corpus) is the setting's name. Files of
-    models and adapters are named SETTING/FILE, and modules "module NAME". Modules are those of plug-ins and of pickled
-    functions, and the modules that they import, except those of the standard library, this package, and other installed
-    packages. The result does not include files whose names are in the code of a plug-in, and directories that an
-    argument of a plug-in names. Only the packages that contain plug-ins are imported.
+    A file whose path is the value of a setting (data, a prompt, a chat template, a corpus) has the setting's dotted
+    name. Files of models and adapters are named SETTING/FILE, and modules "module NAME". The modules are the user's:
+    those of plug-ins and of pickled functions, and the modules that these import. Modules of the standard library, of
+    this package, and of other installed packages are not included. Not included either are files that a plug-in's code
+    opens, and directories that a plug-in's argument names. Only the packages that contain plug-ins are imported.
     """
     texts = {setting: text for setting, text in _texts(tree, "") if setting.partition(".")[0] not in NOT_READ}
     found = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}
@@ -51,7 +51,7 @@ def sources(tree: Any) -> dict[str, Path]:
 
 
 def is_code(name: str) -> bool:
-    """Returns whether the name of a source is the name of a Python module, not of data."""
+    """Returns whether the name of a source (a key of `sources`) belongs to a Python module, not to data."""
     return name.startswith(MODULE)
 
 
@@ -72,7 +72,8 @@ def _texts(tree: Any, setting: str) -> Iterator[tuple[str, str]]:
 
 
 def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
-    """Yields (name, file) of the file that a setting names, or of the model files in the directory that it names."""
+    """Yields (name, file) for the file at the path `text`, or for the model files in the directory `text`. `setting`:
+    dotted name of the setting whose value is `text`. Yields nothing if `text` is not such a path."""
     place = Path(text)
     if not 0 < len(text) <= _LONGEST_PATH or "\n" in text or "\0" in text:
         return
@@ -87,7 +88,7 @@ def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
 def _names_in(pickled: Path) -> set[str]:
     """Returns the texts in a pickled function that may be names of modules. Nothing is unpickled."""
     found: set[str] = set()
-    with contextlib.suppress(ValueError):  # unpickling the file reports the error
+    with contextlib.suppress(ValueError):  # a later unpickling of the file reports the error
         found |= {text for _, text, _ in pickletools.genops(pickled.read_bytes()) if isinstance(text, str)}
     return {text for text in found if all(part.isidentifier() for part in text.split("."))}
 
@@ -143,8 +144,8 @@ def _own_file(name: str, tops: set[str]) -> Path | None:
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            # The module is searched by the last part of its name: with the full name, the parent of a namespace package
-            # would have to be imported.
+            # Searches for the last part of the module's name only. A search for the full name would have to import the
+            # parent package if the parent is a namespace package.
             spec = importlib.machinery.PathFinder.find_spec(part, [*spec.submodule_search_locations])
     except (ImportError, ValueError):
         return None
