@@ -1,4 +1,4 @@
-"""An Adam optimizer for Megatron-core for machines without Transformer Engine and apex."""
+"""An Adam optimizer that Megatron-core can use without Transformer Engine and apex."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class FusedAdam(torch.optim.Optimizer):
     torch's AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic is
     the same as in torch's Adam and AdamW.
 
-    `fused`: whether one kernel computes the whole update of many parameters, as in torch's AdamW. By default it does
-    on CUDA, where it moves 28 bytes per float32 parameter instead of 80 and needs no temporary tensors.
+    `fused`: whether one kernel updates many parameters at once, as in torch's AdamW. Default: True on CUDA, False on
+    other devices. On CUDA the fused kernel moves 28 bytes per float32 parameter instead of 80, and needs no temporary
+    tensors.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class FusedAdam(torch.optim.Optimizer):
             self._update(params, group)
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Updates the parameters `params` of a group and their moments. `step` of the group is the number of this step,
-        from 1."""
+        """Updates `params`, which are parameters of `group`, and their moments in place. `group["step"]` is the number
+        of this optimizer step, counted from 1."""
         moments = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
         tensors = params, [p.grad for p in params], *moments, []
         settings = dict(
@@ -71,7 +72,8 @@ class FusedAdam(torch.optim.Optimizer):
         )
         device = params[0].device
         if device.type == "cuda" if self.fused is None else self.fused:
-            # torch's function `adamw` would add 1 to the step of each parameter: here the parameters share one tensor
+            # calls the kernel directly: torch's function `adamw` would increment the shared step tensor once per
+            # parameter
             count = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
             fused: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             fused(*tensors, [count] * len(params), **settings)

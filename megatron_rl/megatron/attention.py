@@ -1,6 +1,6 @@
-"""Attention of the project's torch layer spec, over packed sequences, with or without a sliding window.
+"""Causal attention over packed sequences in torch operations, with or without a sliding window.
 
-The attention is plugged into Megatron through a layer spec. Rotary embedding is applied in the attention, from tables
+Megatron-core builds the attention modules from a layer spec. The modules apply rotary embedding themselves, from tables
 that are computed once per micro-batch, because Megatron-core's rotary embedding of packed sequences loops over
 sequences in every layer.
 """
@@ -31,9 +31,9 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
-MAX_PADDING = 1.15  # maximum ratio of tokens with padding to tokens without padding in an attention bucket
-# A CPU computes bfloat16 attention in float32 if a bucket has fewer keys than this. With fewer keys, torch's backward
-# pass is up to three times slower in bfloat16 than in float32 (benchmarks/attention.py).
+MAX_PADDING = 1.15  # maximum ratio of a bucket's token count including padding to the count without padding
+# On a CPU, bfloat16 attention is computed in float32 if the (padded) sequences have fewer keys than this.
+# With fewer keys, torch's backward pass is up to three times slower in bfloat16 (benchmarks/attention.py).
 WIDENED = 384
 
 
@@ -45,7 +45,7 @@ class Grid:
     shape: tuple[int, int]
     source: Tensor  # [n] row indices in the flat tensor
     target: Tensor  # [n] positions in the flattened grid
-    repeats: bool = False  # True if a row may be at several positions; gradients of equal rows are then summed
+    repeats: bool = False  # True if a row may be copied to several positions, so that the copies' gradients are summed
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns the grid [S, H, L, d] filled with the flat rows [rows, H, d], and with zeros at empty positions."""
@@ -59,9 +59,9 @@ class AttentionBucket:
     """Sequences of similar length whose attention is computed in one call."""
 
     queries: Grid
-    keys: Grid  # source rows: concatenation of the rows of all context-parallel ranks, in order of the ranks
-    # One mask per kind of attention: [S or 1, 1, L of queries, L of keys], True where a query attends to a key. If a
-    # mask is None, attention is causal, and queries and keys are the same tokens.
+    keys: Grid  # `source` indexes the concatenated rows of all context-parallel ranks, in rank order
+    # One mask per kind of attention: [S or 1, 1, L of queries, L of keys], True where a query attends to a key.
+    # A mask that is None means causal attention in which queries and keys are the same tokens.
     masks: tuple[Tensor | None, ...]
 
 
@@ -69,8 +69,8 @@ class AttentionBucket:
 class Context:
     """The context-parallel group of this rank.
 
-    Each sequence is padded to 2 * size equal chunks, which are assigned in a zig-zag: rank r has the chunks r and
-    2 * size - 1 - r. Causal attention then costs the same on every rank.
+    Each sequence is padded so that it can be split into 2 * size equal chunks. The chunks are assigned in a zig-zag:
+    rank r has the chunks r and 2 * size - 1 - r. Causal attention then costs the same on every rank.
     """
 
     size: int = 1
@@ -78,8 +78,8 @@ class Context:
     group: Any = None
 
     def multiple(self, others: int) -> int:
-        """Returns the number that a sequence length must be a multiple of, so that the sequence can be split over the
-        context-parallel ranks and each rank's tokens into `others` equal parts."""
+        """Returns the number that every sequence length must be a multiple of. The sequence can then be split over the
+        context-parallel ranks, and each rank's tokens can be split into `others` equal parts."""
         return math.lcm(2 * self.size, others * self.size) if self.size > 1 else others
 
     def chunks(self, rank: int) -> tuple[int, int]:
@@ -106,23 +106,25 @@ ALONE = Context()
 
 @dataclass
 class SequenceLayout(PackedSeqParams):
-    """The arrangement of a micro-batch's tokens into sequences, with rotary tables and masks per kind of attention.
+    """How a micro-batch's tokens form sequences, with the rotary tables and masks of each kind of attention, for
+    example full and sliding-window attention.
 
-    `buckets` is empty if `runs` is set.
+    `buckets` is empty if `runs` is set, because one flash attention call then computes all sequences.
     """
 
-    # rotary (cos, sin) of this rank's tokens per kind of attention, [N, 1, d]
+    # rotary tables (cos, sin) of this rank's tokens, [N, 1, d] each, for each kind of attention
     turns: tuple[tuple[Tensor, Tensor], ...] = ()
     buckets: tuple[AttentionBucket, ...] = ()
-    packed: Tensor | None = None  # [N] row index of each query, in the order of the buckets' grids
+    packed: Tensor | None = None  # [N] row indices of the queries, in the order of the buckets' grids
     # [N] position of each query in the concatenation of the buckets' flattened query grids
     gridded: Tensor | None = None
-    runs: varlen.Segments | None = None  # set (and `buckets` empty) if one flash attention call computes all sequences
+    runs: varlen.Segments | None = None  # sequences of the single flash attention call; None: it is not used
     context: Context = ALONE
 
 
 class RotaryTable:
-    """A cache of the rotary cos and sin tables per kind of attention, on the device of the model.
+    """A cache of rotary tables on the model's device: one cos and one sin table for each kind of attention (for example
+    full and sliding-window attention).
 
     The tables grow when a longer sequence is requested.
     """
@@ -155,8 +157,9 @@ def packed_layout(
 ) -> SequenceLayout:
     """Returns the layout of sequences that are packed end to end in one row.
 
-    `lengths`: [S] lengths over all context-parallel ranks, positive and multiples of `context.multiple`.
-    `rotary`: if None, the layout has only the fields that Transformer Engine's layers need.
+    `lengths`: [S] sequence lengths, counting the tokens of all context-parallel ranks. Each is a positive multiple of
+    the result of `context.multiple`.
+    `rotary`: the rotary tables. If None, the layout has only the fields that Transformer Engine's layers need.
     `like`: a tensor with the dtype and device of the model.
     `flash`: whether one flash attention call computes the attention of all sequences (kernels/varlen.py).
     """
@@ -176,8 +179,8 @@ def packed_layout(
 
 
 def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> varlen.Segments:
-    """Returns the segments for flash attention of sequences without a shared prefix. `rows[s]` has the row indices of
-    sequence s on a rank.
+    """Returns the flash attention segments of sequences that do not share a prefix. `rows[s]` has the row indices of
+    sequence s on one context-parallel rank.
 
     With context parallelism, each of a rank's two chunks of a sequence is a separate run.
     """
@@ -191,10 +194,11 @@ def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, devi
 
 
 def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
-    """Returns the indices of the tokens in a sequence's chunks 0 to `last`, within the concatenated rows of all
-    context-parallel ranks.
+    """Returns the row indices of the tokens in the chunks 0 to `last` of one sequence. The indices refer to the
+    concatenated rows of all context-parallel ranks.
 
-    `own` has the sequence's row indices on a rank, and `local` is the number of rows of a rank.
+    `own` has the sequence's row indices on one rank, and `local` is the total number of rows on one rank. Both are the
+    same on all ranks.
     """
     width, chunks = len(own) // 2, 2 * context.size
     places = [own[:width] if c < context.size else own[width:] for c in range(last + 1)]
@@ -206,8 +210,8 @@ def whole_buckets(
 ) -> list[AttentionBucket]:
     """Returns the attention buckets of sequences without a shared prefix.
 
-    `rows[s]` has the row indices of sequence s on a rank; they are the same on all context-parallel ranks. `windows`
-    has one sliding window per kind of attention, or None for no window.
+    `rows[s]` has the row indices of sequence s on one context-parallel rank; the indices are the same on all these
+    ranks. `windows` has one element per kind of attention: the length of the sliding window, or None for no window.
     """
     return [
         bucket
@@ -230,8 +234,8 @@ def attention_fields(buckets: Sequence[AttentionBucket], device: torch.device) -
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups sequences of similar length, longest first, so that the tokens with padding of a group are at most
-    MAX_PADDING times the tokens without padding. Returns the indices of the sequences in each group."""
+    """Groups sequences of similar length, longest first. The token count of a group including padding is at most
+    MAX_PADDING times its token count without padding. Returns the indices of the sequences in each group."""
     groups: list[list[int]] = []
     real = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -249,8 +253,9 @@ def _group_buckets(
 ) -> list[AttentionBucket]:
     """Returns the attention buckets of one group of sequences.
 
-    Without context parallelism there is one bucket. With context parallelism there is one bucket for each of this
-    rank's two chunks, whose queries attend to the keys up to their position.
+    Without context parallelism there is one bucket. With context parallelism, this rank has two chunks of every
+    sequence, and there is one bucket for the first and one for the second chunks. A query attends to the keys up to the
+    query's position.
     """
     if context.size == 1:
         both = grid([rows[i] for i in group])
@@ -340,8 +345,8 @@ class _Spread(torch.autograd.Function):
 
 
 class SDPAttention(Chosen, TensorSharded, MegatronModule):
-    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention or by one call of torch's
-    variable-length flash attention for all sequences.
+    """Causal attention with rotary embedding. It is computed by torch's scaled_dot_product_attention, or by one call of
+    torch's variable-length flash attention for all sequences.
 
     `features` gives the kind of attention of each layer. With multi-latent attention, queries and keys arrive already
     rotated.
@@ -353,7 +358,7 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
         self.window = features.kinds[self.kind].window
         self.rotates = not config.multi_latent_attention
         self.group, self.axis = parallel_state.get_tensor_model_parallel_group(), {"softmax_offset": 0}
-        self.softmax_offset: torch.nn.Parameter | None = None  # [H] sinks; the name is Megatron-core's
+        self.softmax_offset: torch.nn.Parameter | None = None  # [H] attention sinks; Megatron-core's name for them
         if features.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
@@ -371,8 +376,8 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
     ) -> Tensor:
         """Returns the attention's output, [N, H * v].
 
-        `query` is [N, H, d]. `key` and `value` have the key/value heads in place of H, with d and v elements per head.
-        Raises ValueError if `packed_seq_params` is not a complete SequenceLayout.
+        `query` is [N, H, d], `key` is [N, H_kv, d], and `value` is [N, H_kv, v], where H_kv is the number of key/value
+        heads. Raises ValueError if `packed_seq_params` is not a complete SequenceLayout.
         """
         layout = packed_seq_params
         if layout is None or not layout.turns:
@@ -403,7 +408,7 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
         width, dtype = value.shape[-1], query.dtype
         if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[-2] < WIDENED:
             query, key, value = query.float(), key.float(), value.float()
-        # for values narrower than keys, torch would materialize all scores on a CPU
+        # pads the values: on a CPU, torch would materialize all scores if values are narrower than keys
         if width != key.shape[-1] and not value.is_cuda:
             value = F.pad(value, (0, key.shape[-1] - width))
         out = sdpa.attend(query, key, value, mask=mask, scale=self.scale, sinks=self.softmax_offset)

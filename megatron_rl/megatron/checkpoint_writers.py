@@ -17,7 +17,7 @@ from megatron_rl.run.parent_death import end_with_parent
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # signals that are blocked while a checkpoint is written
 # manager process of the queues to which this rank's writer processes report results
 _manager: SyncManager | None = None
-# id of the process that saves a checkpoint now and whose forked children must not outlive it; None outside of a save
+# process id of the rank that saves a checkpoint now; its forked children must not outlive it. None outside of a save.
 _saver: int | None = None
 
 
@@ -31,9 +31,9 @@ def one_save() -> Iterator[None]:
     other: the checkpoints would have correct checksums and be unreadable.
 
     Signals are blocked inside the context. The writer processes are forked inside the context and inherit the blocked
-    signals. A signal to the whole process group must not kill a writer in the middle of a file. But a writer is
-    killed when its rank ends: it could wait forever, and would keep the rank's connections open, so that neither the
-    other ranks nor their launcher would notice the rank's end.
+    signals. A signal to the whole process group must not kill a writer in the middle of a file. A writer is killed,
+    however, when its rank ends. Otherwise the writer could wait forever and would keep the rank's connections open, so
+    that neither the other ranks nor their launcher would notice the rank's end.
     """
     global _saver
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
@@ -54,8 +54,8 @@ def start_manager() -> SyncManager:
 
     The process ends with this rank, whereas Megatron-core's manager process runs forever if the rank is killed. On
     Linux the process listens on an abstract socket protected by an authentication key; Megatron-core's manager leaves a
-    temporary directory behind if it is killed. The caller blocks signals beforehand, and the process inherits the
-    blocked signals.
+    temporary directory behind if it is killed. The caller must block signals beforehand; the manager process inherits
+    the blocked signals.
     """
     name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
     resource_tracker.ensure_running()
@@ -74,7 +74,8 @@ def share_manager(manager: SyncManager) -> None:
 
 
 def _end_with_saver() -> None:
-    """Makes a process that was forked for a save, and all processes that it forks later, end with its parent."""
+    """Fork hook, called in every forked process: makes a process that was forked for a checkpoint save end when its
+    parent ends. The same holds for processes that the forked process forks later."""
     global _saver
     if _saver is not None:
         end_with_parent(signal.SIGKILL, _saver)

@@ -31,7 +31,7 @@ class WeightExport:
 
     @property
     def head(self) -> Head | None:
-        """The head that the model has in place of an output layer, or None. Not collective."""
+        """The kind of head (value or score) that the model has in place of an output layer, or None. Not collective."""
         return self._model.role.head
 
     @property
@@ -58,8 +58,8 @@ class WeightExport:
         return {name: parameter.detach() for name, parameter in self._model.named().items()}
 
     def added(self, name: str, part: ParameterPart) -> Tensor | None:
-        """Returns the LoRA delta of one part of a tensor of `shards`, in float32. Returns None if no adapter changes
-        this part. Not collective."""
+        """Returns the LoRA delta, in float32, of one 2-D block (`part`) of the tensor `name` in `shards`. Returns None
+        if no adapter changes this block. Not collective."""
         return None if self._model.adapters is None else self._model.adapters.added(name, *part)
 
     def planned(self) -> list[Planned]:
@@ -88,9 +88,9 @@ class WeightExport:
         return _gathered(self.planned(), holdings, read, model.groups.control, everywhere=everywhere)
 
     def adapter(self, *, everywhere: bool = True) -> dict[str, Tensor]:
-        """Returns the role's whole LoRA adapter, and its head if it has one, as {peft name: CPU tensor}, on every rank,
-        or only on rank 0 if not `everywhere`. Returns an empty dict on the other ranks, and on all ranks if the role
-        has no adapter (`role.lora` is unset)."""
+        """Returns the role's whole LoRA adapter as {peft name: CPU tensor}. The dict also contains the role's head, if
+        the role has one. If `everywhere` is False, only rank 0 gets the tensors, and the other ranks get an empty dict.
+        If the role has no adapter (`role.lora` is unset), all ranks get an empty dict."""
         model, lora = self._model, self._model.role.lora
         if model.adapters is None or lora is None:
             return {}
@@ -144,7 +144,7 @@ def _gathered(
     """Gathers tensors from the ranks' shards. Yields (name, whole tensor) for each tensor in `planned`, on every rank
     of the gloo `group`, or only on rank 0 if not `everywhere`. Collective.
 
-    `holdings` lists the parts that each rank holds. `read(parameter, rect)` returns the rectangle `rect` of one of this
+    `holdings` lists the parts that each rank holds. `read(parameter, rect)` returns the 2-D block `rect` of one of this
     rank's parameters. Each part is sent once, by the first rank that holds it.
     """
     parts: dict[str, dict[tuple[int, ...], tuple[int, str, Rect]]] = {}

@@ -1,4 +1,5 @@
-"""A norm over all heads of the queries, or of the keys, together. The heads are split over tensor-parallel ranks."""
+"""A root-mean-square norm over all heads of the queries (or of the keys) jointly, with heads split over tensor
+ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  
 
 
 class JointNorm(TensorSharded):
-    """A root-mean-square norm over all heads together, which are split over the tensor ranks. Input and output are
+    """A root-mean-square norm over all heads jointly. The heads are split over the tensor ranks. Input and output are
     [..., heads of this rank, d].
 
     Each rank holds the weight elements that belong to its heads. `qk_layernorm` in Megatron-core's config must be
@@ -45,8 +46,8 @@ class JointNorm(TensorSharded):
 
 
 def set_joint_norms(layers: Iterable[Any], sizes: Sizes) -> None:
-    """Sets the norms of queries and keys in Megatron-core's layers. They cannot stand in the layers' spec, because
-    Megatron-core 0.19 refuses norms there if `qk_layernorm` is False."""
+    """Sets JointNorm modules as the query and key norms of Megatron-core's layers. The norms cannot be given in the
+    layer spec, because Megatron-core 0.19 rejects query and key norms in a spec if `qk_layernorm` is False."""
     for layer in layers:
         attention, eps = layer.self_attention, layer.config.layernorm_epsilon
         attention.q_layernorm = JointNorm(layer.config, sizes.head_dim, sizes.heads, eps)

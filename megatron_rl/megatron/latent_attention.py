@@ -1,9 +1,9 @@
-"""Multi-latent attention of the project's torch layer spec.
+"""Multi-latent attention in torch operations, for models that do not use Transformer Engine's layers.
 
-The layer's forward pass is Megatron-core's (MultiLatentAttention). This module replaces its projections for three
-reasons: core uses the layer norms' epsilon for the norms of the latents, its rotary embedding loops over packed
-sequences in every layer, and without Transformer Engine it does not sum the gradient of the key's shared part over
-tensor ranks.
+The layer's forward pass is Megatron-core's (MultiLatentAttention). This module replaces the projections of
+Megatron-core's class for three reasons: core uses the layer norms' epsilon for the norms of the latents, its rotary
+embedding loops over packed sequences in every layer, and without Transformer Engine it does not sum the gradient of the
+key's shared part over tensor ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 class SharedLinear(MegatronModule):
     """A linear projection whose weight is replicated on every tensor rank.
 
-    Under sequence parallelism each rank projects only its tokens, and Megatron-sums the weight's gradients over the
-    ranks.
+    Under sequence parallelism each rank projects only its tokens, and Megatron-core sums the weight's gradients over
+    the ranks.
     """
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
@@ -50,8 +50,8 @@ class SharedLinear(MegatronModule):
 
 
 class LatentAttention(Chosen, MultiLatentAttention):
-    """Self-attention whose keys and values are projected from a latent vector, as in DeepSeek models. Queries are also
-    projected from a latent vector if config.json sets its width (`q_lora_rank`)."""
+    """Self-attention whose keys and values are projected from a latent vector, as in DeepSeek models. If config.json
+    sets `q_lora_rank`, queries are also projected from a latent vector, which has this width."""
 
     def __init__(
         self,
@@ -88,25 +88,25 @@ class LatentAttention(Chosen, MultiLatentAttention):
         inference_context: Any = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Computes queries, keys and values from hidden states [N, 1, h], of which this rank has a part under sequence
-        parallelism.
+        """Computes queries, keys and values from hidden states [N, 1, h]. Under sequence parallelism, `hidden_states`
+        has only this rank's part of the tokens.
 
         Returns (queries, keys, values, vectors from which the queries were projected, latent vectors from which the
-        keys and values were projected). Queries and keys are rotated and [N, H, d], and values are [N, H, v], for this
-        rank's H heads.
+        keys and values were projected). Queries and keys are [N, H, d], with rotary embedding already applied. Values
+        are [N, H, v]. H is the number of heads of this rank.
         """
         assert packed_seq_params is not None, "the torch layer spec needs a SequenceLayout as packed_seq_params"
         config, (cos, sin) = self.config, packed_seq_params.turns[0]
         down = self.linear_kv_down_proj(hidden_states)
         latent, turned = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         latent, turned = self.kv_layernorm(latent), _halves(turned)
-        # The heads of all ranks use the shared part of the key, so its gradient is summed over the ranks.
+        # The heads of all ranks use the shared part of the key, so the gradient of this part is summed over the ranks.
         if config.sequence_parallel:
             turned = gather_from_sequence_parallel_region(turned, group=self.tp_group)
         else:
             turned = copy_to_tensor_model_parallel_region(turned, group=self.tp_group)
-            # works around Megatron-core 0.16.1, which all-reduces a copy of a non-contiguous gradient and discards the
-            # copy
+            # Megatron-core 0.16.1 all-reduces a copy of a non-contiguous gradient and discards the copy.
+            # The hook makes the gradient contiguous.
             if turned.requires_grad:
                 turned.register_hook(Tensor.contiguous)
         if config.q_lora_rank is None:
@@ -126,7 +126,8 @@ class LatentAttention(Chosen, MultiLatentAttention):
         return query, key, value, low, latent
 
     def _up(self, kind: Any, inputs: int, outputs: int) -> Any:
-        """Returns an up projection from a latent vector, whose output heads are split over the tensor ranks."""
+        """Returns a linear module that projects latent vectors (or hidden states) to heads. The heads are split over
+        the tensor ranks."""
         return build_module(
             kind, inputs, outputs, config=self.config, init_method=self.config.init_method, gather_output=False,
             bias=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,

@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) in a Megatron model: their computation, and their sharding over ranks.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in a Megatron model: computation and sharding over ranks.
 
 Megatron fuses query, key and value into one matrix, and gate and up into another. As in peft, each Hugging Face matrix
-has its own A and B. The output of an adapter is added to the rows of the fused output that belong to its matrix.
+has a separate adapter, which consists of a matrix A and a matrix B. The output of an adapter is added to the features
+of the fused output that belong to the adapter's Hugging Face matrix.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 
 @dataclass(frozen=True)
 class _Joined:
-    """The LoRA adapters of one linear module of Megatron, whose weight may join several Hugging Face matrices, and the
-    positions of each adapter's output rows in the module's output."""
+    """The LoRA adapters of one linear module of Megatron, and the positions of each adapter's output rows in the
+    module's output. The weight of the module may join several Hugging Face matrices, each with one adapter or none."""
 
-    names: tuple[str, ...]  # names of the adapters, in the order in which the module's weight joins the matrices
-    # Runs of output rows, in order: (index of the adapter, first row of the adapter, number of rows). The index is None
-    # for rows of a matrix without an adapter.
+    names: tuple[str, ...]  # names of the adapters, in the order of their matrices in the module's weight
+    # Runs of output rows, in order: (index in `names` of the adapter, first row of the adapter, number of rows).
+    # The index is None for the rows of a matrix without an adapter.
     runs: tuple[tuple[int | None, int, int], ...]
     inward: bool  # True if tensor ranks split the module's weight by columns, False if by rows
 
@@ -53,7 +54,8 @@ class Adapter(TensorSharded):
     """This rank's part of the LoRA matrices A [r, columns] and B [rows, r] of one adapted matrix.
 
     One of the two matrices is split over the tensor ranks; the other is replicated on all of them. Under sequence
-    parallelism each rank sees only a part of the tokens, and Megatron-core sums the gradients of the replicated matrix.
+    parallelism each rank sees only a part of the tokens, and Megatron-core sums the gradients of the replicated matrix
+    over the tensor ranks.
     """
 
     def __init__(self, config: Any, projection: Projection, rank: int, *, device: torch.device) -> None:
@@ -93,8 +95,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         own: list[Any] = [self[name] for name in joined.names]
         low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
         if joined.inward:
-            # A's columns are split over the tensor ranks, so the products A x are summed over the ranks. With sequence
-            # parallelism each rank keeps the sum for its tokens.
+            # A's columns are split over the tensor ranks, so the partial results of A x are summed over the ranks.
+            # With sequence parallelism, each rank keeps the sum for its tokens only.
             summed = (
                 reduce_scatter_to_sequence_parallel_region(low, group=self.group)
                 if self.sequence_parallel
@@ -119,7 +121,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         return state
 
     def _spread(self, low: Tensor) -> Tensor:
-        """Makes the product A x (`low`) of all tokens available on every tensor rank, for adapters whose B matrix is
+        """Returns A x (`low`) for the tokens of all tensor ranks, on every rank. Used for adapters whose B matrix is
         split by rows over the ranks. The backward pass sums the gradients over the ranks."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
@@ -170,9 +172,9 @@ class RoleAdapters:
             layer.lora = own
 
     def fill(self, seed: int, head: Iterable[torch.nn.Parameter]) -> None:
-        """Sets the initial values of the adapters. They are loaded from the directory `lora.path` if it is set, and so
-        is the `head`, this rank's weight of the model's head if it has one. Otherwise A is initialized randomly, B
-        stays zero, and the head is unchanged.
+        """Sets the initial values of the adapters. `head` contains this rank's weight of the model's head, or nothing.
+        If `lora.path` is set, the adapters and the head are loaded from this directory. Otherwise A is initialized
+        randomly, B stays zero, and the head is unchanged.
 
         The random values do not depend on the layout. Raises ConfigError if the loaded adapter does not match the
         settings or the model.
@@ -193,9 +195,10 @@ class RoleAdapters:
                 weight.data.copy_(found[lora_adapters.HEAD])
 
     def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
-        """Returns the LoRA delta alpha / r * B A for one rectangle of this rank's base parameter `name`, in float32.
+        """Returns the LoRA delta alpha / r * B A for one 2-D block of this rank's base parameter `name`, in float32.
+        The block has `rows` rows and `columns` columns, and starts at row `row` and column `column`.
 
-        Returns None if no adapter changes the rectangle.
+        Returns None if no adapter changes the block.
         """
         if name not in self._changes:
             return None
@@ -205,7 +208,7 @@ class RoleAdapters:
             if low >= high:
                 continue
             out = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if out is None else out
-            # number of rows of this rank's part of B; the part begins at a multiple of this number
+            # number of rows of B on this rank; this rank's part of B begins at a multiple of this number
             own = adapter.lora_b.shape[0]
             start = low - rect.at_row + rect.row % own
             b = adapter.lora_b.detach()[start : start + high - low].float()
@@ -214,8 +217,9 @@ class RoleAdapters:
         return out
 
     def _of_layer(self, layer: Any, own: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
-        """Returns a list with one pair for each linear module of a layer that has adapters: (name of the base
-        parameter, [(rectangle of the parameter, adapter that changes it)])."""
+        """Returns one pair for each linear module with adapters in a layer: (name of the module's base parameter, list
+        of the adapters that change the parameter). Each element of the list is (2-D block of the parameter,
+        adapter)."""
         number, found = layer.layer_number - 1, []
         by_tensor = {
             f"{HF_LAYER.format(number)}{p.module}.weight": own[p.name]
@@ -234,7 +238,7 @@ def freeze(cores: Sequence[Any], *, kept: Sequence[str] = ()) -> None:
     for adapters.
 
     Megatron-core recomputes a layer only if the layer's input requires a gradient. The embedding output of a frozen
-    model does not, so a hook makes the embedding output require a gradient.
+    model requires no gradient, so a hook makes the embedding output require a gradient.
     """
     for core in cores:
         for name, parameter in core.named_parameters():
@@ -252,7 +256,8 @@ def _add(layer: Any, linear: str, _module: Any, inputs: tuple[Tensor, ...], out:
 
 
 def _joined(sizes: Sizes, layer: int, linear: str, own: Sequence[Projection], shard: Shard) -> _Joined:
-    """Returns the adapters of a linear module and the positions of their rows in the module's output on this rank."""
+    """Returns the adapters of the Megatron module `linear`, and the positions of each adapter's rows in the module's
+    output on this rank."""
     inside = [p for p in projections(sizes, layer) if p.linear == linear]
     names = tuple(p.name for p in own if p.linear == linear)
     by_tensor = {f"{HF_LAYER.format(layer)}{p.module}.weight": p for p in inside}
