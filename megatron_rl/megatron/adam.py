@@ -72,8 +72,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
         device = params[0].device
         if device.type == "cuda" if self.fused is None else self.fused:
-            # calls the kernel directly: torch's function `adamw` would increment the shared step tensor once per
-            # parameter
+            # torch's `adamw` would increment the shared step tensor per parameter, so the kernel is called directly
             count = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
             fused: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             fused(*tensors, [count] * len(params), **settings)

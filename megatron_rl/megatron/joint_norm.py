@@ -1,5 +1,4 @@
-"""A root-mean-square norm over all heads of the queries (or of the keys) jointly, with heads split over tensor
-ranks."""
+"""A root-mean-square norm over all query (or key) heads jointly, with the heads split over tensor ranks."""
 
 from __future__ import annotations
 

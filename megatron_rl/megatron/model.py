@@ -1,4 +1,4 @@
-"""Builds the Megatron model of a Hugging Face directory for one rank of a layout."""
+"""Builds one rank's part of a Megatron model from the config of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", 
 
 class PolicyModel(Chosen, GPTModel):
     """Megatron-core's GPT model, whose last pipeline stage returns statistics of the next-token distributions at the
-    labels, such as log-probs, instead of a loss. In a model with a head, the last stage returns the head's outputs at
-    the positions before the labels."""
+    labels, such as log-probs, instead of a loss. In a model with a head (one number per token in place of logits), the
+    last stage returns the head's outputs at the positions before the labels."""
 
     temperature: float = 1.0
     true_vocab: int = 0
     # names of the statistics that the last stage returns, see batches/packed_batch.py
     asked: tuple[str, ...] = ("logprobs",)
-    # [n] for each label: index, in the flattened [S * L], of the hidden state that predicts it
+    # [n] for each label, the index of the hidden state that predicts the label, in the flattened hidden states [S * L]
     wanted: Tensor | None = None
-    # the head of a critic that shares this policy, on the last stage; None if no critic shares it
+    # value head of a critic that shares this policy's model; None without such a critic, and before the last stage
     value_head: Head | None
 
     def add_value_head(self) -> None:
@@ -101,9 +101,8 @@ class PolicyModel(Chosen, GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
         if not self.config.sequence_parallel:
-            # The tensor-parallel copy is applied to `chosen` and not to `hidden`, whose gradient is not contiguous:
-            # Megatron-core all-reduces a copy of a non-contiguous gradient and discards the copy (0.16.1,
-            # mappings._reduce).
+            # Megatron-core 0.16.1 all-reduces a copy of a non-contiguous gradient and discards it (mappings._reduce).
+            # The gradient of `hidden` is not contiguous, so the tensor-parallel copy is applied to `chosen` instead.
             chosen = copy_to_tensor_model_parallel_region(chosen)
         if VALUE not in self.asked:
             return self._vocab_statistics(chosen, labels, self.asked)
@@ -116,11 +115,11 @@ class PolicyModel(Chosen, GPTModel):
         return torch.cat([rows[:at], values, rows[at:]])
 
     def _vocab_statistics(self, chosen: Tensor, labels: Tensor, names: tuple[str, ...]) -> Tensor:
-        """Returns the statistics `names` of the n labels as a tensor [R, n]. `chosen` [n, h]: the hidden states before
-        the labels. `labels`: see `_postprocess`."""
+        """Returns the statistics `names` of the n labels as a tensor [R, n]. `chosen` [n, h]: the hidden states that
+        predict the labels. `labels`: [n, 1] label ids, or [n, 1 + k] with k candidate ids after each label."""
         tied = self.share_embeddings_and_output_weights
         for wait in [] if self.output_layer is None else [*self.output_layer._forward_pre_hooks.values()]:
-            # calls the hooks of the output layer, which itself is not called (see optimizer.gather_late)
+            # The output layer itself is not called, so its hooks are called here (see optimizer.gather_late).
             wait(self.output_layer, ())
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
@@ -139,8 +138,8 @@ class PolicyModel(Chosen, GPTModel):
         )
 
     def _head_outputs(self, hidden: Tensor, head: Head, labels: Tensor | None) -> Tensor:
-        """Returns the head's outputs [1, n] before the n labels, or without labels its outputs [S, L, 1] at all hidden
-        states [L, S, h].
+        """Returns the head's outputs [1, n] at the hidden states that precede the n labels. Without labels, returns the
+        head's outputs [S, L, 1] at all hidden states [L, S, h].
 
         Every tensor-parallel rank computes the same outputs. Each rank therefore has the whole gradient with respect to
         the gathered hidden states, and keeps its own part of the gradient. Nothing is summed over the ranks.
@@ -166,7 +165,7 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     Even if Transformer Engine is available, the torch spec is used in three cases: in float32, because Transformer
     Engine has no float32 attention over packed sequences; for models for which Megatron-core has no Transformer Engine
     layers; and for `adapted` (LoRA) models, because adapters need the input of each linear module, and Transformer
-    Engine computes the norm before it inside the module.
+    Engine computes the preceding norm inside the linear module.
     """
     own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
     return has_transformer_engine() and not own
@@ -270,9 +269,9 @@ def transformer_config(
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
         bias_activation_fusion=fused,
-        # despite its name: Megatron-core then uses the layer spec's activation module
+        # Despite the name of this setting, Megatron-core then uses the activation module of the layer spec.
         use_te_activation_func=not fused,
-        # Megatron-core's unfused version copies the sequence lengths to the host in every layer
+        # Megatron-core's unfused rotary embedding copies the sequence lengths to the host in every layer.
         apply_rope_fusion=fused,
         attention_softmax_in_fp32=False,
         # With `overlap_p2p`, gloo may read a stage's output after Megatron-core would have freed the output.
@@ -385,14 +384,14 @@ def _mark_experts(chunk: PolicyModel) -> None:
     """Marks expert parameters so that Megatron-core sums their gradients over the ranks that hold the same experts, and
     gives the expert parameters a separate optimizer.
 
-    Core 0.16 does this only for ep > 1. At ep = 1 with etp != tp, core 0.16 would silently sum over the wrong ranks:
-    the replicas of the dense parameters (core 0.19 also checks etp). In both versions, a checkpoint's optimizer state
-    could not be moved between ep = 1 and ep > 1 without the mark.
+    Megatron-core 0.16 does this only with expert parallelism (ep > 1). At ep = 1 with etp != tp, core 0.16 would
+    silently sum over the replicas of the dense parameters, which are the wrong ranks (core 0.19 also checks etp). In
+    both versions, a checkpoint's optimizer state could not be moved between ep = 1 and ep > 1 without the mark.
     """
     for name, parameter in chunk.named_parameters():
         if parameter_mapping.is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
-            # core would sum the gradient of an expert's bias over the tensor-parallel ranks a second time
+            # otherwise core would sum the gradient of an expert's bias over the tensor-parallel ranks twice
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             # otherwise the gradient norm would include the bias of the first tensor-parallel rank only
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -403,7 +402,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
-    """Adds the expert bias and the limit to expert groups to the routers of a model chunk, if the model has them.
+    """Adds the expert bias and group-limited routing to the routers of a model chunk, if the model has them.
 
     The bias is a frozen parameter, so that it is loaded, saved and sent to engines like all other parameters.
     Megatron-core itself would register a buffer.
@@ -449,12 +448,13 @@ def _layer_spec(
     first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
     sparse = [arch.is_sparse(number) for number in range(first, first + count)]
     made = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
-    norm = cast(Any, RMSNorm)  # Megatron-core's type hint does not name classes, but core accepts them
+    norm = cast(Any, RMSNorm)  # Megatron-core accepts classes here, although its type hint does not include them
     return TransformerBlockSubmodules(layer_specs=[made[experts] for experts in sparse], layer_norm=norm)
 
 
 def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool) -> Any:
-    """Returns the project's torch spec of a layer with experts, or of a dense layer if not `experts`."""
+    """Returns the layer spec with the project's torch modules, for a layer with experts if `experts`, otherwise for a
+    dense layer."""
     latent = bool(arch.kv_rank)
     spec = get_gpt_layer_local_spec(
         num_experts=arch.experts if experts else None,
@@ -464,8 +464,8 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
     )
     layer = cast(Any, spec)  # Megatron-core's type hint for the spec's submodules is `object`
     names = dict(layer.submodules.sharded_state_dict_keys_map)
-    # In checkpoints this norm has the name that Transformer Engine's layers give it: a separate module before experts,
-    # a part of fc1 otherwise.
+    # In checkpoints, the norm before the MLP has the name that it has in Transformer Engine's layers.
+    # There the norm is a separate module in layers with experts, and a part of fc1 in dense layers.
     names.pop("pre_mlp_layernorm.", None)
     layer.submodules.sharded_state_dict_keys_map = (
         names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

@@ -23,8 +23,8 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns copies of tensors in host memory, in the same order.
 
     Copies of GPU tensors are pinned and asynchronous: synchronize the stream before reading them. torch allocates
-    pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h), so many copies are placed in one block.
-    Separate allocations for the weights of a 7B model would take nearly twice the size of the weights.
+    pinned memory in blocks of 2^n bytes (ATen/core/CachingHostAllocator.h), so this function places many copies in one
+    block. Separate allocations for the weights of a 7B model would take nearly twice the size of the weights.
     """
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     places, blocks = _packed(sizes)
@@ -65,7 +65,7 @@ class PolicyMemory:
         self._chunks, self._optimizer = chunks, optimizer
         # `asleep`: gradients and optimizer state are not on the device. `away`: the weights are not on the device.
         self.asleep = self.away = False
-        # The three lists are filled when the weights leave the device for the first time.
+        # The next three lists are filled when the weights leave the device for the first time.
         self._held: list[Tensor] = []  # tensors that own the device storage of the weights
         self._pieces: list[Tensor] = []  # flat views of `_held`, at most BLOCK bytes each
         self._host: list[Tensor] = []  # host copies of the pieces; kept because pinned memory is slow to allocate
@@ -185,8 +185,8 @@ def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) 
 
 
 def _exchange(parameter: torch.nn.Parameter, other: Tensor, scratch: Tensor) -> None:
-    """Swaps the values of `parameter` and `other` piece by piece. Asynchronous on a GPU, where the CUDA stream orders
-    the copies."""
+    """Swaps the values of `parameter` and `other` piece by piece. On a GPU the copies are asynchronous and run in the
+    order of the CUDA stream."""
     elements = max(1, scratch.nbytes // parameter.element_size())
     with torch.no_grad():
         pieces = parameter.detach().view(-1).split(elements), other.view(-1).split(elements)
@@ -210,8 +210,8 @@ def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _buffers(chunk: Any) -> list[Any]:
-    """Returns the objects in which Megatron-core holds the parameter and gradient buffers of a model chunk, for dense
-    parameters and for experts. Returns an empty list for a chunk that is not trained."""
+    """Returns Megatron-core's buffer objects of a model chunk, for dense parameters and for experts. Each object holds
+    a parameter buffer and a gradient buffer. Returns an empty list for a chunk that is not trained."""
     wrapped: Any = chunk if isinstance(chunk, DistributedDataParallel) else None
     return [] if wrapped is None else [*wrapped.buffers, *wrapped.expert_parallel_buffers]
 
@@ -231,8 +231,8 @@ def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _state(optimizer: Any) -> tuple[list[tuple[dict[str, Tensor], str]], list[Tensor]]:
-    """Returns (Adam's moments, each as a dictionary and the key that holds it; the float32 master copies of
-    lower-precision weights).
+    """Returns two lists. The first list has a pair (state dictionary, key) for each of Adam's moments. The second list
+    has the float32 master copies of lower-precision weights.
     """
     states, masters = list[tuple[dict[str, Tensor], str]](), list[Tensor]()
     for part in optim.parts(optimizer):

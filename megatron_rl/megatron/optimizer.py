@@ -20,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 
-ENDLESS = 10**9  # number of decay steps of a schedule that never decays
+ENDLESS = 10**9  # a step count that no run reaches, for schedules that never change
 
 
 def wrap(
@@ -43,13 +43,13 @@ def wrap(
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
-        # Megatron-core's config has an equivalent setting, but with it the output layer needs a kernel of apex.
+        # Megatron-core's config has an equivalent setting, but that setting makes the output layer need apex's kernel.
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
         elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = True
-    # Without `no_sync_func`, Megatron-core would reduce gradients after every micro-batch and count earlier
-    # micro-batches repeatedly.
+    # Without `no_sync_func`, Megatron-core would reduce gradients after every micro-batch.
+    # The gradients of earlier micro-batches would then be counted repeatedly.
     if overlap:
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
@@ -60,8 +60,8 @@ def gather_late(chunks: list[Any]) -> None:
     """All-gathers the weights that an optimizer step left sharded, during the next forward pass: each module waits for
     its weights when it is called.
 
-    Until `gather` is called, only the forward pass of a module may read the module's weights, and nothing may change
-    them. Collective.
+    Until `gather` is called, only the forward pass of a module may read the module's weights, and no code may change
+    the weights. Collective.
     """
     for chunk in chunks:
         if not chunk.remove_forward_pre_hook_handles:
@@ -214,8 +214,8 @@ def zero_grad(chunks: list[Any], optimizer: Any) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Returns the options for Megatron-core's sharded state dicts with which optimizer state can be loaded under
-    another layout. Call it inside `Groups.active()`."""
+    """Returns options for Megatron-core's sharded state dicts. With these options, optimizer state that was saved under
+    one layout can be loaded under another layout. Call it inside `Groups.active()`."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

@@ -1,5 +1,5 @@
-"""Returns the rows of the optimizer state that each rank writes to a checkpoint: the rows that begin in the rank's
-part.
+"""Selects the optimizer state that each rank writes to a checkpoint: the rows that begin in the rank's part of the
+state.
 
 Megatron-core's format `fully_reshardable` stores the optimizer state of a parameter with the parameter's shape, so that
 any layout can load it. Core gathers the state on the first data-parallel rank, or on all of them. Here each rank writes
@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     apply_factories,
 )
 
-# Megatron-names of the state tensors that a checkpoint has per parameter
+# Megatron-core's names of the state tensors that a checkpoint has for each parameter
 STATE = ("param", "exp_avg", "exp_avg_sq")
 KEY = "optimizer.state.{}.{}"
 
@@ -57,7 +57,7 @@ class Torn:
     """A row of a parameter whose optimizer state is split over more than one data-parallel rank."""
 
     parameter: Tensor
-    piece: int  # index of the parameter's Piece that has the row
+    piece: int  # index of the Piece that contains the row
     row: int  # index of the row in the piece
     start: int  # offset of the row in its bucket
     end: int  # offset of the row's end in its bucket
@@ -91,11 +91,11 @@ class Bucket:
 
 
 def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
-    """Returns the rows of a distributed optimizer's state that this rank writes to a checkpoint: Megatron-core's
-    parameter index -> state name -> tensors. Collective over the optimizer's data-parallel ranks.
+    """Returns the rows of a distributed optimizer's state that this rank writes to a checkpoint, as {Megatron-core's
+    parameter index: {name of the state: tensors}}. Collective over the optimizer's data-parallel ranks.
 
-    `model_state` is the model's sharded state dict. Each element is written by exactly one rank. Raises ValueError if a
-    parameter is stored in tensors that are not consecutive contiguous ranges of the parameter.
+    `model_state` is the model's sharded state dict. Each element of the optimizer state is written by exactly one rank.
+    Raises ValueError if a parameter is stored in tensors that are not consecutive contiguous ranges of the parameter.
     """
     stored = {base.data: base for base in nested_values(model_state) if isinstance(base, ShardedBase)}
     group, found, number = optimizer.data_parallel_group_gloo, {}, 0
@@ -124,7 +124,7 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
                     )
                     for i, name in enumerate(STATE)
                 }
-                if any(own_rows.values()):  # else this rank has only the end of a row that another rank writes
+                if any(own_rows.values()):  # otherwise this rank has only the end of a row, which another rank writes
                     found[number] = own_rows
             number += 1
     return found
@@ -134,9 +134,9 @@ def without_copies(state: dict[str, Any]) -> dict[str, Any]:
     """Replaces the contiguous CPU tensors of a sharded state by aliases with separate storages, without copying data,
     and returns the state.
 
-    Without the aliases, Megatron-core's writer would copy every tensor that covers only a part of its storage, before
-    it writes the first tensor. Tensors in pinned memory are not replaced, because the writer processes could not read
-    pinned memory.
+    Without the aliases, Megatron-core's writer would first copy every tensor that covers only a part of a storage, and
+    then begin to write. Tensors in pinned memory are not replaced, because the writer processes could not read pinned
+    memory.
     """
     apply_factories(state)
     dict_list_map_inplace(_alone, state)
@@ -215,11 +215,12 @@ def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor
 def _own_rows(
     base: ShardedBase, name: str, values: Tensor, span: tuple[int, int], torn: Mapping[tuple[int, int], Tensor]
 ) -> list[ShardedTensor]:
-    """Returns the rows of one state tensor of a parameter that this rank writes to a checkpoint. `name` is the name of
-    the state, as in STATE.
+    """Returns the rows that this rank writes to a checkpoint, for one parameter and for the state tensor `name` (see
+    STATE).
 
-    `values` has the parameter's elements from `span[0]` to `span[1]`, which this rank holds. `torn` maps (piece, row)
-    to the assembled row, for rows that begin within the span and end after it.
+    `values` has the elements that this rank holds: those from `span[0]` to `span[1]` of the flattened parameter. `torn`
+    maps (index of the piece, index of the row) to the assembled row, for rows that begin within the span and end after
+    the span.
     """
     found = []
     for number, piece in enumerate(_pieces(base, name)):

@@ -49,11 +49,11 @@ class MicroBatch:
     batch: Batch  # the sequences, with N tokens together; the same on all context-parallel ranks
     start: int  # index of the first token of `batch` among the tokens of all sequences of this replica
     size: int  # number of tokens of `batch`; 0 for a dummy micro-batch, which has no real tokens
-    tokens: Tensor  # [1, N'] token ids on this rank; with alignment padding, and a shared prefix only once
+    tokens: Tensor  # [1, N'] token ids on this rank, with alignment padding; a shared prefix is included once
     positions: Tensor  # position of each token in its sequence, in the shape of `tokens`
     labels: Tensor  # [n] ids of the label tokens whose statistics this rank computes
     answers: Tensor  # [n] position of each label in the packed batch
-    wanted: Tensor  # [n] index in the flattened `tokens` of the token that is followed by the label
+    wanted: Tensor  # [n] index, in the flattened `tokens`, of the token before each label
     layout: SequenceLayout
     candidates: Tensor | None = None  # [n, k] candidate token ids of each label
     # [N' / parts, layers, k] ids of the experts to replay for the tokens that this rank's routers process
@@ -69,8 +69,8 @@ class Pass:
     loss: BatchLoss | None = None  # loss to compute; None: no loss, the statistics are stored in `into`
     scale: float = 1.0  # factor by which the gradient of the loss is multiplied
     backward: bool = False  # True if gradients are computed
-    # [R, tokens of all sequences of this replica] tensor in which the statistics are stored; R is the result of
-    # batches.packed_batch.num_rows
+    # tensor [R, tokens of all sequences of this replica] in which the statistics are stored
+    # R is the number of rows that batches.packed_batch.num_rows returns.
     into: Tensor | None = None
 
 
@@ -116,9 +116,9 @@ def run(
 ) -> list[dict]:
     """Runs `count` micro-batches through this rank's pipeline stage. Call it inside `Groups.active()` of the layout.
 
-    `longest` is the token count of the longest micro-batch. `micro_batches` is consumed lazily, when the first model
-    chunk processes each micro-batch. With `what.backward`, gradients of what.scale * (sum of the losses) accumulate in
-    the gradient buffers of `chunks`.
+    `longest` is the token count of the longest micro-batch. `micro_batches` is consumed lazily: a micro-batch is taken
+    from it when the first model chunk processes the micro-batch. With `what.backward`, gradients of what.scale * (sum
+    of the losses) accumulate in the gradient buffers of `chunks`.
 
     On the last stage, returns one dict per micro-batch with sums by name, which include `loss`. The dicts are empty if
     `what.loss` is None. On other stages, returns an empty list.
@@ -155,12 +155,13 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
     """Computes the loss from the last pipeline stage's output [R, n]. Returns (scalar for the backward pass, sums by
-    name). Megatron-core then divides the scalar by the number of micro-batches."""
+    name). Megatron-core then divides the scalar by the number of micro-batches. Without a loss, stores the output in
+    `what.into` and returns a zero and no sums."""
     whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, micro.answers, answer.float())
     if (
         micro.layout.context.size > 1
-    ):  # each rank computes the loss of whole sequences, and its gradient flows only to the rank's tokens
+    ):  # each rank computes the loss of whole sequences; the gradient flows only to the rank's own tokens
         whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
     if what.loss is None:
         assert what.into is not None
@@ -175,8 +176,8 @@ def _packed(
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
     """Arranges sequences end to end in one row, with alignment padding.
 
-    Returns (packed position of each of this rank's tokens [1, N'], -1 at padding; position of each token in its
-    sequence [1, N']; the layout).
+    Returns three values: the packed position of each of this rank's tokens ([1, N'], -1 at padding), the position of
+    each token in its sequence ([1, N']), and the layout.
     """
     context = cut.context
     unit = 2 * context.size if context.size > 1 else 1
@@ -194,8 +195,8 @@ def _sharing(
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
     """Arranges sequences end to end, with each shared prefix only in the first sequence that has it.
 
-    Returns (packed position of each token [1, N'], -1 at padding; position of each token in its sequence [1, N']; the
-    layout).
+    Returns three values: the packed position of each token ([1, N'], -1 at padding), the position of each token in its
+    sequence ([1, N']), and the layout.
     """
     assert part.shared is not None and rotary is not None and cut.context.size == 1
     lengths, shared = part.lengths.tolist(), part.shared.tolist()
@@ -219,8 +220,9 @@ def _places(part: Batch, lengths: list[int]) -> Tensor:
 
 
 def _rows(part: Batch, places: Tensor) -> Tensor:
-    """Inverts `places`: returns for every packed position the index in the flattened `places`, as a tensor [N]. Tokens
-    of a shared prefix get the index of the first sequence with the prefix. Tokens on another rank get -1."""
+    """Inverts `places`: returns a tensor [N] that has, for every packed position, the index of this position in the
+    flattened `places`. In every copy of a shared prefix, a token gets the index that it has in the first copy. Tokens
+    on another rank get -1."""
     flat = places.flatten()
     held = (flat >= 0).nonzero()[:, 0]
     rows = torch.full((len(part.tokens),), -1)

@@ -83,8 +83,8 @@ def multiplies_slowly(dtype: str) -> bool:
 def install() -> None:
     """Patches torch and Megatron-core, once per process. Call it before importing megatron.core.
 
-    On a machine with CUDA, it only defines names that are missing in Megatron-core and replaces the fallback optimizer
-    by `FusedAdam`.
+    On a machine with CUDA, the function only defines names that are missing in Megatron-core and replaces the fallback
+    optimizer by `FusedAdam`.
     """
     _silence_warnings()
     if not is_active():
@@ -117,8 +117,8 @@ def _silence_warnings() -> None:
 
 
 def _stub_triton_kernels() -> None:
-    """Replaces the only module of Megatron-core 0.19.x that imports Triton unconditionally with a stub if Triton is
-    missing.
+    """If Triton is missing, installs a stub in place of the only module of Megatron-core 0.19.x that imports Triton
+    unconditionally.
 
     A stub of Triton itself would break torch's inductor.
     """
@@ -132,7 +132,8 @@ def _stub_triton_kernels() -> None:
 def _constant(value: Any) -> Callable[..., Any]:
     """Returns a new function that accepts any arguments and always returns `value`.
 
-    Each patched name needs a separate function, because torch._dynamo rejects two torch names with the same object.
+    Each patched name needs a separate function, because torch._dynamo rejects two names in torch that refer to the same
+    object.
     """
 
     def function(*unused: Any, **ignored: Any) -> Any:
@@ -177,8 +178,8 @@ def _patch_factories() -> None:
 
         return make
 
-    # The call fills a cache of torch: `with torch.device(...)` must still recognize the original functions
-    # (transformers loads models on the meta device).
+    # Fills torch's cache of factory functions, because `with torch.device(...)` must recognize the original functions.
+    # The library transformers needs this to load models on the meta device.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -219,8 +220,7 @@ def _patch_megatron() -> None:
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     buffers.dist_reduce_scatter_func = _sum_of_several(buffers.dist_reduce_scatter_func)
-    # Megatron-core converts the split sizes of the dispatcher's all-to-all to numpy arrays only if they are on a CUDA
-    # device.
+    # Megatron-core converts the split sizes of the token dispatcher to numpy only if they are on a CUDA device.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
@@ -241,7 +241,7 @@ def _replace_torch_optimizer() -> None:
         from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not is_active() and clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
-        # returns (norm over all tensors together, [1], on the device of the tensors; None)
+        # returns a tensor [1] with the norm over all tensors, on the tensors' device, and None
         clip_grads.l2_norm_impl = lambda size, flag, tensors, *unused: (
             torch.stack(torch._foreach_norm(tensors[0])).norm().view(1),
             None,
@@ -355,9 +355,9 @@ def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
 def _mend_names() -> None:
     """Fixes two names in Megatron-core.
 
-    `te_general_gemm`: the router of core 0.16.1 checks whether it is None, but defines it only with Transformer Engine;
-    see also `_adding_bias`.
-    `HAVE_TE` in core's multi-latent attention: it is True even if the import of Transformer Engine produced a
+    `te_general_gemm`: the router of core 0.16.1 checks whether `te_general_gemm` is None, but core defines the name
+    only if Transformer Engine is installed; see also `_adding_bias`.
+    `HAVE_TE` in core's multi-latent attention: this flag is True even if the import of Transformer Engine produced a
     placeholder, and the attention then cannot be built.
     """
     with _imports():
@@ -372,9 +372,9 @@ def _mend_names() -> None:
 
 
 def _adding_bias(product: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Transformer Engine's matrix product with a bias of the output's dtype. Transformer Engine reads the bytes
-    of a bias of any other dtype as if they had that dtype (TransformerEngine issue 3562), and core gives a bfloat16
-    bias of a router to a float32 product."""
+    """Wraps Transformer Engine's matmul function, so that the bias is converted to the output dtype. Transformer Engine
+    reads the bytes of a bias of any other dtype as if they had the output dtype (TransformerEngine issue 3562), and
+    Megatron-core passes a router's bfloat16 bias to a float32 matmul."""
 
     @functools.wraps(product)
     def converted(a: Any, b: Any, out_dtype: Any, *, bias: torch.Tensor | None = None, **rest: Any) -> Any:

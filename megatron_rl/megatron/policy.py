@@ -56,20 +56,20 @@ class MegatronPolicy(RoleModel):
             self.keep_reference()
 
     def keep_reference(self) -> None:
-        """Copies the current weights to host memory, as the weights of the reference."""
+        """Copies the current weights to host memory, as the weights of the reference policy."""
         self._reference = offload.host_copies([p.detach() for p in self.trained()])
 
     def reset_reference(self) -> None:
-        """Makes the current weights the reference, and sets the optimizer's moments to zero. The weights must be on the
-        device. Not collective."""
+        """Makes the current weights the weights of the reference policy, and sets the optimizer's moments to zero. The
+        weights must be on the device. Not collective."""
         with self.memory.awake():
             self._reference = None  # frees the host memory before more is allocated
             self.keep_reference()
             optimizer.restart(self.optimizer)
 
     def adopt(self, role: RoleConfig) -> None:
-        """Replaces the role's settings by those of another stage of the run: the sampling temperature, and settings of
-        the optimizer that may change during a run. Not collective."""
+        """Replaces the role's settings by its settings in another stage of the run: the sampling temperature, and the
+        optimizer settings that may change during a run. Not collective."""
         self.role, self._temperature = role, role.sampling.temperature or 1.0
         if self.trainable:
             optimizer.apply_settings(role, self.optimizer, self.scheduler)
@@ -109,10 +109,10 @@ class MegatronPolicy(RoleModel):
 
         Run the steps of `work` in order. With `optimizer.overlap`, weights stay sharded over ranks until the last step.
 
-        Returns a dict of metrics: those of the loss (StepTotals.means), `grad_norm`, `lr`, the
-        numbers of tokens and micro-batches, and the imbalance of replicas and micro-batches (batches/micro_batches.py).
-        With router replay, `replayed` is the share of tokens for which the engine's choice of experts is known. With
-        shared prefixes, `shared_tokens` is the number of prompt tokens that were not computed again.
+        Returns a dict of metrics: the metrics of the loss (StepTotals.means), `grad_norm`, `lr`, the numbers of tokens
+        and micro-batches, and the imbalance of replicas and micro-batches (batches/micro_batches.py). With router
+        replay, `replayed` is the share of tokens for which the engine's choice of experts is known. With shared
+        prefixes, `shared_tokens` is the number of prompt tokens that were not computed again.
 
         Raises RuntimeError if the policy is not trainable or its optimizer state is in host memory, ValueError if the
         step has no trained token, and FloatingPointError if the gradient norm is not finite.
@@ -202,8 +202,8 @@ class MegatronPolicy(RoleModel):
     def _sum_over_replicas(
         self, results: list[dict[str, Any]], counted: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Returns {name: sum over all data-parallel replicas}, the same on every rank. A replica contributes `results`
-        and `counted` of one rank only (`Groups.reports`)."""
+        """Returns {name: sum over all data-parallel replicas}, the same on every rank. From each replica, only the
+        `results` and `counted` of one rank are added (see `Groups.reports`)."""
         own = dict(counted or {}) if self.groups.reports else {}
         pairs = [pair for result in results if self.groups.reports for pair in result.items()]
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []

@@ -1,5 +1,5 @@
-"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and activates it in
-Megatron-core."""
+"""Builds the Megatron model of one role on this rank from a Hugging Face directory, and makes it the active model of
+Megatron-core, which has one active layout at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megatron_rl.weights.lora_adapters import is_adapter
 
 platform.install()
 
-# Fields of Megatron-core's config that each role's optimizer sets. Roles that share a model also share Megatron-core's
-# config object.
+# Fields of Megatron-core's config that each role's optimizer sets.
+# They are restored whenever a role becomes active, because roles that share a model also share the config object.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
@@ -69,7 +69,7 @@ class RoleModel:
             if role.lora is not None:
                 cores = [models.unwrap(chunk) for chunk in self._model]
                 self.adapters = lora.RoleAdapters(cores, self.arch, role.lora, groups.shard)
-                # files of adapters do not have the value head beside the output layer
+                # A value head beside the output layer is not part of adapter files.
                 self.adapters.fill(seed, [] if role.head is None else self.head().values())
             if trainable:
                 sums = models.uses_fused_sums(role.model)
@@ -104,8 +104,9 @@ class RoleModel:
         return [p for _, p in models.named_parameters(self.chunks)]
 
     def head(self) -> dict[str, torch.nn.Parameter]:
-        """Returns {Megatron name: weight} of the role's head, in place of the output layer or beside it; an empty dict
-        without a head, and on a rank that does not belong to the last pipeline stage."""
+        """Returns {Megatron name: weight} of the role's head, which is in place of the output layer or beside the
+        output layer. Returns an empty dict if the role has no head, and on a rank that does not belong to the last
+        pipeline stage."""
         own = VALUE_HEAD if self.role.head is None else OUTPUT
         return {name: p for name, p in models.named_parameters(self.chunks) if name == own}
 
@@ -159,14 +160,14 @@ class RoleModel:
             router_replay.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
-            # call it after `in_half`, which leaves frozen parameters in float32
+            # Freeze after `in_half`, because `in_half` does not convert frozen parameters to bfloat16.
             lora.freeze(cores, kept=(VALUE_HEAD if role.head is None else OUTPUT,))
         return config, chunks
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Sets the initial values of this rank's parameters. They are loaded from the Hugging Face weights; with
-        `model.init = "random"` transformers generates them from a seed. A head that the files do not have is drawn at
-        random."""
+        `model.init = "random"`, the transformers library generates them from a seed. A head that the files do not have
+        is drawn at random."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
             made = tensor_copies.by_expert(

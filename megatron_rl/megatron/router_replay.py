@@ -16,8 +16,8 @@ Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
 class GroupLimit:
-    """Group-limited routing: chooses experts from a token's best groups. It is attached as Megatron-core's
-    `router_replay` hook.
+    """Group-limited routing: chooses a token's experts from the token's best expert groups only. It is attached as
+    Megatron-core's `router_replay` hook.
 
     Megatron-core's own group limit scores a group by the sum of its k / groups_chosen best expert scores, but some
     model families use another number of expert scores.
@@ -29,7 +29,7 @@ class GroupLimit:
     def get_replay_topk(self, scores: Tensor, topk: int, *unused: object) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, ids of the chosen experts), both [n, k], from scores [n, E].
 
-        `unused`: the group limit of Megatron-core and its function.
+        `unused`: Megatron-core's group limit and core's function that chooses experts; both are ignored.
         """
         return self._routing.within_groups(scores).topk(topk, dim=1)
 
@@ -45,7 +45,7 @@ class RouterReplay:
 
     def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
         self._layer = layer  # index of the layer in the whole model
-        self._own = own  # chooses experts that are not replayed; None: Megatron-core's function does
+        self._own = own  # chooses experts where none are replayed; None: Megatron-core's function chooses
         self._now: Tensor | None = None  # expert choices [n, k] of the micro-batch whose forward pass is next
         self._again: list[Tensor | None] = []  # queue of expert choices for recomputation in backward passes
         self._training = False
@@ -116,8 +116,8 @@ def forget(chunk: Any) -> None:
 
 
 def pooled(experts: Tensor, repeats: Sequence[tuple[int, int, int]]) -> Tensor:
-    """Returns the expert choices [N, layers, k], with unknown choices (FREE) of a shared prefix filled in: the first
-    copy of the prefix takes them from the next copy in which they are known.
+    """Returns the expert choices [N, layers, k] with gaps in shared prefixes filled. An unknown choice (FREE) in the
+    first copy of a prefix is taken from the next copy of the prefix in which the choice is known.
 
     `repeats` lists (start of the first copy, start of another copy, length), as in Batch.repeats.
     """

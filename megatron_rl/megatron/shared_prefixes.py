@@ -83,7 +83,7 @@ def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
     """Groups tails (tokens after a shared prompt) with similar numbers of queries and keys, so that padding stays
     within the ratio MAX_PADDING."""
     groups: list[list[_Tail]] = []
-    queries = keys = longest = 0  # of the last group: total queries, total keys without padding, most keys of a tail
+    queries = keys = longest = 0  # of the last group: total queries, total keys without padding, largest key count
     for tail in sorted(tails, key=lambda tail: (-tail.width, -len(tail.keys))):
         own = len(tail.keys)
         if groups:

@@ -31,7 +31,7 @@ _OWN_WRITER: dict[str, Any] = (
 
 class PolicyState:
     """Saves and loads the checkpoints of one role. Every method is collective: all ranks call it. Checkpoints of a role
-    with LoRA adapters contain only the adapters and the head if it has one, without the base model."""
+    with LoRA adapters contain only the adapters and the role's head (if the role has one), without the base model."""
 
     def __init__(self, model: RoleModel, export: WeightExport) -> None:
         self._model, self._export = model, export
@@ -62,9 +62,9 @@ class PolicyState:
     def load(self, directory: Path) -> None:
         """Loads model, optimizer state and the schedule's position from a checkpoint written by `save`.
 
-        Learning rates, betas and weight decay keep the values of this role's settings. Raises ConfigError if the
-        checkpoint has a head and the role has none or the other way round, or if the checkpoint's adapter has different
-        LoRA settings or another base model.
+        Learning rates, betas and weight decay keep the values of this role's settings. Raises ConfigError if only one
+        of the checkpoint and the role has a head, or if the checkpoint's adapter has different LoRA settings or another
+        base model.
         """
         model = self._model
         self._check_kind(directory)
@@ -77,15 +77,16 @@ class PolicyState:
                 optimizer.adopt_rates(model.optimizer, state["optimizer"])
                 model.optimizer.load_state_dict(state["optimizer"])
                 optimizer.apply_settings(model.role, model.optimizer, model.scheduler)
-                # because Megatron-core adds the checkpoint's step count to the current value
+                # reset, because Megatron-core adds the checkpoint's step count to the current count
                 model.scheduler.num_steps = 0
                 model.scheduler.load_state_dict(state["scheduler"])
 
     def _check_kind(self, directory: Path) -> None:
-        """Raises ConfigError on every rank if the checkpoint in `directory` has a head and the role does not or the
-        other way round, or if the checkpoint's adapter does not match the role's LoRA settings and base model.
+        """Raises ConfigError on every rank if only one of the checkpoint in `directory` and the role has a head, or if
+        the checkpoint's adapter does not match the role's LoRA settings and base model.
 
-        Megatron-core would load an output layer as a head: it allows the two to have different numbers of rows.
+        Without this check, Megatron-core would load an output layer's weight into a head, because it accepts a
+        different number of rows.
         """
         role, control, problem = self._model.role, self._model.groups.control, None
         adapter = directory / lora_adapters.DIRECTORY

@@ -1,4 +1,4 @@
-"""Heads, norms, gates and rotary embedding of the project's torch layer spec, by torch operations or by Triton kernels.
+"""Heads, norms, gated activations and rotary embedding, computed by torch operations or by Triton kernels.
 
 Kernel modules are imported inside the functions that use them, because they need Triton, which may not be installed on
 machines without a GPU.
@@ -24,16 +24,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint 
 
 class Head(torch.nn.Module):
     """A linear map from hidden states to one number per token. The head replaces the output layer in a critic or a
-    reward model, and stands beside the output layer in a policy that a critic shares. Every tensor-parallel rank of the
-    last pipeline stage holds the whole weight [1, hidden]."""
+    reward model, and is added beside the output layer in a policy whose model is shared with a critic. Every
+    tensor-parallel rank of the last pipeline stage holds the whole weight [1, hidden]."""
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the outputs [..., 1] for hidden states [..., hidden]. The product is computed in float32 whatever the
-        model's dtype, because bfloat16 would round a value of 0.9 to a multiple of 0.004."""
+        """Returns the outputs [..., 1] for hidden states [..., hidden]. The matrix product is computed in float32
+        whatever the model's dtype, because bfloat16 would round a value of 0.9 to a multiple of 0.004."""
         return F.linear(hidden.float(), self.weight.float())
 
     def beside(self, hidden: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Head(torch.nn.Module):
 
         Every tensor-parallel rank computes the same outputs and the whole gradient with respect to `hidden`. The
         backward pass of the output layer sums gradients over the tensor-parallel ranks, so this gradient is divided by
-        their number.
+        the number of these ranks.
         """
         tp, own = parallel_state.get_tensor_model_parallel_world_size(), hidden.view_as(hidden)
         if tp > 1 and own.requires_grad:
@@ -50,7 +50,8 @@ class Head(torch.nn.Module):
 
 
 class TensorSharded(torch.nn.Module):
-    """A module whose parameters in `axis` are split over the tensor-parallel ranks in `group`, along the given axis."""
+    """A module with parameters that are split over the tensor-parallel ranks of `group`. `axis` has the names of the
+    split parameters, and for each name the axis along which the parameter is split."""
 
     group: Any
     axis: dict[str, int]
@@ -194,9 +195,9 @@ class GeGLU(SwiGLU):
         return F.gelu(gate, approximate="tanh") * up
 
 
-# {name of the activation (models/sizes.py): (function, module)}. The function is the value of Megatron-core's setting
-# activation_func, for which core accepts only functions that it knows. The module replaces core's computation: it
-# computes the gated activation from the fused output of fc1.
+# {name of the activation (models/sizes.py): (function, module)}.
+# The function is the value of Megatron-core's setting activation_func; core accepts only certain functions.
+# The module replaces core's computation: it computes the gated activation from the fused output of fc1.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": (F.silu, SwiGLU),
     "gelu_tanh": (F.gelu, GeGLU),

@@ -16,19 +16,19 @@ from torch import Tensor
 from megatron_rl.batches.packed_batch import by_name
 from megatron_rl.megatron.kernels.products import add_product
 
-# Maximum number of logits that a rank holds at once: 8 MiB of float32 on a CPU (or GOOD_ROWS rows, see below), and
-# 512 MiB on a GPU. With Triton kernels there are no other tensors of this size, and the logits stay in the weight's
-# dtype: a chunk has 1 GiB of logits, four times as many in bfloat16.
+# Maximum number of logits that a rank holds at once (one chunk): 8 MiB of float32 on a CPU, 512 MiB on a GPU.
+# With Triton kernels, a chunk has 1 GiB of logits in the weight's dtype, since there are no other tensors of this size.
+# In bfloat16 this is four times as many logits as without Triton kernels.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-TILE_ROWS = 128  # on a GPU, a chunk has a multiple of this many rows, so that the tiles of matrix products are full
-# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/reference/benchmarks.md). A
-# chunk has at least GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but at most REUSED_ELEMENTS logits
-# (28 MiB), because malloc does not keep larger blocks for the next chunk.
+TILE_ROWS = 128  # on a GPU, a chunk's row count is a multiple of this, so that the tiles of matrix products are full
+# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/reference/benchmarks.md).
+# A chunk therefore has at least GOOD_ROWS rows, even if its logits then exceed CHUNK_ELEMENTS.
+# This applies up to REUSED_ELEMENTS logits (28 MiB): malloc does not keep larger blocks for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
 # Maximum number of bfloat16 logit gradients that are collected for one matrix product on a CPU (128 MiB).
 JOINED_ELEMENTS = 1 << 26
-# Maximum number of log-probs of one micro-batch that are kept for the backward pass on a CPU. Otherwise the backward
-# pass recomputes them. With Triton kernels, a GPU keeps logits that take at most KEPT_SHARE of its free memory.
+# On a CPU, a micro-batch's log-probs are kept for the backward pass up to this number, and recomputed otherwise.
+# With Triton kernels on a GPU, the logits are kept if they take at most KEPT_SHARE of the free memory.
 KEPT_ELEMENTS = {"cpu": 1 << 27}
 KEPT_SHARE = 0.5
 
@@ -66,9 +66,9 @@ class _Head:
 
 
 class _Scratch:
-    """A scratch buffer per dtype that all chunks of a pass reuse on a CPU, where the first access to new memory takes
-    longer than the computation of its contents. On a GPU each chunk gets a new tensor, because torch's allocator caches
-    memory."""
+    """One scratch buffer per dtype. On a CPU all chunks of a pass reuse the buffer, because the first access to newly
+    allocated memory takes longer than computing the values. On a GPU each chunk gets a new tensor, because torch's
+    allocator caches memory."""
 
     def __init__(self, chunks: Sequence[slice], columns: int, device: torch.device) -> None:
         self._size, self._device = (max(chunk.stop - chunk.start for chunk in chunks), columns), device
@@ -84,17 +84,18 @@ class _Scratch:
 
 
 class _Products:
-    """Accumulates the weight gradient [V, h] of the output layer: products of logit gradients and hidden states.
+    """Accumulates the weight gradient [V, h] of the output layer: matrix products of logit gradients and hidden states.
 
     For bfloat16 on a CPU, a matrix product cannot accumulate into a float32 sum, and a separate addition takes longer
-    than the product of a small chunk. The gradients of several chunks are therefore collected for one product.
+    than the matrix product of a small chunk. The logit gradients of several chunks are therefore collected for one
+    matrix product.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, rows: int, chunks: Sequence[slice]) -> None:
         """`hidden` [n, h]: all hidden states. `weight` [V, h]: the output layer, whose first `rows` rows are not
         padding. `chunks`: consecutive slices of `hidden`."""
         self._hidden, self._weight, self._rows = hidden, weight, rows
-        self._start = self._stop = 0  # range of the hidden states whose gradients are collected and not yet summed
+        self._start = self._stop = 0  # range of hidden states whose logit gradients are collected and not yet summed
         self._joined: Tensor | None = None  # collected logit gradients; None if gradients are not collected
         self._total: Tensor | None = None  # sum of the products: float32, or the weight's dtype after a single product
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
@@ -146,8 +147,8 @@ class _VocabParallelStatistics(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, head: _Head
     ) -> Tensor:
-        # Allocate the results before the first chunk. Small results in the freed memory of a chunk would fragment it
-        # for the next chunk, and the heap on a CPU would grow with every chunk.
+        # Allocate the results before the first chunk, so that they do not fragment the memory that a chunk frees.
+        # Otherwise the heap on a CPU would grow with every chunk.
         single = [name for name in head.names if name != "candidate_logprobs"]
         found = {name: torch.empty(len(hidden), device=hidden.device) for name in single}
         candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
@@ -248,8 +249,8 @@ def vocab_parallel_statistics(
 
 
 def _keeps_logits(hidden: Tensor, rows: int, *, triton: bool) -> bool:
-    """Returns whether the logits of all hidden states [n, h] are kept for the backward pass, which is faster than a
-    second matrix product. `rows`: number of logits per hidden state on this rank.
+    """Returns whether the logits of all hidden states [n, h] are kept for the backward pass. Keeping logits is faster
+    than recomputing them by a second matrix product. `rows`: number of logits per hidden state on this rank.
 
     The choice does not change results. Kept logits use only memory that is free: memory plans do not count them.
     """
@@ -264,8 +265,8 @@ def _keeps_logits(hidden: Tensor, rows: int, *, triton: bool) -> bool:
 
 def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
     """Splits the rows of `hidden` into chunks of equal size (the last may be smaller). A chunk has at most
-    CHUNK_ELEMENTS logits, except that it has at least GOOD_ROWS rows if these have at most REUSED_ELEMENTS logits, and
-    at least 32 rows in any case. On a GPU its rows are a multiple of TILE_ROWS."""
+    CHUNK_ELEMENTS logits (more with Triton kernels), but at least 32 rows, and at least GOOD_ROWS rows as far as these
+    have at most REUSED_ELEMENTS logits. On a GPU the row count is a multiple of TILE_ROWS."""
     most = CHUNK_ELEMENTS[hidden.device.type] * (8 // weight.element_size() if head.triton else 1)
     good = min(GOOD_ROWS, REUSED_ELEMENTS // weight.shape[0])
     size = max(32, good, most // weight.shape[0])

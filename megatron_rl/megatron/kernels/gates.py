@@ -1,6 +1,6 @@
 """Triton kernels of gated activations: one kernel for the forward pass and one for the backward pass."""
 
-# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
+# pyright rules are off: calls of Triton kernels have more arguments (such as num_warps) than the type hints allow.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -56,7 +56,7 @@ def _grid(rows: Tensor) -> tuple[int, int]:
 def _share(gate, TANH: tl.constexpr):
     """Returns (s, derivative of s with respect to the gate), where the activation is gate * s.
 
-    For both activations s is a sigmoid, because (1 + tanh z) / 2 = sigmoid(2 z).
+    For SiLU, and for the tanh approximation of GELU, s is a sigmoid, because (1 + tanh z) / 2 = sigmoid(2 z).
     """
     if TANH:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)

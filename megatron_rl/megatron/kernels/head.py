@@ -1,9 +1,9 @@
-"""Triton kernels of the output layer: one kernel computes the statistics of each row of logits, one their gradient.
+"""Triton kernels of the output layer: one kernel computes statistics of each row of logits, another the gradient.
 
-Logits stay in the dtype of the product of hidden states and weights. All sums are float32.
+The logits have the dtype in which the output layer's matmul returned them. All sums are float32.
 """
 
-# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
+# pyright rules are off: calls of Triton kernels have more arguments (such as num_warps) than the type hints allow.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 4096, 8  # number of logits that a Triton program loads at once, number of warps per program
-# initial value of a maximum: lower than every logit, but differences from logits are finite
+# initial value of a running maximum: lower than every logit, but the difference from a logit is still finite
 LOWEST = tl.constexpr(-3.0e38)
 
 

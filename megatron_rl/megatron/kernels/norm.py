@@ -3,7 +3,7 @@
 torch has fused kernels for an ordinary weight. These kernels can also multiply by 1 + weight without float32 copies.
 """
 
-# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
+# pyright rules are off: calls of Triton kernels have more arguments (such as num_warps) than the type hints allow.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 

@@ -1,4 +1,4 @@
-"""Accumulates matrix products of bfloat16 factors into a float32 sum, without an intermediate bfloat16 product."""
+"""Accumulates matrix products of bfloat16 matrices into a float32 sum, without an intermediate bfloat16 product."""
 
 from __future__ import annotations
 

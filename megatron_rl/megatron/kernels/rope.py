@@ -1,6 +1,6 @@
 """Triton kernel of rotary embedding in the half-split convention, forward and backward."""
 
-# pyright rules are off: Triton's type hints describe a kernel's source, and calls have further arguments.
+# pyright rules are off: calls of Triton kernels have more arguments (such as num_warps) than the type hints allow.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 

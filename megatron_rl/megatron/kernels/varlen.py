@@ -20,8 +20,8 @@ from megatron_rl.sdpa import WIDEST_HEAD
 
 AMPERE = (8, 0)  # lowest compute capability that torch's flash attention supports
 HEAD_UNIT = 8  # flash attention needs a head dimension that is a multiple of this number and at most WIDEST_HEAD
-# Arguments of torch's varlen_attn that older versions of torch lack. `window_size` is required and exists from torch
-# 2.11 on. `enable_gqa` exists from 2.12 on, where it must be True for grouped heads; 2.11 needs no such flag.
+# Arguments of torch's varlen_attn that older torch versions lack: `window_size`, needed here, exists from 2.11 on.
+# `enable_gqa` exists from torch 2.12 on, where it must be True for grouped heads; torch 2.11 needs no such flag.
 WINDOW, GROUPED = "window_size", "enable_gqa"
 
 
@@ -58,7 +58,7 @@ def attend(
     """Computes causal attention by one call of torch's flash attention. Returns the output [N, H * v] of queries [N, H,
     d], keys [M, KV, d] and values [M, KV, v], v <= d.
 
-    `scale` is the factor of the scores; if None, it is 1 / sqrt(d). With a `window`, a query attends to the last
+    The attention scores are multiplied by `scale`; None means 1 / sqrt(d). With a `window`, a query attends to the last
     `window` keys, including the query's own position.
     """
     if runs.keys is not None:
