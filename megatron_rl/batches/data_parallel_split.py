@@ -1,5 +1,5 @@
 """Splits an update's rollouts into optimizer steps, micro-batches and replicas, and computes their loss weights. Runs
-on the driver and uses only spans and lengths.
+on the driver and uses only the rollouts' spans and lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Partitioner(Protocol):
 
     @property
     def replays(self) -> bool:
-        """True if training uses, for each token, the experts that the engine chose (routing replay)."""
+        """True if training uses, for each token, the experts that the engine chose (router replay)."""
         ...
 
     @property
@@ -31,9 +31,9 @@ class Partitioner(Protocol):
         ...
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
-        """Splits sequences of [S] lengths into micro-batches for the policy's replicas. `prefixes` is given if the
-        policy shares prefixes. `groups`: [S] group indices, given if the sequences of a group must be in one
-        micro-batch. The result depends on the arguments only; called on the driver alone.
+        """Splits S sequences of the given lengths into micro-batches for the policy's replicas. `prefixes` is given if
+        the policy shares prefixes. `groups`: [S] group indices, given if the sequences of a group must be in one
+        micro-batch. Called on the driver only. The result depends only on the arguments.
         """
         ...
 
@@ -112,8 +112,8 @@ def split_over_replicas(
     samples_per_step: int | None = None,
     rescore: bool = False,
 ) -> ReplicaShares:
-    """Splits [S] rollouts into ceil(S / samples_per_step) consecutive optimizer steps of nearly equal size, and each
-    step into micro-batches.
+    """Splits S rollouts into ceil(S / samples_per_step) consecutive optimizer steps of nearly equal size, and each step
+    into micro-batches.
 
     Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
     there are no rollouts, if an optimizer step has no trained token, if a rollout or a pair has more tokens than fit
@@ -156,7 +156,7 @@ def split_over_replicas(
 
 
 def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
-    """Finds which of [S] rollouts begin with the same prompt tokens, regardless of their group.
+    """Finds which of the S rollouts begin with the same prompt tokens, regardless of their group.
 
     The prompt consists of the tokens before the first token that a model generated. It never includes the last token of
     a rollout.
@@ -197,8 +197,8 @@ def split(sequences: int, size: int | None, *, unit: int = 1) -> list[range]:
 
 
 def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:
-    """Returns the number of leading tokens that each rollout shares with the previous rollout in its
-    micro-batch. [S] int64
+    """Returns [S] int64: the number of leading tokens that each rollout shares with the previous rollout of its
+    micro-batch.
     """
     out = np.zeros(len(prefixes.lengths), np.int64)
     for micro in (micro for share in shares.sequences for micro in share):

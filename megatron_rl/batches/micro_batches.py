@@ -129,8 +129,8 @@ class _Family:
 
 
 def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: int, pieces: int) -> list[_Family]:
-    """Groups sequences of [S] sizes by prefix. Each group has at most `max_tokens` tokens. If `pieces` is above 0, a
-    group also has at most about 1 / pieces of the total cost.
+    """Groups S sequences of the given sizes by prefix. Each group has at most `max_tokens` tokens. If `pieces` is above
+    0, a group also has at most about 1 / pieces of the total cost.
     """
     shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
     own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
@@ -232,8 +232,8 @@ def _deal(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens
     first; each goes to the cheapest bin with enough free tokens. Returns the bin of each sequence, [S], or None if some
     sequence does not fit into any bin.
 
-    A bin with too few free tokens for the current sequence is set aside until a later sequence is short enough for it.
-    Lengths decrease, so each bin is set aside at most once per sequence that it holds.
+    A bin with too few free tokens for the current sequence is set aside until a later sequence is short enough for the
+    bin. Lengths decrease, so each bin is set aside at most once per sequence that it holds.
     """
     open_bins = [(0.0, b) for b in range(count)]
     aside: list[tuple[int, float, int]] = []  # heap of the bins set aside: (-free tokens, cost, index of the bin)

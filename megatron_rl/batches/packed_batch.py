@@ -22,12 +22,12 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
-COUNT = "count/"  # prefix of the count of a metric that is divided by its own count, and not by the trained tokens
+COUNT = "count/"  # key prefix of the item count of a metric that is averaged over items other than trained tokens
 # Names of the statistics that a model can compute for a label (predicted token).
 # `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
-# The output of a model's head: the only statistic of a critic or a reward model, and a further statistic of a policy
-# that has a value head beside its output layer.
+# Name of the statistic that is the output of a model's head (one number per token).
+# Critics and reward models have only this statistic; a policy with a value head has it in addition to others.
 VALUE = "value"
 
 
@@ -47,7 +47,7 @@ class Batch:
     engine_logprobs: Tensor
     advantages: Tensor  # [N] float32, advantage of the label; zeros if the loss does not use advantages
     cu_seqlens: Tensor  # [S + 1] int64, cumulative sequence lengths, from 0
-    # [N] float32, the trainer's log-probs at the start of the update; None: those of the current forward pass
+    # [N] float32, the trainer's log-probs at the start of the update; None: the current forward pass's
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
     values: Mapping[str, Tensor] = field(
@@ -123,8 +123,8 @@ class Batch:
         return Batch(values=values, **own)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:
-        """Returns a batch of one sequence of `length` tokens without labels in the loss. It has the same optional
-        fields as this batch.
+        """Returns a batch of one sequence of `length` tokens without labels in the loss. Its `values` and optional
+        log-probs have the same keys and fields as in this batch; `experts` and `shared` are None.
         """
         none = torch.zeros(length)
         empty = torch.zeros(length, dtype=torch.int64)
@@ -148,7 +148,7 @@ class Statistics:
     A statistic that was not requested is None.
     """
 
-    # log p of the label; None only for a model with a head, whose loss does not read it
+    # log p of the label; None only for a model with a head and a loss that does not read log-probs
     logprobs: Tensor = None  # type: ignore[assignment]
     entropy: Tensor | None = None  # entropy of the label's distribution
     vocab_mean: Tensor | None = None  # mean of log p over the vocabulary, without gradient
@@ -181,7 +181,7 @@ class BatchLoss(Protocol):
         ...
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """Returns the weights and the denominator of an optimizer step's rollouts.
+        """Returns the loss weight of each rollout in an optimizer step, and the divisor of the summed loss.
 
         `counts`: [S] weighted number of labels of each rollout. `groups`: [S] group index of each rollout.
         Returns ([S] float32 weights, denominator).
@@ -254,15 +254,17 @@ def reads_logprobs(needs: frozenset[str]) -> bool:
 
 
 def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Returns the names of the statistics that a model must compute: VALUE if it is in `needs`, then, in the order of
-    STATISTICS, the log-probs if the loss reads them, and those in `needs`.
+    """Returns the names of the statistics that a model must compute for a loss with these `needs`. VALUE is the first
+    name if it is needed. The other names are in the order of STATISTICS, and include "logprobs" if the loss reads
+    log-probs.
     """
     others = (n for n in STATISTICS if n in needs or (n == "logprobs" and reads_logprobs(needs)))
     return (*([VALUE] if VALUE in needs else []), *others)
 
 
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
-    """Returns those of the names in `needs` (see BatchLoss.needs) that are keys of Rollout.values."""
+    """Returns the keys of Rollout.values that a loss with these `needs` reads (see BatchLoss.needs), in sorted
+    order."""
     ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
     return tuple(sorted((needs | ids) - {*STATISTICS, VALUE, "old", "reference", "pairs"}))
 
@@ -276,7 +278,7 @@ def num_rows(names: Sequence[str], candidates: int) -> int:
 
 def by_name(names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
     """Splits a tensor [R, N], which holds statistics in the order of `names`, into one tensor per name: [N, k] for
-    `candidate_logprobs`, which must be the last name, and [N] for the others.
+    `candidate_logprobs`, which must be the last name, and [N] for every other name.
     """
     out = dict(zip(names, rows, strict=False))
     if "candidate_logprobs" in out:

@@ -1,5 +1,5 @@
 """The data that one replica trains on in an update: its rollouts in the order of its micro-batches, and statistics
-under earlier weights.
+computed under earlier weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.config.schema import Lora
 from megatron_rl.models.shape import Shape
 from megatron_rl.weights.flops import count
 
-# Metrics: floating-point operations of one forward pass, and of training (forward and backward), in an optimizer step
+# Metrics of an optimizer step: floating-point operations of one forward pass, and of training (forward and backward)
 COUNTED = ("forward_flops", "training_flops")
 
 
@@ -49,8 +49,8 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """The layout, sizes and step totals of an update, which every rank receives before the rollouts are sent; a few
-    hundred bytes.
+    """The buffer layout, the buffer sizes and the step totals of an update. Every rank receives this outline (a few
+    hundred bytes) before the rollouts are sent.
     """
 
     form: Form
@@ -115,8 +115,8 @@ class Work:
         return [micro for one in chosen for micro in one]
 
     def flops(self, step: int, shape: Shape, lora: Lora | None) -> dict[str, float]:
-        """Returns the model's floating-point operations on the replica's share of an optimizer step, by the names in
-        COUNTED.
+        """Returns the number of the model's floating-point operations on the replica's share of an optimizer step, as a
+        dict with the names in COUNTED as keys.
         """
         flat, micros = self.flat, self.micros(step)
         first, last = micros[0].first, micros[-1].last

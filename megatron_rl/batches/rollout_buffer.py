@@ -1,5 +1,5 @@
 """The byte buffer that holds rollouts end to end. Rollouts are sent to the ranks in this form, and batches are created
-from views of it.
+from views of the buffer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron_rl.types import FREE, Author, Rollout
 
 
 class Counts(NamedTuple):
-    """The numbers of rollouts, tokens, spans and micro-batches in one buffer. They determine the sizes of its
-    arrays.
+    """The numbers of rollouts, tokens, spans and micro-batches in one buffer. The counts determine the sizes of the
+    buffer's arrays.
     """
 
     sequences: int
@@ -97,7 +97,7 @@ class Flat:
     experts: np.ndarray | None  # [N, L, k] int16, expert ids; FREE if unknown
     span_authors: np.ndarray  # [K] int8, author of each span
     rescored: np.ndarray  # [S] bool, True if the trainer's log-probs replace the engine's
-    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch; None: none shared
+    # [S] int32, number of leading tokens shared with the previous rollout of the micro-batch; None: no sharing
     shared: np.ndarray | None
     # [S + 1] int64, index of each rollout's first token; the last entry is the total number of tokens
     starts: np.ndarray
@@ -205,8 +205,8 @@ def form_of(
 
 
 def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
-    """Returns the dtype and shape per token of the entry `name` of Rollout.values. Raises ValueError if they differ
-    between rollouts.
+    """Returns the dtype and shape per token of the entry `name` of Rollout.values. Raises ValueError if dtype or shape
+    differs between rollouts.
     """
     kinds = {(r.values[name].dtype.kind in "iu", r.values[name].shape[1:]) for r in rollouts}
     if len(kinds) > 1:
@@ -219,7 +219,7 @@ def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
 
 
 def _join(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-    """Concatenates [S] arrays [T, ...] into `out` [N + 1, ...], and sets the last entry of `out` to 0."""
+    """Concatenates S arrays [T, ...] into `out` [N + 1, ...], and sets the last entry of `out` to 0."""
     if parts:
         np.concatenate(parts, out=out[:-1])
     out[-1] = 0

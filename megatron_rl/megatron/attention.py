@@ -198,7 +198,7 @@ def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
     concatenated rows of all context-parallel ranks.
 
     `own` has the sequence's row indices on one rank, and `local` is the total number of rows on one rank. Both are the
-    same on all ranks.
+    same on every rank.
     """
     width, chunks = len(own) // 2, 2 * context.size
     places = [own[:width] if c < context.size else own[width:] for c in range(last + 1)]

@@ -1,5 +1,4 @@
-"""Selects the optimizer state that each rank writes to a checkpoint: the rows that begin in the rank's part of the
-state.
+"""Selects the optimizer state that each rank writes to a checkpoint: the rows that begin in the rank's part.
 
 Megatron-core's format `fully_reshardable` stores the optimizer state of a parameter with the parameter's shape, so that
 any layout can load it. Core gathers the state on the first data-parallel rank, or on all of them. Here each rank writes

@@ -27,7 +27,7 @@ from megatron_rl.weights.lora_adapters import is_adapter
 platform.install()
 
 # Fields of Megatron-core's config that each role's optimizer sets.
-# They are restored whenever a role becomes active, because roles that share a model also share the config object.
+# They are set again when a role with adapters becomes active, because such roles can share the config object.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 

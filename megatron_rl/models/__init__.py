@@ -1,5 +1,5 @@
-"""Model families, one file per family: tensor shapes, parameter names, Megatron-core settings, and how ranks split
-them.
+"""Model families, one file per family: tensor shapes, parameter names, their sharding over ranks, and Megatron-core
+settings.
 
 - family.py defines what a family is. registry.py finds the families.
 - rows.py and partitions.py describe a parameter. blocks.py holds the layers that several families share.

@@ -21,9 +21,9 @@ from megatron_rl.models.rows import EXPERT, OuterRows, Row
 from megatron_rl.models.sizes import Sizes
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-OUTPUT = "output_layer.weight"  # name of the output layer's weight, and of a head's weight, in Megatron
-VALUE_HEAD = "value_head.weight"  # Megatron name of the weight of a value head that stands beside an output layer
-SCORE, BIAS = "score.weight", "score.bias"  # names of a head's weight and bias in Hugging Face files of classifiers
+OUTPUT = "output_layer.weight"  # Megatron name of the weight of the output layer or of the head that replaces it
+VALUE_HEAD = "value_head.weight"  # Megatron name of the weight of a value head beside an output layer
+SCORE, BIAS = "score.weight", "score.bias"  # names of a head's weight and bias in Hugging Face classifier files
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -40,8 +40,8 @@ def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition,
 
 
 def joint_norm(part: str, width: int) -> Row:
-    """Returns the `Row` (description of a Megatron parameter) for the weight [width] of a norm over all heads of
-    queries or keys together.
+    """Returns the `Row` (description of a Megatron parameter) for the weight [width] of a norm over all query heads, or
+    over all key heads, jointly.
 
     `part`: "q" for the norm of queries, "k" for the norm of keys.
 
@@ -161,7 +161,7 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
     `module`: the name of the module that contains router and experts in Hugging Face files.
     `parts`: the names of an expert's gate, up and down projection.
 
-    When transformers loads a model, it stacks the experts in a module that is called `mlp` in every family.
+    When the transformers library loads a model, it stacks the experts in a module that is called `mlp` in every family.
     """
     h, count, width = sizes.hidden, sizes.experts, sizes.expert_ffn
     gate, up, down = (f"{module}.experts.{EXPERT}.{part}.weight" for part in parts)
@@ -224,6 +224,6 @@ def ends(sizes: Sizes) -> OuterRows:
 
 
 def head(sizes: Sizes) -> Row:
-    """Returns the `Row` (description of a Megatron parameter) of a head, a weight [1, hidden] that every rank of the
-    last pipeline stage holds whole. Engines do not have it."""
+    """Returns the `Row` (description of a Megatron parameter) of a head: a weight [1, hidden], replicated on every rank
+    of the last pipeline stage. Engines do not have this parameter."""
     return single(OUTPUT, SCORE, (sizes.outputs, sizes.hidden), Whole(), engine=None)

@@ -1,7 +1,7 @@
 """Computes the Megatron-core settings that follow from a model's sizes and features, as plain values.
 
-The settings are named as the fields of core's TransformerConfig. megatron/model.py replaces names of functions by the
-functions.
+The settings have the names of the fields of Megatron-core's TransformerConfig. A setting whose value is a function is
+given by the function's name, which megatron/model.py replaces by the function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         ffn_hidden_size=sizes.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=features.norm_eps,
-        # False for joint norms: Megatron-core would sum their gradients over tensor ranks
+        # False for norms over all heads jointly: core would wrongly sum the gradients of these norms over ranks
         qk_layernorm=features.qk_norm,
         gated_linear_unit=True,
         activation_func=features.activation,
@@ -41,8 +41,8 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
 
 
 def _latent(sizes: Sizes) -> dict[str, Any]:
-    """Returns Megatron-core's settings of multi-head latent attention, or an empty dict if the model has other
-    attention.
+    """Returns Megatron-core's settings of multi-head latent attention, or an empty dict if the model has another kind
+    of attention.
 
     Megatron-core's rotary embedding is not used. The project's layers rotate queries and keys, and scale the scores.
     """
@@ -80,8 +80,8 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
     router.
 
     Choosing the k largest scores gives the same experts before and after the softmax. A softmax over the chosen experts
-    equals the softmax over all experts, divided by the sum over the chosen experts. Model families that renormalise the
-    scores use a softmax over the chosen experts.
+    equals the softmax over all experts, divided by the sum over the chosen experts. Therefore, for model families that
+    renormalise the scores, Megatron-core computes a softmax over the chosen experts.
 
     Expert groups and expert biases are not passed to Megatron-core. megatron/router_replay.py limits the choice to
     groups, because core scores a group by the sum of its k / groups_chosen best experts. With an expert bias,

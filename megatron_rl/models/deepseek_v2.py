@@ -28,8 +28,8 @@ EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1}
 
 
 def check_quantisation(config: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError if the files are quantised in another format than the 8-bit format of DeepSeek-V3's files,
-    which is converted to bfloat16 when the files are read."""
+    """Raises ConfigError if the files are quantised in another format than the 8-bit format of DeepSeek-V3's files.
+    Weights in this 8-bit format are converted to bfloat16 when the files are read."""
     told = config.get("quantization_config") or {}
     if told and (told.get("quant_method"), told.get("weight_block_size")) != ("fp8", [128, 128]):
         raise ConfigError(
@@ -69,7 +69,8 @@ class DeepseekV2(Family):
     def check_groups(self, config: Mapping[str, Any], sizes: Sizes, where: str, *, best: int = 1) -> None:
         """Raises ConfigError if the expert groups do not allow a router to choose enough experts.
 
-        `best`: the number of best experts whose scores rate a group. A group must have at least `best` experts.
+        `best`: how many of a group's highest expert scores are summed to the score of the group. A group must have at
+        least `best` experts.
         """
         groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
         wanted = int(config.get("num_experts_per_tok") or 1)
@@ -81,8 +82,8 @@ class DeepseekV2(Family):
             )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """Returns the sizes in a config.json. The key head_dim is ignored, because in some files it is the size of the
-        rotated part only.
+        """Returns the sizes in a config.json. The key head_dim is ignored, because its value in some files is the size
+        of the rotated part only.
 
         Raises KeyError if a key is missing.
         """
@@ -139,7 +140,8 @@ class DeepseekV2(Family):
 
 def groups_of(config: Mapping[str, Any], *, best: int) -> dict[str, Any]:
     """Returns values for the fields of Routing that limit a token to some groups of experts, or an empty dict if a
-    token may use all groups. `best`: the number of best experts whose scores rate a group."""
+    token may use all groups. `best`: how many of a group's highest expert scores are summed to the score of the
+    group."""
     groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     return {"groups": groups, "groups_chosen": chosen, "group_best": best} if chosen < groups else {}
 

@@ -1,9 +1,9 @@
 """DeepSeek-V3 and R1: V2 with routers that choose by a sigmoid and a bias. The multi-token prediction layer is left
 out.
 
-Public files are quantised to 8 bits (quantization_config) and are converted to bfloat16 when they are read. Their
-model.layers.61 predicts a second token ahead. This layer is skipped, as in transformers. Chat templates of R1 begin an
-answer with <think>. Special tokens are handled as in V2.
+Public files are quantised to 8 bits (quantization_config) and are converted to bfloat16 when they are read. In these
+files, model.layers.61 is the multi-token prediction layer, which is skipped, as in the transformers library. Chat
+templates of R1 begin the assistant's turn with <think>. Special tokens are handled as in V2.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Checks which layouts a model allows. Has the single table of which sizes each axis of a layout must divide.
+"""Checks which layouts a model allows. The rules say which sizes of a model each axis of a layout must divide.
 
-Config checks, the trainer, planning, its search, and the weight maps all use this table. Therefore they refuse the same
-layouts with the same message: the value, the number that does not divide it, and the nearest numbers that do.
+Config checks, the trainer, planning, the layout search, and the weight maps all use these rules. Therefore they refuse
+the same layouts with the same message. A message has the size, the number that does not divide the size, and the
+nearest numbers that do.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def trainer_problems(sizes: Sizes, layout: Layout, model: str) -> list[str]:
 
     `model`: the name of the model in the messages.
 
-    Besides divisibility, the function checks three rules for experts: a dense model has no experts to shard, and
-    Megatron-core trains experts under tensor parallelism only with sequence parallelism, and experts with biases only
-    as a whole.
+    Besides divisibility, the function checks three rules for experts. A dense model has no experts to shard. Under
+    tensor parallelism, Megatron-core trains experts only with sequence parallelism. Experts with biases must not be
+    split over ranks.
     """
     found = [violation.says(model) for violation in trainer_violations(sizes, layout)]
     if not sizes.experts and (layout.ep > 1 or layout.etp not in (None, 1) or layout.expert_tp != layout.tp):

@@ -32,15 +32,15 @@ KEYS = {  # field of Sizes -> key of config.json
 # fields of Sizes that are positive in every model
 ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 MOST, MOST_LAYERS = 10**8, 10**4  # upper bounds for a size and for the number of layers in a config.json
-# Keys of config.json that change a model's arithmetic -> the only supported value. A missing key or a null is also
-# accepted.
+# {key of config.json that changes a model's arithmetic: the only supported value}.
+# A missing key, or null as the value, is also accepted.
 SETTLED: Mapping[str, Any] = {
     "mlp_bias": False,
     "hidden_act": "silu",
     "use_sliding_window": False,
     "attention_bias": False,
 }
-# keys of config.json -> the values with which every layer has experts
+# {key of config.json: the value with which every layer has experts}
 EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
@@ -51,8 +51,8 @@ def requires_keys(model_type: str, where: str) -> AbstractContextManager[None]:
 
 
 class Family:
-    """A model family: the models with one `model_type` in config.json. It reads the config.json of such models and
-    describes their layers and parameters. An instance has no state."""
+    """A model family: all models with the same `model_type` in config.json. An instance reads the config.json of such
+    models, describes their layers and parameters, and has no state."""
 
     model_type: ClassVar[str]
     keys: ClassVar[Mapping[str, str]] = KEYS
@@ -61,8 +61,9 @@ class Family:
     has_shared_expert: ClassVar[bool] = False
     # Features that all models of the family have. The method `features` adds the features that a config.json sets.
     common: ClassVar[Features] = Features()
-    # Public models of a family that a plug-in adds: name -> contents of config.json. With these contents, a run can be
-    # planned without the models' files. The public models of the built-in families are in known.yaml.
+    # Public models of a family that a plug-in adds, as {name: contents of config.json}.
+    # With these contents, a run can be planned without the models' files.
+    # The public models of the built-in families are in known.yaml.
     known: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:

@@ -16,7 +16,7 @@ from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Sizes
 
 WINDOWED, WHOLE = "sliding_attention", "full_attention"  # values of layer_types in config.json
 PERIOD = 6  # default of sliding_window_pattern: every sixth layer has no sliding window
-DEFAULTS: Mapping[str, Any] = {  # default values in transformers of keys that may be missing in a config.json
+DEFAULTS: Mapping[str, Any] = {  # the transformers library's defaults for keys that a config.json may lack
     "num_key_value_heads": 4,
     "head_dim": 256,
     "tie_word_embeddings": True,

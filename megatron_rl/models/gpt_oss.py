@@ -1,10 +1,10 @@
-"""gpt-oss 20b and 120b: attention with sinks, windows in every second layer, experts with biases and a clamped gate.
+"""gpt-oss 20b and 120b: attention sinks, sliding windows in every second layer, experts with biases and clamped gates.
 
 Published experts are quantised (MXFP4) and are converted to bfloat16 when the files are read. Files hold all experts in
-one tensor, transposed. Here every expert has tensors of its own, which names the project alone uses: gate_up_proj
-[2 f, h], whose rows alternate between gate and up, as in the files, vLLM and the trainer, and down_proj [h, f]. The
-chat template writes channels (analysis, final) and starts a dialogue with a system turn. Generation ends with
-<|return|>.
+one tensor, transposed. In this project every expert has separate tensors, with names that only this project uses:
+gate_up_proj [2 f, h], down_proj [h, f] and their biases. The rows of gate_up_proj alternate between gate and up, as in
+the files, in vLLM and in the trainer. The chat template writes channels (analysis, final) and starts a dialogue with a
+system turn. Generation ends with <|return|>.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ class GptOss(Family):
         return super().read(config, where)
 
     def features(self, config: Mapping[str, Any]) -> Features:
-        """Returns the features of the model described by a config.json. The first layer and every second layer after
-        it have a window. Raises ConfigError for other layer_types, which vLLM ignores."""
+        """Returns the features of the model described by a config.json. The first layer and every second layer after it
+        have a sliding window. Raises ConfigError for other layer_types, because vLLM ignores layer_types."""
         pattern = tuple(i % 2 for i in range(int(config["num_hidden_layers"])))
         types = [KINDS[kind] for kind in pattern]
         if (config.get("layer_types") or types) != types:
@@ -57,7 +57,7 @@ class GptOss(Family):
         return Routing(chosen=int(config["num_experts_per_tok"]), renormalised=True)
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of layer `number`. Engines call the module of attention `attn`."""
+        """Returns the parameters of layer `number`. In engines, the attention module is named `attn`."""
         width, hidden, count, router = sizes.expert_ffn, sizes.hidden, sizes.experts, "mlp.router."
         rows = [
             *blocks.attention(sizes, bias=True),
@@ -76,7 +76,8 @@ class GptOss(Family):
         return [replace(row, engine=row.engine and row.engine.replace("self_attn.", "attn.")) for row in rows]
 
     def ends(self, sizes: Sizes) -> OuterRows:
-        """Returns the parameters outside of the layers, as `Row`s. Engines call the embedding `embedding`."""
+        """Returns the parameters outside of the layers, as `Row`s. In engines, the embedding module is named
+        `embedding`."""
         (embedding,), last = blocks.ends(sizes)
         return OuterRows(first=(replace(embedding, engine="model.embedding.weight"),), last=last)
 

@@ -2,7 +2,7 @@
 
 Base models of Llama 3 end with <|end_of_text|>, and instruct models end a turn with <|eot_id|>. generation_config.json
 lists both. Both the tokenizer and the chat template add <|begin_of_text|>. Therefore a rendered dialogue must be
-tokenized without special tokens, or it begins with two of them.
+tokenized without special tokens. Otherwise it begins with <|begin_of_text|> twice.
 """
 
 from megatron_rl.models.family import Family

@@ -17,22 +17,22 @@ from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # the file names of an adapter in peft's format
-# Megatron modules of a layer whose matrices can have an adapter, in the order of the layer's computation. In a layer
-# with experts, only the first two modules can have adapters.
+# Megatron modules of a layer whose matrices can have an adapter, in the order of computation.
+# In a layer with experts, only the first two modules can have adapters.
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 # modules whose weights are split by columns over the tensor-parallel ranks
 INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the allowed `lora.targets` of a model with experts
-# Keys of peft's adapter_config.json that never change the result of a saved adapter: names, settings that matter only
-# while the adapter is trained, and values that follow from the tensors.
+# Keys of peft's adapter_config.json that never change the result of a saved adapter.
+# They are names, settings that matter only during training, and values that follow from the tensors.
 _HARMLESS = {
     "peft_version", "base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "r",
     "lora_alpha", "target_modules", "exclude_modules", "layers_pattern", "lora_dropout", "eva_config", "megatron_core",
     "qalora_group_size",
 }  # fmt: skip
-# Values of other keys of adapter_config.json with which the adapted weight is W + alpha / r B A. Unlisted keys, such as
-# keys of later versions of peft, must be off (null, false or empty). Unlisted initialisation methods change W whenever
-# peft loads the adapter.
+# For other keys of adapter_config.json: the values with which the adapted weight is W + alpha / r B A.
+# Unlisted keys, such as keys of later peft versions, must be off (null, false or empty).
+# Unlisted values of init_lora_weights are initialisation methods that change W whenever peft loads the adapter.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -44,8 +44,8 @@ _OFF = (None, False, [], {})
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix [rows, columns] of a layer that can have a LoRA adapter, which consists of A [r, columns] and B [rows,
-    r]."""
+    """A matrix [rows, columns] of a layer to which a LoRA adapter can be added. The adapter consists of the matrices A
+    [r, columns] and B [rows, r]."""
 
     name: str  # name in lora.targets, e.g. q_proj
     module: str  # module in a Hugging Face layer, e.g. self_attn.q_proj
@@ -95,8 +95,8 @@ def target_names(told: Mapping[str, Any]) -> set[str] | None:
 
 @lru_cache(maxsize=4096)
 def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
-    """Returns the matrices of a layer that can have an adapter, in the order in which Megatron joins them in its
-    modules' weights."""
+    """Returns the matrices in layer `layer` that can have an adapter, in the order in which Megatron's modules join the
+    matrices."""
     found = []
     for row in layer_rows(sizes, layer):
         linear = row.name.removesuffix(".weight")
@@ -109,7 +109,7 @@ def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
 
 
 def linears(sizes: Sizes, layer: int) -> list[str]:
-    """Returns the Megatron modules of a layer whose matrices can have an adapter, in the order of LINEARS."""
+    """Returns the Megatron modules in layer `layer` whose matrices can have an adapter, in the order of LINEARS."""
     there = {found.linear for found in projections(sizes, layer)}
     return [linear for linear in LINEARS if linear in there]
 
@@ -129,14 +129,14 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
     itself or an earlier role.
 
     Roles with the same model files, dtype, recomputation and layout share one base model, because adapters do not
-    change it.
+    change the base model.
     """
     found: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, role in roles.items():
         if role.lora is not None and role.has_policy:
             model = role.model
-            # a head is trained, so that no other role can use it
+            # Training changes a head, so a role with a head does not share a model.
             alone = None if role.head is None and not role.loss.value_coef else name
             key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout, alone
             found[name] = first.setdefault(key, name)

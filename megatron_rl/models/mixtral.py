@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: Mistral with experts in every layer, whose routing probabilities are always renormalised."""
+"""Mixtral 8x7B and 8x22B: Mistral with experts in every layer. Routing probabilities are always renormalised."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""Computes which rectangles of Hugging Face tensors a rank holds of a parameter, for each way to shard a parameter.
+"""Computes, for each kind of sharding, which 2-D blocks of Hugging Face tensors form a rank's part of a parameter.
 
-A partition is a small value with one method, `held`. 1-D tensors are treated as [n, 1]. The module computes with
-indices only and touches no tensors.
+A partition describes one kind of sharding; its method `held` returns the blocks. 1-D tensors are treated as [n, 1]. The
+module computes with indices only and touches no tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Shape = tuple[int, int]  # rows, columns
 
 
 class Rect(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and the position where the rectangle is stored in a Megatron or engine
+    """A 2-D block of a Hugging Face tensor, and the position where the block is stored in a Megatron or engine
     parameter.
 
     tensor[row : row + rows, column : column + columns] is stored at parameter[at_row : at_row + rows, at_column :
@@ -31,7 +31,7 @@ class Rect(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements of the rectangle."""
+        """Returns the number of elements of the block."""
         return self.rows * self.columns
 
 
@@ -44,7 +44,7 @@ class Source(NamedTuple):
     columns: int = 1
 
 
-# (shape of a parameter on a rank, rectangles of Hugging Face tensors that fill the parameter)
+# (shape of a parameter on a rank, 2-D blocks of Hugging Face tensors that fill the parameter)
 Held = tuple[Shape, list[Rect]]
 
 
@@ -54,8 +54,8 @@ class Partition(Protocol):
     sharded: ClassVar[bool]  # True if ranks hold different parts, False if each rank holds the whole parameter
 
     def held(self, sources: Sequence[Source], ranks: int, rank: int, multiple: int = 1) -> Held:
-        """Returns (shape, rectangles) of the parameter on rank `rank` of `ranks` ranks. The rectangles say which parts
-        of the Hugging Face tensors are stored at which position of the parameter.
+        """Returns (shape, blocks) of the parameter on rank `rank` of `ranks` ranks. The blocks say which parts of the
+        Hugging Face tensors are stored at which position of the parameter.
 
         `sources`: the Hugging Face tensors that the parameter is made of.
         `multiple`: the rows of the embedding and the output layer are padded to a multiple of `multiple` * `ranks`.
@@ -108,7 +108,7 @@ class ByColumns:
 @dataclass(frozen=True)
 class Vocabulary:
     """The partition of the embedding and the output layer in the trainer. Rows are padded so that all ranks hold equal
-    runs of rows. No rectangle covers the padding."""
+    runs of rows. No block covers the padding."""
 
     sharded: ClassVar[bool] = True
 
@@ -161,10 +161,10 @@ class QueryGroups:
 
 @dataclass(frozen=True)
 class EngineHeads:
-    """A partition of query, key and value in one parameter, as engines use it. The rows on a rank are the rank's query
+    """The partition of query, key and value in one parameter that engines use. The rows on a rank are the rank's query
     heads, then its key heads, then its value heads.
 
-    Key/value heads are repeated if there are fewer of them than ranks.
+    Key/value heads are repeated if there are fewer key/value heads than ranks.
     """
 
     heads: int
@@ -192,11 +192,11 @@ def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
 
 
 def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, columns: int) -> list[Rect]:
-    """Returns the rectangles of Hugging Face tensors that make up the rows [first, first + rows) of the concatenation
+    """Returns the 2-D blocks of Hugging Face tensors that make up the rows [first, first + rows) of the concatenation
     of `segments`.
 
     A segment is (name of a tensor, index of the first row in the tensor, number of rows). Rows beyond the last segment
-    are padding and have no rectangle.
+    are padding and have no block.
     """
     out, place = [], 0
     for tensor, row, count in segments:

@@ -1,4 +1,4 @@
-"""Describes one parameter in all of its forms: a row of a family's parameter table.
+"""Defines the description of one parameter (`Row`), which is a row of a model family's parameter table.
 
 A row holds the parameter's names in Megatron, in Hugging Face files, in transformers models and in engines, the tensors
 that it is made of, and how ranks shard it. All code that handles weights uses these rows: import, export, checkpoints,
@@ -29,16 +29,15 @@ class Row:
     name: str  # name in Megatron's local layer spec
     sources: tuple[Source, ...]  # Hugging Face tensors that the parameter is made of
     partition: Partition  # sharding over the trainer's tensor-parallel (for experts: expert-tensor-parallel) ranks
-    # Name of the parameter in vLLM and SGLang, where all experts are stacked; None if engines do not have the
-    # parameter. Parameters with the same engine name are concatenated.
+    # Name of the parameter in vLLM and SGLang, which stack all experts; None if engines do not have the parameter.
+    # Parameters with the same engine name are concatenated.
     engine: str | None
     engine_partition: Partition | None = None  # sharding over an engine's ranks; None: as in the trainer
     fused: str | None = None  # name in Megatron's Transformer Engine layer spec; None: `name`
     # Name of the transformers parameter that holds the Hugging Face tensors in memory. None: the names of the tensors.
     in_memory: str | None = None
     experts: int = 0  # number of experts of the layer; 0 if the parameter does not belong to an expert
-    # True if the Hugging Face files also store all experts in one tensor, which is named `in_memory` and has the shape
-    # [experts, columns, rows]
+    # True if the Hugging Face files also store all experts in one tensor [experts, columns, rows], named `in_memory`
     stacked: bool = False
     copy: bool = False  # True for a copy of another parameter: the output layer of a tied model
     # True if the parameter is untrained and always float32, also in files and engines, whatever the model's dtype

@@ -1,4 +1,4 @@
-"""Checks which settings of a role its model does not support, except for layouts (see divisibility.py).
+"""Finds the settings of a role that the role's model does not support, except layouts (see divisibility.py).
 
 Config checks and the trainer share these checks. Therefore `megatron-rl check` refuses the settings that a run would
 refuse at its start.

@@ -29,9 +29,9 @@ class Sizes:
     expert_ffn: int = 0  # intermediate width of an expert
     shared_ffn: int = 0  # intermediate width of the shared expert; 0 if there is no shared expert
     dense_layers: int = 0  # number of leading layers without experts, in a model whose other layers have experts
-    # Multi-head latent attention: the keys and values of all heads are projected from one latent vector of kv_rank
-    # elements. A head's query and key have head_dim elements. The last rope_dim of them are rotated, and all heads
-    # share the rotated part of the key.
+    # Multi-head latent attention: keys and values of all heads are projected from one latent vector [kv_rank].
+    # A head's query and key have head_dim elements, of which the last rope_dim elements are rotated.
+    # All heads share the rotated part of the key.
     kv_rank: int = 0  # width of the key/value latent; 0 if attention has no latent
     q_rank: int = 0  # width of the query latent; 0 if queries are projected from the hidden state
     rope_dim: int = 0  # number of rotated elements of a head's query and key; 0 if all of head_dim are rotated
@@ -78,8 +78,8 @@ class Sizes:
     def cache_copies(self, tp: int) -> int:
         """Returns how many copies of a token's KV cache the `tp` ranks of an engine hold together.
 
-        Every rank holds the whole latent of latent attention. Otherwise, key/value heads are duplicated if there are
-        fewer heads than ranks.
+        With latent attention, every rank holds the whole latent vector. Otherwise, key/value heads are duplicated if
+        there are fewer heads than ranks.
         """
         return tp if self.kv_rank else max(1, tp // self.kv_heads)
 
@@ -126,9 +126,9 @@ class Routing:
     biased: bool = False  # whether every expert has an untrained bias that is added to its score for the choice only
     scale: float = 1.0  # factor that multiplies the weights of the chosen experts
     shared_gate: bool = True  # whether a gate scales the output of the shared expert
-    # Group-limited routing: experts are divided into `groups` equal groups, and a token may only go to experts of its
-    # `groups_chosen` best groups. The score of a group is the sum of its `group_best` largest expert scores. With one
-    # group, there is no limit.
+    # Group-limited routing: experts are divided into `groups` equal groups. With one group, there is no limit.
+    # A token may only go to experts of the token's `groups_chosen` best groups.
+    # The score of a group is the sum of its `group_best` largest expert scores.
     groups: int = 1
     groups_chosen: int = 1
     group_best: int = 1
@@ -164,7 +164,7 @@ class Features:
     norms_before: bool = True  # True if the inputs of attention and feed-forward are normalised
     # True if the outputs of attention and feed-forward are normalised before the residual addition
     norms_after: bool = False
-    # activation function of the gate; "clamped_silu": gpt-oss's, for which the rows of gate and up alternate
+    # activation function of the gate; "clamped_silu" is that of gpt-oss, where rows of gate and up alternate
     activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"
     qkv_bias: bool = False  # True if query, key and value projections have a bias
     bias: bool = False  # True if all projections have a bias, also those of routers and experts
