@@ -33,7 +33,7 @@ class Chain:
     """One answer that two models generate in turns, and its state."""
 
     prompt: np.ndarray  # token ids of the prompt, int32
-    first_index: int  # key of the first turn's request to the engine, which determines its random numbers
+    first_index: int  # key of the first turn's request to the engine; the key determines the random numbers
     budget: int  # maximum number of tokens of the answer
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))

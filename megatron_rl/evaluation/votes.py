@@ -32,7 +32,7 @@ class Weigher:
     template: str
     sampling: Sampling
     context: int | None = None
-    answers: tuple[str, str] | None = None  # texts of the answers (yes, no), whose probabilities replace votes
+    answers: tuple[str, str] | None = None  # texts of the answers (yes, no); if set, their probabilities replace votes
 
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
         """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}. If the field

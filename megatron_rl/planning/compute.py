@@ -86,7 +86,7 @@ class EngineSetup:
     compiled: bool = True  # True for servers with fused kernels; False for plain torch with one kernel per operation
     # whether an engine keeps a sample's KV cache between two answers of the sample, as far as capacity allows
     keeps_prefix: bool = True
-    shares_prompt: bool = True  # whether samples with the same prompt compute (prefill) it once and share its KV cache
+    shares_prompt: bool = True  # whether samples with the same prompt share one prefill and one KV cache of the prompt
     overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
     format: Format | None = None  # format of quantised weights; matmuls are assumed to be as fast as in bfloat16
     cache_width: int | None = None  # bytes per element of the KV cache; None: as many as an unquantised weight

@@ -64,8 +64,8 @@ class MicroBatchLoad:
     count: int = 1 << 20  # number of micro-batches per optimizer step
     # what the backward pass recomputes: WHOLE, or names of modules of a layer (config.schema.Model.recompute_modules)
     recompute: frozenset[str] = frozenset()
-    # number of prompt tokens that a micro-batch need not compute, because another sample has the same prompt
-    # Attention still keeps keys and values for these tokens.
+    # number of prompt tokens that a micro-batch skips, because another sample in the micro-batch has the same prompt
+    # Attention keeps keys and values for the skipped tokens too.
     behind: int = 0
 
 

@@ -156,8 +156,8 @@ class RunPlan:
 
     @property
     def staging_per_node(self) -> float:
-        """Returns the bytes of pinned host memory on a node whose GPUs are all used by servers that do not share GPUs
-        with the trainer."""
+        """Returns the bytes of pinned host memory that servers need on a node if they use all its GPUs. 0 if servers
+        share the trainer's GPUs."""
         return 0.0 if self.beside else max((one.staging for one in self.servers), default=0.0) * self.cluster.per_node
 
     @property

@@ -288,7 +288,8 @@ def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
 
 
 def simulated(case: Case, plan: RunPlan) -> RunPlan:
-    """Returns the plan with the simulated seconds of a cycle, if its iterations overlap (max_staleness above 0)."""
+    """Returns the plan with the simulated seconds of a cycle if iterations overlap (max_staleness above 0). Otherwise,
+    returns the plan unchanged."""
     ahead = case.spec.loop.rollouts.ahead
     if not ahead or case.servers is None or case.colocated:
         return plan

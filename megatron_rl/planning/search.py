@@ -128,8 +128,8 @@ def _waits(case: Case, made: RunPlan) -> list[str]:
 
 
 def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
-    """Yields the layouts of a role whose parallel sizes divide the model and the number of ranks. tp is at most the
-    number of GPUs of a node.
+    """Yields the possible layouts of a role. The parallel sizes of each layout divide the model and the number of
+    ranks, and tp is at most the number of GPUs of a node.
     """
     sizes = shape.sizes
     fits = {axis: allowed(sizes, axis) for axis in ("tp", "pp x vpp", "ep")}
@@ -146,7 +146,7 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
 
 
 def engine_choices(case: Case) -> Iterator[Case]:
-    """Yields the run with each choice of engines that the search tries: their kind, number, size and GPUs."""
+    """Yields variants of the run, one for each number, size and placement of engines that the search tries."""
     if isinstance(case.spec.engine.settings, Embedded):
         yield case
     settings, cluster, names = case.servers or default_servers(), case.cluster, case.spec.engine.server_roles

@@ -79,8 +79,8 @@ def of_command(spec: Spec, case: Case, made: RunPlan, rows: Rows) -> Totals:
 
 def checkpoint_bytes(case: Case, *, keep: int, models: int) -> float:
     """Returns the bytes of `keep` checkpoints and of `models` exported models of all trained policies. A checkpoint has
-    the weights, the float32 master weights and Adam's moments. If a policy trains LoRA adapters, its checkpoint has
-    only those of the adapters.
+    the weights, the float32 master weights and Adam's moments. If a policy trains LoRA adapters, a checkpoint has
+    these tensors only for the adapters.
     """
     out = 0.0
     for name in {case.roles[role].owner for one in case.work for role in one.roles}:

@@ -13,8 +13,8 @@ import numpy as np
 from megatron_rl.report.reading import METRICS, PREFLIGHT, SFT, Clock, Curve, Key, RunMetrics, metric_of
 from megatron_rl.run.metrics import EVAL
 
-# Maximum number of values of one line of a chart; a downsampled line has two values, minimum and maximum, for each
-# bucket
+# Maximum number of values of one line of a chart.
+# A downsampled line has two values for each bucket of iterations: the minimum and the maximum.
 MAX_POINTS = 2000
 PAGE_POINTS = 400_000  # maximum number of values of all lines of an HTML page together
 FEWEST = 100  # on a page with many lines, the limit of values per line is not lowered below this number
@@ -183,8 +183,8 @@ def rounded_float(value: float) -> float:
 
 
 def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
-    """Returns the curves to draw: the logged metrics, with the verifier's counts replaced by its two accuracies, and
-    the seconds of each phase."""
+    """Returns the curves to draw: the logged metrics, with the counts of a verifier's verdicts replaced by the
+    verifier's two accuracies, and the seconds of each phase."""
     own = {
         key: curve
         for key, curve in run.curves.items()

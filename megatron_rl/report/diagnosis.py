@@ -14,8 +14,8 @@ from megatron_rl.run.metrics import REPLACED
 # The sentences of `signs` call a share above NEARLY_ALL "nearly all".
 # An entropy below FEW times its first value counts as collapsed.
 NEARLY_ALL, FEW = 0.9, 0.1
-# A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers. Suspicious texts are
-# reported if their share of the answers that were graded correct is above SAME_SHARE.
+# A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers.
+# Suspicious texts are reported if they are more than a share SAME_SHARE of the answers that were graded correct.
 SAME_ANSWERS, SAME_SHARE = 3, 0.02
 # Failed gradings and episodes are reported if their number is above FAILED times the number of the role's samples.
 FAILED = 0.02

@@ -22,8 +22,7 @@ METRICS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "page/metri
 PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not roles; EVAL is a third such scope
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
-# Fraction of all iterations at the start of a run ("first iterations") and at its end ("last iterations") over which
-# means are taken
+# Reports show means over the first and over the last iterations of a run, each a fraction WINDOW of all iterations.
 WINDOW = 0.2
 Key = tuple[str, str]  # (scope, name of the metric)
 
@@ -40,7 +39,8 @@ class Curve:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Returns the means over the first and over the last WINDOW of the values; zeros if there are no values."""
+        """Returns the means over the first and the last values, each a fraction WINDOW of all values. Returns zeros if
+        there are no values."""
         count = max(1, int(WINDOW * len(self.values)))
         return mean(self.values[:count]), mean(self.values[-count:])
 

@@ -17,8 +17,8 @@ from megatron_rl.run.console import COLUMNS, duration
 from megatron_rl.run.metrics import EVAL, SPEED
 
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
-# Pattern of the metrics for which it is known whether higher or lower values are better. For other metrics, such as the
-# number of answers, it is unknown.
+# Pattern of the metrics for which it is known whether higher or lower values are better.
+# For other metrics, such as the number of answers, neither direction is better.
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
 # Maximum number of held-out metrics that are shown as a card, a box with the metric's change
 MAX_CARDS = 4

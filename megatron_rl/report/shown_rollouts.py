@@ -23,8 +23,8 @@ from megatron_rl.rewards.verdicts import final_verdict
 from megatron_rl.types import Author
 
 MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
-# Maximum number of iterations whose rollouts are read, for all runs together; more are read if more rollouts are
-# requested
+# Maximum number of iterations whose rollouts are read, for all runs together.
+# If more than 16 * MAX_FILES rollouts are requested, more iterations are read.
 MAX_FILES = 400
 CHUNK = 64  # number of rollouts whose HTML is compressed together
 MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated

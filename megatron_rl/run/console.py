@@ -25,8 +25,8 @@ from rich.table import Table
 
 from megatron_rl.run.metrics import REPLACED, MetricsRow, Sink
 
-# {column: names of metrics}. A column shows the first of the metrics that a role logs. The last columns are left out if
-# the table is too wide.
+# {column: names of metrics}. A column shows the first of these metrics that a role logs.
+# If the table is too wide, the last columns are left out.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "update": ("update",),
     "reward": ("reward/trained", "reward", "reward/total", "reward/outcome", "reward/*"),

@@ -79,8 +79,8 @@ def keep(directory: Path, found: Mapping[str, str]) -> None:
 
 
 def wrong_of(directory: Path) -> list[str]:
-    """Returns an error message for each file that differs from its line in SHA256SUMS, or for each damaged line.
-    Returns [] if there is no SHA256SUMS."""
+    """Checks a directory against SHA256SUMS. Returns an error message for each damaged line of SHA256SUMS or, if no
+    line is damaged, for each file that differs from its line. Returns [] if there is no SHA256SUMS."""
     file = directory / SUMS
     if not file.is_file():
         return []

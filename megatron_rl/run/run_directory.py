@@ -23,8 +23,8 @@ from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json
 from megatron_rl.run.json_lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
 
-# Settings that may change when a run is resumed, because they change neither the results nor the number and order of
-# iterations.
+# Settings that may change when a run is resumed.
+# These settings change neither the results nor the number and order of iterations.
 FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
     "run.hang_after_s", "run.peak_tflops", "sinks", "job",
@@ -176,8 +176,8 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
     """Context manager that locks the run directory for this process. The lock is released if the process is killed.
 
     `job`, `restart`: id and restart count of the process's Slurm job. Raises RunBusy if another process still holds the
-    lock after ENDING_S seconds. Without the lock, two trainers could write
-    the same files and send different weights to the same engines.
+    lock after ENDING_S seconds. Without the lock, two trainers could write the same files and send different weights to
+    the same engines.
     """
     directory.mkdir(parents=True, exist_ok=True)
     here, until = directory_lock.own_name(job, restart), time.monotonic() + ENDING_S
