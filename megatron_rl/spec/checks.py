@@ -1,6 +1,6 @@
 """Checks the settings of a specification against each other, the number of ranks, the recipe and the models' files.
 
-Constraints within a single section of the config are checked by the section itself. This module does not import torch.
+Constraints within a single section of the config are checked by the section's class. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:
-    """Yields error messages about a role's settings that are invalid whatever the architecture of its model."""
+    """Yields error messages about settings of a role that are invalid for every model architecture."""
     if not role.model.path:
         yield "model.path is empty: give a model directory or a hub name, or name a role in same_as"
     if role.endpoint is not None and role.policy == "own":
@@ -195,8 +195,8 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
 
 
 def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -> Iterator[str]:
-    """Yields error messages about a trained model: a parallel layout that is invalid on `ranks` ranks or for the model,
-    and settings that the model does not support."""
+    """Yields error messages about a trained model: about a parallel layout that does not fit `ranks` ranks or the
+    model's sizes, and about settings that the model does not support."""
     path = role.model.path
     yield from (f"{place}: {line}" for line in role.layout.rank_problems(ranks))
     problems, read = _read_model(place, path, to_come)
@@ -210,7 +210,7 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
 
 
 def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
-    """Yields error messages about the models that the engines generate with.
+    """Yields error messages about the models with which the engines generate.
 
     Checks the models of untrained roles, the frozen junior models of Tandem RL, and whether each model can be sharded
     over the GPUs of a server."""
@@ -246,8 +246,10 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
 
 
 def quantisation_problems(engine: EngineSpec, name: str, sizes: Sizes, directory: Path) -> Iterator[str]:
-    """Yields error messages about a role whose engines hold quantised weights, or whose model directory does. Called
-    when the config is checked and, because the model of a hub name is read later, before engines are opened.
+    """Yields error messages about a role whose engines or model directory hold quantised weights.
+
+    Called when the config is checked, and again before engines are opened, because a model on the hub is read only
+    then.
     """
     settings, layout = engine.settings, engine.roles[name].layout
     servers = settings if isinstance(settings, Servers) else None
@@ -306,7 +308,7 @@ def _sink_problems(sinks: Sinks) -> list[str]:
 
 
 def recipe_problems(spec: RunSpec) -> list[str]:
-    """Returns error messages about settings that do not fit the training recipe.
+    """Returns error messages about settings that contradict the training recipe.
 
     Checks for: missing or unknown roles, a trained role without a policy, more iterations than the recipe's schedule
     has, a loss that cannot be built, groups of rollouts without a learning signal, and whatever the recipe's method
@@ -340,8 +342,8 @@ def recipe_problems(spec: RunSpec) -> list[str]:
 
 
 def _pair_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message for each trained role whose loss compares pairs that the recipe does not give, or is for
-    `megatron-rl sft` alone, and for each role whose recipe gives pairs that the loss does not compare."""
+    """Yields an error message for each role whose loss does not fit the recipe: a loss that compares pairs if the
+    recipe makes no pairs, any other loss if the recipe makes pairs, and a loss that is only for `megatron-rl sft`."""
     for name, part in spec.recipe.roles().items():
         needs, place = loss_of(spec.roles[name]).needs, f"roles.{name}.loss.objective = "
         compares = "pairs" in needs
@@ -357,7 +359,8 @@ def _pair_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _score_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message for each score that the recipe requests and that the run cannot compute."""
+    """Yields an error message for each score (log-probs or values) that the recipe requests and that the run cannot
+    compute."""
     kinds, target = {roles for cycle in spec.recipe.schedule() for roles in cycle}, spec.settings["recipe"]["target"]
     for score in sorted({score for roles in kinds for score in spec.recipe.scores_of(roles)}, key=str):
         place = f"recipe {target} requests the score {score.name!r} of {score.role}'s rollouts by {score.by}, "
@@ -374,7 +377,8 @@ def _score_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _vote_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message if labels are elected by votes, and the recipe has no groups of samples that can vote."""
+    """Yields an error message if the correct answers are elected by votes (rollouts.labels = votes), but the recipe has
+    no groups of samples that can vote."""
     parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
     solver = next(iter(parts))
     if spec.loop.rollouts.labels == "known":
@@ -387,7 +391,8 @@ def _vote_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _reset_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message for each role whose reference cannot be replaced during the run as the setting asks."""
+    """Yields an error message for each role whose reference model cannot be replaced every reset_reference_every
+    iterations."""
     for name, every in spec.reference_resets.items():
         place = f"roles.{name}.loss.reset_reference_every = {every}"
         if not spec.roles[name].reference and "reference" not in loss_of(spec.roles[name]).needs:
@@ -403,8 +408,8 @@ def _signal_problems(spec: RunSpec) -> Iterator[str]:
     """Yields error messages about settings with which rollouts have no learning signal.
 
     Checks for: sampling that makes all rollouts of a group identical, a batch of one rollout with an advantage
-    estimator that compares the rollouts of a batch, and a reward range that the recipe does not support. The recipe
-    itself rejects groups that are too small for its estimator.
+    estimator that compares the rollouts of a batch, and a reward range that the recipe does not support. Groups that
+    are too small for the advantage estimator are rejected by the recipe's own checks.
     """
     recipe, bounds = spec.recipe, spec.reward.range
     estimator = str(vars(recipe).get("estimator"))

@@ -1,4 +1,4 @@
-"""Checks problem sets, the sources of a run's problems, and the sets and metrics of its evaluations."""
+"""Checks problem sets, the sources of a run's problems, and the problem sets and metrics of a run's evaluations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def data_problems(spec: Spec) -> Iterator[str]:
 
 
 def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields error messages about the sets of the evaluations, and about metrics that no evaluation can have."""
+    """Yields error messages about the problem sets of the evaluations, and about metrics in `best` and `early_stop`
+    that no evaluation computes."""
     settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
     yield from settings.conflicts()
     for own in spec.data.held_out:
@@ -56,7 +57,7 @@ def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _source_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields error messages about the reward functions and the prompt templates of the sources."""
+    """Yields error messages about the reward functions and the prompt templates of the sources (data.sources)."""
     for name, own in spec.data.sources.items():
         place, reward = f"{SOURCES}.{name}", own.reward or spec.reward
         yield from _grading_problems(place, own.reward, own.template)
@@ -102,8 +103,8 @@ def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
 
 
 def _overlaps(spec: RunSpec) -> list[str]:
-    """Returns an error message for each generated (reasoning-gym) training set that may contain questions of a set of
-    the evaluations."""
+    """Returns an error message for each pair of a training set and an evaluation set that may have questions in common.
+    Only sets that reasoning-gym generates are checked."""
     return [
         f"{HELD_OUT}.{held.name} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
         f"{name}.split to {TRAIN} and the split of {held.name} to {TEST}, which have none in common"

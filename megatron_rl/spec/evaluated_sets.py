@@ -1,5 +1,5 @@
-"""Resolves the problem sets of an evaluation: where their problems are, and how answers are drawn and graded. Used by
-training runs and by `megatron-rl eval`. Does not import torch."""
+"""Resolves the problem sets of an evaluation: where their problems are, and how answers are sampled and graded. Used by
+training runs and by `megatron-rl eval`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class EvaluatedSet:
 
     name: str  # name in metrics
     title: str  # name in tables
-    benchmark: Benchmark | None  # None: a set of your own
+    benchmark: Benchmark | None  # the public benchmark; None: the user's own problems
     source: PromptSet
     reward: Reward
-    template: str | None  # None: the default template of the command
+    template: str | None  # prompt template; None: the command's default template
     n: int
     k: tuple[int, ...]
     temperature: float
@@ -35,12 +35,14 @@ def evaluated_sets(
 ) -> tuple[EvaluatedSet, ...]:  # fmt: skip
     """Resolves the settings of problem sets. Returns the resolved sets in order.
 
-    `defaults`: config section with `n`, `k`, `template`, `limit` and `data_dir` for sets in which they are null.
-    `drawn`: config section with `temperature`, `top_p` and `top_k` for sets in which they are null; if it is None,
-        `defaults` has them.
-    `reward`: the grader of sets of your own. Its numbers of workers and its limits also apply to benchmarks' graders.
+    `defaults`: config section whose `n`, `k`, `template` and `limit` are used for sets in which they are null, and
+        whose `data_dir` is the directory with local files.
+    `drawn`: config section whose `temperature`, `top_p` and `top_k` are used for sets in which they are null. None: the
+        section `defaults`.
+    `reward`: the grader of the user's own sets. The worker count and the limits of `reward` also apply to the graders
+        of benchmarks.
 
-    Raises ConfigError for an unknown benchmark, and for a benchmark that is not on the hub without `data_dir`.
+    Raises ConfigError for an unknown benchmark, and for a benchmark that is not on the hub if `data_dir` is null.
     """
     return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn) for own in sets)
 

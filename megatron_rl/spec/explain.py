@@ -12,8 +12,8 @@ from megatron_rl.spec.run_spec import RunSpec, SftSpec, Spec
 
 
 def explain(spec: Spec) -> list[str]:
-    """Returns lines of text about each role: how the role's model is sharded over the ranks, and which modules its LoRA
-    adapters train."""
+    """Returns lines of text about each role: how the role's model is sharded over the ranks, and which modules get LoRA
+    adapters."""
     if not isinstance(spec, RunSpec):
         return [f"the model: {_adapters(role)}" for role in spec.roles.values() if role.lora is not None]
     lines, ranks = [], spec.cluster.ranks
@@ -51,8 +51,8 @@ def explain(spec: Spec) -> list[str]:
 def explain_recipe(spec: RunSpec) -> list[str]:
     """Returns one line for each trained role: the number of prompts, samples and optimizer steps of one update.
 
-    Adds a note for each role that is never trained in a run of this length, or that is trained only before the other
-    roles are."""
+    Adds a note for each role that is never trained in a run of this length, and for each role whose last iteration is
+    before the first iteration of any other trained role."""
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
     lines = [_update(spec, name, parts[name].samples) for name in trained]
@@ -68,8 +68,8 @@ def explain_recipe(spec: RunSpec) -> list[str]:
 
 
 def float32_notes(spec: Spec) -> list[str]:
-    """Returns a note for each role that is trained in float32, the default of model.dtype. GPUs compute in float32
-    many times slower than in bfloat16, and the weights take twice the memory."""
+    """Returns a note for each role that is trained in float32, the default of model.dtype. On GPUs, float32 is many
+    times slower than bfloat16, and the weights take twice the memory."""
     names = {f"roles.{name}.": name for name in spec.trained_policies} if isinstance(spec, RunSpec) else {}
     names |= {"": "model"} if isinstance(spec, SftSpec) else {}
     slow = [place for place, name in names.items() if spec.roles[name].model.dtype == "float32"]
@@ -77,8 +77,8 @@ def float32_notes(spec: Spec) -> list[str]:
 
 
 def _update(spec: RunSpec, name: str, group_size: int) -> str:
-    """Describes one update of a role: P prompts x G samples = S samples, S / B optimizer steps for batches of B
-    samples, and the maximum number of tokens."""
+    """Returns a text about one update of a role: P prompts x G samples per prompt = S samples, S / B optimizer steps
+    with B samples each, and the maximum number of tokens."""
     role, prompts = spec.roles[name], spec.run.prompts_per_iteration
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
@@ -94,7 +94,7 @@ def _update(spec: RunSpec, name: str, group_size: int) -> str:
 
 
 def _adapters(role: RoleConfig) -> str:
-    """Describes the LoRA adapters of a role: rank, target modules and, if known, the number of parameters."""
+    """Returns a text about the LoRA adapters of a role: rank, target modules and, if known, the parameter count."""
     assert role.lora is not None
     text = f"trains adapters of rank {role.lora.rank} on {', '.join(role.lora.targets)}"
     file = Path(role.model.path) / "config.json"

@@ -23,7 +23,7 @@ PACKAGE = "megatron_rl."
 RUNS_CODE = ("rewards.code_cases:grade", "rewards.code_answer:grade_input", "environments.python_tool:PythonTool")
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-# End of an error message about a program that this machine lacks
+# End of an error message about a program that is not installed on this machine
 ELSEWHERE = "; to check a run that starts on another machine, give `check` the option --elsewhere"
 
 
@@ -67,7 +67,7 @@ class Absent:
 def absent_files(spec: Spec) -> list[Absent]:
     """Returns the files and directories that a specification names and that do not exist yet.
 
-    They are not errors yet, because an earlier job may write them before the run starts.
+    A missing file is not yet an error, because an earlier job may write the file before the run starts.
     """
     models = {f"{name}.path": model.path for name, model in spec.models.items()}
     models |= {f"{name}.tokenizer": model.tokenizer for name, model in spec.models.items() if model.tokenizer}
@@ -91,8 +91,8 @@ def absent_files(spec: Spec) -> list[Absent]:
 
 
 def _files(spec: Spec) -> Mapping[str, str]:
-    """Returns {name of the setting: path} of the files that must be on this machine, such as chat templates and token
-    files."""
+    """Returns {name of the setting: path} of the files that a run reads from this machine and cannot download, such as
+    chat templates and token files."""
     files = {f"{name}.chat_template": m.chat_template for name, m in spec.models.items() if m.chat_template is not None}
     files |= {
         f"roles.{name}.tandem.boundary_ids": role.tandem.boundary_ids
@@ -146,8 +146,7 @@ def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    """Yields every text under a key `target` in the nested values of a config. A target is the import path of a
-    plug-in."""
+    """Yields the import path of every plug-in in the nested values of a config: each text under a key `target`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("target"), str):
             yield value["target"]
@@ -158,7 +157,8 @@ def _targets(value: Any) -> Iterator[str]:
 
 def _is_hub_name(path: str, kind: hub_cache.Kind) -> bool:
     """Returns whether a path that does not exist locally is treated as a name on the Hugging Face Hub: `owner/name`, or
-    `name` for a data set. If a local folder `owner` exists, the Hub's cache must have the repository."""
+    `name` for a data set. If a local folder `owner` exists, this is so only if the local Hugging Face cache contains
+    the repository."""
     if Path(path).suffix in _DATA_FILES or not _HUB_NAME.fullmatch(path):
         return False
     if "/" not in path:

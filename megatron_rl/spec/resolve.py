@@ -1,4 +1,4 @@
-"""Resolves a config into the specification of a run, once, before anything starts. Does not import torch."""
+"""Resolves a config into a run's specification, once, before anything starts. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from megatron_rl.spec.run_spec import (
 from megatron_rl.spec.stages import config_of
 
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
-# Default of preflight.max_logprob_gap if engines hold weights or the key-value cache in 8 bits or fewer, in nats
+# Default of preflight.max_logprob_gap, in nats, if engines hold weights or the key-value cache in 8 bits or fewer
 LOW_PRECISION_GAP = 0.2
 
 
@@ -66,9 +66,10 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
 
 
 def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
-    """Returns (specification of a config before any check, list of errors from building the training recipe).
+    """Returns (unchecked specification of a config, list of error messages).
 
-    `recipe` is None in the specification if it cannot be built."""
+    The error messages are about evaluation sets that cannot be resolved, a recipe that cannot be built, and invalid
+    stages. The field `recipe` of the specification is None if the recipe cannot be built."""
     config = with_staleness(config)
     shared: dict[str, Any] = {
         "roles": roles_of(config),
@@ -134,8 +135,8 @@ def _stages(settings: Mapping[str, Any], ranks: int, problems: list[str]) -> lis
 
 
 def _preflight(own: Preflight, *, enabled: bool, low_precision: bool) -> Preflight:
-    """Returns the settings of the preflight. It allows a wider gap of log-probs if the engines hold weights or the
-    cache in 8 bits."""
+    """Returns the settings of the preflight, with the default of max_logprob_gap raised to LOW_PRECISION_GAP if engines
+    hold weights or the key-value cache in 8 bits or fewer."""
     gap = LOW_PRECISION_GAP if low_precision and own.max_logprob_gap is None else own.max_logprob_gap
     return dataclasses.replace(own, enabled=own.enabled and enabled, max_logprob_gap=gap)
 
@@ -144,8 +145,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
-    """Returns the config with a number in place of rollouts.max_staleness = auto. The number is `number` if given.
-    Otherwise it is 0 if the engines cannot generate while the trainer trains, and 1 if they can."""
+    """Returns the config with rollouts.max_staleness = auto replaced by a number: `number` if it is given, otherwise 1
+    if the engines can generate while the trainer trains, and 0 if they cannot."""
     if not isinstance(config, TrainConfig) or config.rollouts.max_staleness != "auto":
         return config
     apart = isinstance(config.engine, Servers) and not config.engine.colocate
@@ -156,8 +157,10 @@ def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
 def _evaluated(
     sets: Sets, defaults: Any, reward: Reward, *, drawn: Any = None, data: PromptSet | Sources | None = None
 ) -> tuple[tuple[EvaluatedSet, ...], list[str]]:  # fmt: skip
-    """Returns (the resolved sets of an evaluation, list of errors). There are no sets if there are errors. `data`: the
-    training problems. Sets of your own with neither `fields` nor `settings` inherit its `fields`."""
+    """Returns (resolved problem sets of an evaluation, list of error messages). There are no sets if there are errors.
+
+    `data`: the training problems. The user's own sets that have neither `fields` nor `settings` inherit `data.fields`.
+    """
     fields, given = data.fields if isinstance(data, PromptSet) else {}, sets_of(sets)
     bare = [one.path and not (one.fields or one.settings or generated_name(one.path)) for one in given]
     given = [dataclasses.replace(one, fields=fields) if own else one for one, own in zip(given, bare, strict=True)]
@@ -170,8 +173,9 @@ def _evaluated(
 def _with_references(
     roles: Mapping[str, RoleSpec], parts: Mapping[str, Any], stages: Sequence[StageSpec]
 ) -> dict[str, RoleSpec]:  # fmt: skip
-    """Returns the roles with the field `reference` set. `parts`: the recipe's description of the roles, by name. A role
-    whose loss has a KL term only in some of the `stages` needs a reference too."""
+    """Returns the roles with the field `reference` set. It is True if a role needs a frozen reference for the recipe's
+    scores, or because its loss has a KL term only in some stages. `parts`: {role name: the recipe's description of the
+    role}."""
     read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
     for own in (stage.spec.roles for stage in stages):
         trained = [name for name, part in parts.items() if part.trained and own[name].loss.kl_coef]
@@ -180,8 +184,8 @@ def _with_references(
 
 
 def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
-    """Returns the specification of a run's engines. Builds no training recipe, so that a server process need not import
-    the recipe."""
+    """Returns the specification of a run's engines. Server processes call this function, so it does not import or build
+    the training recipe."""
     registry.add(config.families, "families")
     roles = {name: role for name, role in roles_of(config).items() if role.owner == name and role.head is None}
     more: dict[str, Any] = {}
@@ -202,8 +206,8 @@ def engine_of(config: TrainConfig | EvalConfig | GenerateConfig) -> EngineSpec:
 def roles_of(config: Config) -> dict[str, RoleSpec]:
     """Returns the roles of a training run by name.
 
-    For other commands, returns each model as a role named after its setting: `model`, `junior`, `verifier` or `base`.
-    Models with equal settings share one engine."""
+    For other commands, returns one role per model, named after the model's setting: `model`, `junior`, `verifier` or
+    `base`. Models with equal settings share one engine."""
     corrected = served = False
     config = with_staleness(config)
     if isinstance(config, TrainConfig):
@@ -218,7 +222,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
-    first: dict[Any, str] = {}  # shared base model, or the owner -> role that owns the servers
+    first: dict[Any, str] = {}  # {(path, dtype) of a shared base model, or (owner,): role that owns the servers}
     out: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name

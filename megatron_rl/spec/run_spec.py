@@ -1,6 +1,6 @@
-"""The dataclasses of a run's specification. Every part of a run is built from one of these dataclasses or its fields.
+"""The dataclasses of a run's specification. Every part of a run is built from one of these dataclasses or their fields.
 
-`resolve.resolve` builds them from a config and fills in every default. This module does not import torch.
+`resolve.resolve` builds the specification from a config and fills in every default. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class RoleSpec(RoleConfig):
 
     name: str
     owner: str  # name of the role whose policy and engine this role uses: `same_as` if set, otherwise this role
-    # name of the role whose servers are used: the owner, or a role with another adapter of the same base model
+    # name of the role whose servers this role uses: the owner, or a role with another adapter of the same base model
     servers: str
-    reference: bool = False  # whether the recipe's scores need the frozen reference, regardless of the loss
+    reference: bool = False  # whether a frozen reference model is kept even if this role's loss reads none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +42,27 @@ class EngineSpec:
     """The settings of a run's inference engines, and the models that the engines hold."""
 
     settings: Embedded | Servers
-    # the roles with a separate engine; includes roles whose engine is a third-party endpoint
+    # {name: role} of the roles with a separate engine, including roles whose engine is a third-party endpoint
     roles: Mapping[str, RoleSpec]
     refit: RefitConfig = field(default_factory=RefitConfig)
-    # directory of the server token, the server registry and the server logs:
-    # the run directory, or the output directory of an evaluation or generation
+    # directory that contains the server token, the server registry and the server logs:
+    # the run directory, or the output directory of the commands `eval` and `generate`
     directory: Path
     families: tuple[str, ...] = ()  # import paths of user-defined model families, which server processes must register
     trains: bool = False  # whether a trainer runs beside the engines
-    hosts: int = 1  # number of hosts on which `generate` starts servers, each an equal share of them
-    by_priority: bool = False  # whether servers serve requests by priority: several iterations are generated at once
+    hosts: int = 1  # number of hosts on which `generate` starts servers; each host starts the same number of servers
+    # whether servers serve requests in the order of priorities; needed if several iterations are generated at once
+    by_priority: bool = False
 
     @property
     def opened(self) -> dict[str, RoleSpec]:
-        """Returns the roles, by name, whose engine is started or loaded by the run: all roles of `roles` without an
-        endpoint."""
+        """Returns {name: role} of the roles in `roles` without an endpoint. The run itself starts or loads the engines
+        of these roles."""
         return {name: role for name, role in self.roles.items() if role.endpoint is None}
 
     @property
     def server_roles(self) -> list[str]:
-        """Returns the names of the roles that have separate servers, in the order of `roles`."""
+        """Returns the names of the roles that do not use the servers of another role, in the order of `roles`."""
         return [name for name, role in self.opened.items() if role.servers == name]
 
     @property
@@ -75,24 +76,25 @@ class EngineSpec:
 class DataSpec:
     """The problem sets of a training run."""
 
-    # problem sets by the name of the setting: `data`, or `data.sources.NAME` of each source, and `roles.NAME.data`
+    # {name of the setting: problem set}: `data`, or `data.sources.NAME` for each source, and `roles.NAME.data`
     training: Mapping[str, PromptSet]
     held_out: Sequence[EvaluatedSet]  # problem sets of the evaluations
-    replay: Path | None  # directory of a run whose saved rollouts are trained on; None to generate rollouts
+    replay: Path | None  # directory of a run whose saved rollouts are trained on; None: generate rollouts
 
     @property
     def sources(self) -> dict[str, Source]:
-        """Returns {name: source} of the setting data.sources; {} if the run has a single data set."""
+        """Returns {name of the source: source} of the setting data.sources, or {} if the run has a single data set."""
         named = {name.removeprefix(f"{SOURCES}."): own for name, own in self.training.items()}
         return {name: own for name, own in named.items() if isinstance(own, Source)}
 
     @property
     def weights(self) -> dict[str, float]:
-        """Returns the weight of each source by name; {} if the run has one data set."""
+        """Returns {name of the source: weight} of the setting data.sources, or {} if the run has a single data set."""
         return {name: own.weight for name, own in self.sources.items()}
 
     def of(self, role: str) -> dict[str, PromptSet]:
-        """Returns the problem sets, by setting, of the iterations whose first role is `role`."""
+        """Returns {name of the setting: problem set} for the iterations whose first role is `role`: the role's own
+        `data`, or else the run's `data`."""
         own = f"roles.{role}.data"
         return {
             name: source
@@ -104,10 +106,9 @@ class DataSpec:
 def first_iterations(
     schedule: Sequence[Sequence[tuple[str, ...]]], count: int | None
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Returns the beginning of a training schedule, a list of cycles of iterations: the first `count` iterations. The
-    last cycle may be truncated.
+    """Returns the first `count` iterations of a training schedule, or the whole schedule if `count` is None.
 
-    If `count` is None, returns the whole schedule."""
+    A schedule is a list of cycles, and a cycle is a list of iterations. The last returned cycle may be truncated."""
     found, left = [], sum(map(len, schedule)) if count is None else count
     for cycle in schedule:
         if left <= 0:
@@ -125,7 +126,7 @@ class LoopSpec:
     schedule: tuple[tuple[tuple[str, ...], ...], ...]
     evaluation: Evaluation  # when to evaluate, which checkpoints are kept as the best, and when to stop early
     rollouts: Rollouts  # how many iterations rollouts may be generated ahead of training
-    preflight: Preflight  # checks of the engines before the first update; disabled if saved rollouts are replayed
+    preflight: Preflight  # checks of engine and reward before the first update; disabled if saved rollouts are replayed
 
     @property
     def num_iterations(self) -> int:
@@ -155,14 +156,14 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The part of a specification that all commands share."""
+    """The specification of a run of any command: the fields that all commands share."""
 
     roles: Mapping[str, RoleSpec]
     engine: EngineSpec | None  # None if the command generates no text
     cluster: ClusterSpec
     directory: Path  # the run directory, or the output directory
-    models: Mapping[str, Model]  # keyed by setting name, such as `roles.generator.model`
-    # keyed by setting name: `data`, `roles.NAME.data`; a set of an evaluation as `evaluation.sets.NAME` or `sets.NAME`
+    models: Mapping[str, Model]  # {name of the setting: model}; a name is, for example, `roles.generator.model`
+    # {name of the setting: problem set}; names are `data`, `roles.NAME.data`, `evaluation.sets.NAME` and `sets.NAME`
     sets: Mapping[str, PromptSet]
     reward: Reward | None  # None if no response is graded
     settings: Mapping[str, Any]  # the resolved config as plain Python values, for the run's records and digests
@@ -190,7 +191,7 @@ class GenerateSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSpec(Spec):
-    """The part of a specification that the training commands, `train` and `sft`, share."""
+    """The specification of a training command: the fields that `train` and `sft` share."""
 
     run: Run  # name, seed and checkpoints
     sinks: Sinks
@@ -210,7 +211,7 @@ class SftSpec(TrainingSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """A part of a run with other settings."""
+    """A part of a run (a stage) that overrides some of the run's settings."""
 
     until: int  # number of iterations of the run after which the stage ends
     overrides: Mapping[str, Any]  # {dotted name of a setting: value}
@@ -229,20 +230,23 @@ class RunSpec(TrainingSpec):
     stages: Sequence[StageSpec] = ()
 
     def at(self, iteration: int) -> RunSpec:
-        """Returns the specification of an iteration, counted from 0: that of its stage, or this one after all
-        stages."""
+        """Returns the specification for an iteration, counted from 0: the specification of the iteration's stage, or
+        this specification for iterations after all stages."""
         return next((stage.spec for stage in self.stages if iteration < stage.until), self)
 
     def prompt_limits(self, role: str) -> dict[str, int]:
-        """Returns {setting: maximum prompt length in tokens} of a role, in the run and in each stage."""
+        """Returns {name of the setting: maximum prompt length of a role in tokens}, with one entry for the run and one
+        for each stage."""
         stages = {f"stages[{number}].": stage.spec for number, stage in enumerate(self.stages)}
         name = f"roles.{role}.max_prompt_tokens"
         return {f"{place}{name}": own.roles[role].max_prompt_tokens for place, own in {"": self, **stages}.items()}
 
     @property
     def rewards(self) -> dict[str, Reward]:
-        """Returns the reward functions of the training problems by the setting that names them: `reward`, unless every
-        problem is of a source with a reward function of its own, and `data.sources.NAME.reward`."""
+        """Returns {name of the setting: reward function} of the training problems.
+
+        The settings are `data.sources.NAME.reward` for each source that has a reward, and `reward`. The setting
+        `reward` is left out if every training problem belongs to a source that has a reward."""
         sources, own_sets = self.data.sources, len(self.data.training) > len(self.data.sources)  # roles.NAME.data
         used = own_sets or any(own.reward is None for own in sources.values())
         shared = {"reward": self.reward} if used else {}
@@ -251,18 +255,19 @@ class RunSpec(TrainingSpec):
     @property
     def preflight_set(self) -> str | None:
         """Returns the name of the evaluation set whose problems the preflight grades: the first set that is graded by
-        the run's reward. Returns None for the training problems."""
+        the run's reward. None: the preflight grades training problems."""
         names = [own.name for own in self.data.held_out if own.reward == self.reward and not self.data.sources]
         return names[0] if names else None
 
     @property
     def policy_of(self) -> dict[str, str]:
-        """Returns a mapping from each trained role to the role whose policy is updated with its rollouts."""
+        """Returns {trained role: role whose policy is updated with the rollouts of the trained role}."""
         return {name: self.roles[name].owner for name, part in self.recipe.roles().items() if part.trained}
 
     @property
     def reference_resets(self) -> dict[str, int]:
-        """Returns {name of a policy: number of iterations after which its weights become the reference again}."""
+        """Returns {name of a policy: number of iterations between two resets of its reference model}. A reset replaces
+        the reference by the policy's current weights. Policies without resets are left out."""
         every = {name: self.roles[name].loss.reset_reference_every for name in self.trained_policies}
         return {name: number for name, number in every.items() if number is not None}
 

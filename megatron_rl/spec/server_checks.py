@@ -1,5 +1,5 @@
-"""Checks the settings of engines against the other settings of a run: 8-bit engines, adapters that servers apply, and
-servers in the trainer's GPUs.
+"""Checks the settings of engines against the other settings of a run: engines with low precision, LoRA adapters that
+servers apply, and servers that share the trainer's GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_rl.spec.run_spec import RunSpec
 
 def low_precision_problems(spec: RunSpec) -> Iterator[str]:
     """Yields an error message for each role that is trained without importance weights, although its engine has
-    quantised weights or a quantised KV cache. A loss per rollout, such as DPO's, has no importance weights.
+    quantised weights or a quantised KV cache. Roles with a loss per rollout, such as DPO, are not checked, because such
+    losses have no importance weights.
     """
     for name, role in spec.roles.items() if spec.engine.settings.low_precision else ():
         uncorrected = role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none")

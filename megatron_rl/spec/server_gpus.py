@@ -9,9 +9,9 @@ from megatron_rl.spec.run_spec import EngineSpec
 def number_problems(engine: EngineSpec) -> list[str]:
     """Checks the GPU indices in `engine.gpus` without knowledge of the machine. Returns error messages.
 
-    There is one message if the servers cannot be divided over the hosts, one if GPU indices are repeated, and one if
-    there are fewer indices than the servers of a host need. An empty `engine.gpus` is accepted, because it is correct
-    on a machine without GPUs.
+    Checks that the servers can be divided equally over the hosts, that no GPU index is repeated, and that there are
+    enough indices for the servers of a host. An empty `engine.gpus` is accepted, because it is correct on a machine
+    without GPUs.
     """
     settings, wanted = engine.settings, engine.num_server_gpus // engine.hosts
     if not isinstance(settings, Servers):
@@ -65,5 +65,5 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
 
 
 def _started_by_number(engine: EngineSpec, settings: Servers) -> bool:
-    """Returns whether the command starts the servers itself, on the GPUs listed in engine.gpus."""
+    """Returns whether this command starts the servers on the GPUs listed in `engine.gpus`."""
     return not (settings.urls or settings.colocate or (engine.trains and not settings.start))

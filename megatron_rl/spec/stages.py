@@ -1,4 +1,4 @@
-"""Resolves the stages of a run, parts of the run with other settings, and checks which settings a stage changes."""
+"""Resolves the stages of a run (parts of the run that override settings), and checks which settings a stage changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.spec.run_spec import RunSpec
 
-# Patterns of the settings that a stage may change (CHANGING), and exceptions that no stage may change (FIXED)
+# Patterns of the names of settings: a stage may change a setting if it matches CHANGING and does not match FIXED
 CHANGING = (
     "data.sources.*.weight", "recipe.args.*", "roles.*.loss.*", "roles.*.max_prompt_tokens",
     *(f"roles.*.optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip_grad")),
@@ -25,8 +25,11 @@ LENGTHS = ("roles.*.max_prompt_tokens", "roles.*.sampling.max_tokens")  # settin
 
 
 def config_of(settings: Mapping[str, Any], overrides: Mapping[str, Any], place: str) -> TrainConfig:
-    """Returns the config of a stage, without stages. Raises ConfigError if a setting does not exist, has an invalid
-    value or cannot change during a run. `settings`: the run's config as plain values; `place`: the stage's name."""
+    """Returns the config of a stage: the run's config with the stage's overrides and without stages. Raises ConfigError
+    if a setting does not exist, has an invalid value or cannot change during a run.
+
+    `settings`: the run's config as plain values. `place`: name of the stage, for error messages.
+    """
     before = {**settings, "stages": []}
     trees = [("the config", before)]
     for name, value in overrides.items():
@@ -53,7 +56,8 @@ def config_of(settings: Mapping[str, Any], overrides: Mapping[str, Any], place: 
 
 
 def _changed(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted name, value in the run, value in the stage) of each setting whose values differ."""
+    """Yields (dotted name, value in the run, value in the stage) for each setting that has different values in `old`,
+    the run's config, and `new`, the stage's config."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in {**old, **new}:
             yield from _changed(old.get(key), new.get(key), f"{name}.{key}" if name else key)
@@ -66,7 +70,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def recipe_differences(spec: RunSpec, own: RunSpec) -> Iterator[str]:
-    """Yields an error message if the recipe of a stage has other roles or another schedule than the run's recipe."""
+    """Yields an error message if a stage's recipe differs from the run's recipe in its roles, scores or schedule."""
 
     def fixed(recipe: Any) -> tuple[object, ...]:
         roles = [(name, part.trained, part.head, part.paired) for name, part in recipe.roles().items()]
