@@ -1,4 +1,4 @@
-"""An HTTP client of one server that distinguishes invalid answers, timeouts and refusals."""
+"""An HTTP client of one server. The client distinguishes invalid responses, timeouts and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.config.base import ConfigError
 CONNECT_S = 5.0
 KEPT_S = 2.0  # seconds for which the client keeps an idle connection open; servers close it after five seconds
 CONTROL_S = 60.0  # timeout in seconds of a request to a control route
-CONTROL_BYTES = 16 << 20  # maximum size in bytes of the answer of a control route
+CONTROL_BYTES = 16 << 20  # maximum size in bytes of the response of a control route
 SHOWN = 400  # maximum number of characters of a server's error text in a message
 BUSY = (408, 425, 429)  # HTTP statuses that report a temporary condition, not a wrong request
 TOO_MANY_S = 1.0  # default pause in seconds after HTTP status 429 without a Retry-After header
@@ -28,10 +28,10 @@ ASKS = {"User-Agent": "megatron-rl", "Accept-Encoding": "identity"}
 
 
 class ServerLost(RuntimeError):
-    """Raised when a server did not answer, reported an error of its own, or sent an invalid answer. Another server may
-    answer the same request.
+    """Raised when a server does not respond, reports an internal error, or sends an invalid response. Another server
+    may be able to answer the same request.
 
-    `retry_after_s`: how many seconds the server asks to wait before the next request.
+    `retry_after_s`: number of seconds that the server asks to wait before the next request.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
@@ -40,16 +40,15 @@ class ServerLost(RuntimeError):
 
 
 class RequestRefused(ValueError):
-    """Raised when the server reports that the request is invalid. Any other server would refuse it too."""
+    """Raised when the server reports that the request is invalid. Any other server would refuse the request too."""
 
 
 class Http:
     """A client of one server: JSON or bytes over HTTP, with headers that authenticate the client.
 
-    A request has one deadline for connecting and for the whole answer, however slowly the answer arrives, and an answer
-    has one limit in bytes. `ask` and `exchange` are coroutines; the caller's event loop keeps their connections open
-    for a short time. `call` and `answers` block the calling thread. Several loops and threads may use one client at
-    once.
+    One timeout covers the whole request, from connecting to the last byte of the response. A response has a maximum
+    size in bytes. `ask` and `exchange` are coroutines; the caller's event loop keeps their connections open for a short
+    time. `call` and `answers` block the calling thread. Several event loops and threads may use one client at once.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
@@ -70,27 +69,27 @@ class Http:
         self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True,
         max_bytes: int = CONTROL_BYTES,
     ) -> Any:  # fmt: skip
-        """Sends `body` as JSON and returns the parsed JSON answer. Returns None for an empty answer, or if `says` is
-        False (then the content of the answer is ignored).
+        """Sends `body` as JSON and returns the parsed JSON response. Returns None for an empty response. If `says` is
+        False, ignores the content of the response and returns None.
 
-        Raises ServerLost (also for an answer of more than `max_bytes`), RequestRefused, and ConfigError if the server
+        Raises ServerLost (also for a response of more than `max_bytes`), RequestRefused, and ConfigError if the server
         rejects the client's credentials.
         """
         data = None if body is None else json.dumps(body).encode()
         answer = await self._good(method, path, data, JSON, timeout_s, max_bytes)
         try:
             return json.loads(answer) if says and answer else None
-        except (ValueError, RecursionError) as error:  # the answer is not text, not JSON, or nested too deeply
+        except (ValueError, RecursionError) as error:  # the response is not text, not JSON, or nested too deeply
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
     async def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Posts bytes of the content type `kind` and returns the bytes of the answer. Raises the same errors as
+        """Posts bytes of the content type `kind` and returns the bytes of the response. Raises the same errors as
         `ask`.
         """
         return await self._good("POST", path, body, kind, timeout_s, max_bytes)
 
     def call(self, method: str, path: str, body: Any = None, **terms: Any) -> Any:
-        """Does the same as `ask`, but blocks until the answer has arrived. Must not be called from a running event
+        """Does the same as `ask`, but blocks until the response has arrived. Must not be called from a running event
         loop.
         """
 
@@ -102,7 +101,7 @@ class Http:
             raise ServerLost(f"{self.url}{path}: {error}") from error
 
     def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
-        """Returns whether the server answers a GET request successfully now. Blocks the thread."""
+        """Returns whether the server answers a GET request of `path` successfully now. Blocks the calling thread."""
         try:
             self.call("GET", path, timeout_s=timeout_s)
         except (ServerLost, RequestRefused, ConfigError):
@@ -133,10 +132,10 @@ class Http:
     async def _good(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
     ) -> bytes:
-        """Sends a request and returns the body of an answer with a success status (2xx).
+        """Sends a request and returns the body of the response, if the response has a success status (2xx).
 
         Raises ConfigError for status 401 (wrong credentials), RequestRefused for another status that reports a wrong
-        request, and ServerLost for any other status or if there is no answer.
+        request, and ServerLost for any other status or if there is no response.
         """
         status, headers, data = await self._answer(method, path, body, kind, timeout_s, max_bytes)
         if status == 401:
@@ -153,8 +152,8 @@ class Http:
     async def _answer(
         self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Sends a request and returns status, headers and body of the answer, whatever its status. Raises ServerLost if
-        there is no complete answer in time, or if the answer has more than `max_bytes` bytes.
+        """Sends a request and returns the status, headers and body of the response, for any status. Raises ServerLost
+        if there is no complete response in time, or if the response has more than `max_bytes` bytes.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -222,8 +221,8 @@ class _Connector(aiohttp.TCPConnector):
 
 
 async def _open_session() -> AsyncGenerator[aiohttp.ClientSession]:
-    """Yields an aiohttp session for the running event loop. When the loop ends, asyncio closes the generators that are
-    still open, which closes the session.
+    """Yields an aiohttp session for the running event loop. When the loop ends, asyncio closes this generator, which
+    closes the session.
     """
     connector, cookies = _Connector(limit=0, keepalive_timeout=KEPT_S), aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(connector=connector, cookie_jar=cookies, auto_decompress=False) as session:
@@ -241,12 +240,12 @@ def _check(url: str, headers: Mapping[str, str]) -> None:
     if problem or not host:
         raise ConfigError(f"{url!r} is no URL {problem or 'of a server'}: give http://HOST:PORT or https://HOST")
     if not all(value.isprintable() and value == value.strip() for value in headers.values()):
-        raise ConfigError(  # The message does not show the header's value, because it may be a key.
+        raise ConfigError(  # The message does not show the header's value, because the value may be an API key.
             f"{host}: the API key or a header of requests has a line break, or another character or space that HTTP "
             "does not allow there"
         )
 
 
 def _shown(data: bytes) -> str:
-    """Returns the beginning of an answer's text as one line."""
+    """Returns the beginning of a response's text as one line."""
     return " ".join(data[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]

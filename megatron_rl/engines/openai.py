@@ -1,8 +1,8 @@
 """An engine that uses any OpenAI-compatible endpoint. Prompts are sent to /v1/completions, as token ids if the endpoint
 accepts them.
 
-The settings `roles.NAME.endpoint` describe how endpoints differ. The weights belong to the endpoint and are never
-refitted.
+The settings `roles.NAME.endpoint` describe how endpoints differ. The run never changes the weights of the endpoint's
+model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 # Names under which /v1/models may report the context length.
 CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")
 TOKEN_ID = "token_id:"  # prefix of a token's id if the endpoint reports tokens as ids (`return_tokens_as_token_ids`)
-# A model's vocabulary size is the tokenizer's, rounded up to a multiple of at most this number.
+# Upper bound of a model's vocabulary size: the size of the tokenizer, rounded up to a multiple of this number.
 VOCAB_MULTIPLE = 1024
 
 
@@ -68,9 +68,9 @@ def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | N
 class OpenAiServer(Server):
     """A client of an OpenAI-compatible endpoint. Verified with the OpenAI-compatible server of vLLM 0.32.
 
-    If an answer has no token ids, its text is tokenized, and the log-probs of the completion are nan. Endpoints report
-    log-probs under the model's distribution at temperature 1. If tokens are sampled from another distribution, the
-    log-probs of the completion are nan.
+    If a response has no token ids, the text of the response is tokenized, and the log-probs of the completion are nan.
+    Endpoints report log-probs under the model's distribution at temperature 1. If tokens are sampled from another
+    distribution, the log-probs of the completion are nan.
     """
 
     health, speaker, retry_after_s = MODELS, "a completion", 0.5
@@ -176,7 +176,7 @@ class OpenAiServer(Server):
         return body
 
     async def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
-        """Sends a completion request. Returns the choices in the answer, in order. Raises the errors of `Http.ask`."""
+        """Sends a completion request. Returns the choices of the response by index. Raises the errors of `Http.ask`."""
         answer = await self._http.ask("POST", COMPLETIONS, body, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -184,10 +184,10 @@ class OpenAiServer(Server):
         return choices
 
     def _drawn(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
-        """Parses one choice of an answer as a completion of at most `room` tokens. Raises AnswerError, or another error
-        that `_understood` converts, for a malformed choice.
+        """Parses one choice of a response as a completion of at most `room` tokens. Raises AnswerError, or another
+        error that `_understood` converts to ServerLost, for a malformed choice.
         """
-        # Only vLLM reports which string ended a completion; other endpoints do not tell it from the end of the text.
+        # Only vLLM reports which string ended a completion. Other endpoints report the same for the end of the text.
         about: dict[str, Any] = {"stop_reason": "a stop string" if sampling.stop_strings else None}
         about |= {name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice}
         told = None

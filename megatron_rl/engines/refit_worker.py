@@ -21,9 +21,9 @@ Staging = Literal["off", "host", "device"]  # values of refit.staging other than
 
 
 def beside(shape: torch.Size, dtype: torch.dtype, device: torch.device, staging: Staging) -> Tensor:
-    """Allocates staging memory: it receives the new values of a parameter while the engine, which is on `device`, uses
-    the old values. The memory is on the device if `staging` is "device". Otherwise it is on the host, and is pinned if
-    the engine is on a GPU.
+    """Allocates staging memory, which receives the new values of a parameter while the engine uses the old values.
+    `device`: the device of the engine. The staging memory is on this device if `staging` is "device". Otherwise it is
+    on the host, and is pinned if the engine is on a GPU.
     """
     if staging == "device":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -31,12 +31,12 @@ def beside(shape: torch.Size, dtype: torch.dtype, device: torch.device, staging:
 
 
 class Landing:
-    """The parameters of an inference engine, by their names in the engine, as the destination of a weight sync (refit).
+    """The destination of a weight sync (refit): the parameters of an inference engine, by their names in the engine.
     Implements refit.engine_side.Endpoint.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        # the plan's biases of experts are vectors; engines stack them
+        # in the plan of a weight sync, biases of experts are vectors; engines stack the biases of all experts
         vectors = {name: t.view(-1) if name.endswith("_bias") else t for name, t in parameters.items()}
         self.parameters, self.targets = parameters, Tensors(vectors)
 
@@ -53,7 +53,7 @@ def join(
     """Connects rank `tp_rank` of the `tp` ranks of an engine replica to the trainer's refit store (the key-value store
     of weight syncs) at `address`.
 
-    `landing_of`: makes the landing, which allocates staging memory unless its argument is "off".
+    `landing_of`: creates the Landing of this rank, with staging memory unless the argument is "off".
 
     Raises ValueError if the trainer's model or parallel layout does not match this engine, and TransportError if the
     trainer does not answer.
@@ -78,9 +78,9 @@ def join(
 
 
 def take_part(side: EngineSide | None, version: int, wait_s: float) -> None:
-    """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds; with staging, replaces the
-    weights by those of a refit that has ended. Raises RuntimeError if the engine has not joined a trainer, or if the
-    trainer did not commit `version` on this rank.
+    """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. With staging, the refit has
+    already ended, and this replaces the engine's weights by the received weights. Raises RuntimeError if the engine has
+    not joined a trainer, or if the trainer did not commit `version` on this rank.
     """
     if side is None:
         raise RuntimeError("this engine has not joined a trainer")

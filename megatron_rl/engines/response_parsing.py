@@ -1,6 +1,6 @@
-"""Parses and validates the answers of servers, for all engines. The process at a server's address may be broken or may
-be a different program, so every field is checked before it is used. An invalid answer is treated as a failure of the
-server.
+"""Parses and validates the responses of servers, for all engines. The process at a server's address may be broken or
+may be a different program, so every field is checked before it is used. An invalid response is treated as a failure of
+the server.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 from megatron_rl.engines.http import ServerLost
 
 SLACK = 1e-3  # maximum positive log-prob that is accepted as rounding error
-# Limits of the size of an answer in bytes: a fixed allowance, plus an allowance per requested token.
+# The maximum size of a response in bytes is this fixed allowance, plus an allowance per requested token.
 FREE_BYTES = 16 << 20
-# Allowance per token in a frame: id, log-prob, and the expert choices of 128 layers with 16 experts each.
+# Allowance per token of a binary response: id, log-prob, and the expert choices of 128 layers with 16 experts each.
 FRAME_TOKEN_BYTES = 4096
-JSON_TOKEN_BYTES = 1024  # Allowance per token in JSON: id and log-prob with their text.
+JSON_TOKEN_BYTES = 1024  # Allowance per token of a JSON response: id and log-prob with their text.
 ENTRY_BYTES = 128  # Allowance for each of the most likely tokens at a position.
 
 
 class AnswerError(ValueError):
-    """Raised when the answer of a server is invalid."""
+    """Raised when the response of a server is invalid."""
 
 
 @contextlib.contextmanager
 def understood(url: str, whose: str) -> Iterator[None]:
-    """A context manager for code that parses an answer. Errors that a malformed answer causes are raised as ServerLost,
-    so that the request counts as failed.
+    """A context manager for code that parses a response. Errors that a malformed response causes are raised as
+    ServerLost, so that the request counts as failed.
     """
     try:
         yield
@@ -39,13 +39,13 @@ def understood(url: str, whose: str) -> Iterator[None]:
 
 
 def require(valid: bool, problem: str) -> None:
-    """Raises AnswerError with the text `problem` unless a part of an answer is `valid`."""
+    """Raises AnswerError with the text `problem` if `valid` is False."""
     if not valid:
         raise AnswerError(problem)
 
 
 def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
-    """Converts the token ids `told` in an answer to an array [T] int32. `vocab`: size of the vocabulary; 0 if unknown.
+    """Converts the token ids `told` of a response to an array [T] int32. `vocab`: size of the vocabulary; 0 if unknown.
 
     Raises AnswerError if there are more than `longest` tokens, if `told` is not a list of integers, or if an id is
     outside the vocabulary.
@@ -67,7 +67,7 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
 
 
 def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts the log-probs `told` in an answer to a float32 array of the given shape.
+    """Converts the log-probs `told` of a response to a float32 array of the given shape.
 
     Raises AnswerError if the shape differs, if a value is not a finite number, or if a value is above 0 by more than
     rounding error.
@@ -83,9 +83,9 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:
-    """Checks the weight versions in an answer: pairs of (index of the first token, weight version) for a completion of
-    `length` tokens. Returns them as a list. Raises AnswerError if the first pair does not start at the first token, or
-    if a start or a version decreases.
+    """Checks the weight versions in a response: pairs of (index of the first token, weight version) for a completion of
+    `length` tokens. Returns the pairs as a list. Raises AnswerError if the first pair does not start at the first
+    token, or if the token indices or the versions decrease.
     """
     found = [(start, version) for start, version in spans]
     numbers = [number for span in found for number in span]
@@ -99,7 +99,7 @@ def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[i
 
 
 def read_whole(told: Any, lowest: int) -> int:
-    """Returns the value `told` of an answer if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
+    """Returns the value `told` of a response if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
     valid = type(told) is int and told >= lowest
     require(valid, f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
     return told

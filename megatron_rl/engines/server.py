@@ -1,5 +1,5 @@
-"""The client interface of one rollout server, which the clients of all engines implement for a pool, and their shared
-code.
+"""The base class for clients of one rollout server. A pool of servers has one client per server. Each kind of engine
+has a subclass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.engines.protocol import Completion, Sampling, TopScores
 from megatron_rl.types import Stop
 
 STOPS = {"length": Stop.LENGTH, "abort": Stop.ABORTED}
-MARGIN_S = 30.0  # seconds by which the timeout of a request of a weight sync exceeds the maximum duration of a refit
+MARGIN_S = 30.0  # seconds by which the timeout of a refit request exceeds the maximum duration of the refit
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Adapters:
 
 
 class Server:
-    """A client of one replica. Every method that sends a request raises ServerLost if the replica does not answer in
-    time, and RequestRefused if it refuses the request.
+    """A client of one server (replica). Every method that sends a request raises ServerLost if the server does not
+    answer in time, and RequestRefused if the server refuses the request.
 
     Requests for rollouts and scores, many of which run concurrently, are coroutines on the caller's event loop. The
     other methods block the calling thread. The methods for weight syncs (refits) and sleep are no-ops for a server
@@ -40,9 +40,9 @@ class Server:
     """
 
     health: ClassVar[str]  # route that answers successfully while the server is ready
-    version_route: ClassVar[str | None] = None  # route that answers `weight_version`; None if weights never change
+    version_route: ClassVar[str | None] = None  # route that returns `weight_version`; None if weights never change
     speaker: ClassVar[str]  # name of the engine in the possessive, for error messages, such as "vLLM's"
-    # seconds before a request is sent again if the server failed it and did not ask for another time
+    # seconds before a failed request is sent again, unless the server asks for another delay
     retry_after_s: ClassVar[float] = 0.0
 
     def __init__(
@@ -75,7 +75,7 @@ class Server:
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """Returns for each sequence [T] int32 the log-probs of its tokens under the model at temperature 1 (0 for the
         first token), and the k most likely tokens at every position (k may be 0). Raises EngineError if the server
-        cannot return them.
+        cannot return these values.
         """
         raise NotImplementedError
 
@@ -127,7 +127,7 @@ class Server:
         self._http.close()
 
     def _understood(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager for code that parses an answer: if the answer is malformed, raises ServerLost."""
+        """Returns a context manager for code that parses a response. It raises ServerLost for a malformed response."""
         return response_parsing.understood(self.url, self.speaker)
 
     def _post(self, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
@@ -148,11 +148,11 @@ class Server:
         experts: np.ndarray | None = None,
     ) -> Completion:
         """Checks and returns one completion of T `tokens`. Raises AnswerError for invalid values, and KeyError if
-        `about` lacks one.
+        `about` lacks a field.
 
-        `about`: why the completion ended (`finish_reason`, and in `stop_reason` the token or string that ended it) and,
-        if the server's weights change, their versions (`weight_versions`, pairs of the first token and the name of the
-        version).
+        `about`: a mapping with the fields `finish_reason` (why the completion ended), `stop_reason` (the token or
+        string that ended the completion) and, if the server's weights change, `weight_versions` (pairs of the index of
+        the first token and the name of the weight version).
         `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none (nan in the
         completion).
         `model`: [T] log-probs under the model at temperature 1, or None if the server returned none.
@@ -174,7 +174,9 @@ class Server:
         )
 
     def _stop(self, reason: str, by: Any, sampling: Sampling) -> Stop:
-        """Returns why a completion ended. `by`: the token or string that ended it, or None for the end of the text."""
+        """Returns why a completion ended. `reason`: the reason that the server reports. `by`: the token or string that
+        ended the completion, or None. The reason "stop" without a token or string is the end of the text.
+        """
         match reason, by:
             case "stop", None:
                 return Stop.EOS

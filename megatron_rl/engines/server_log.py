@@ -18,7 +18,7 @@ MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500
 CALLED = ("/torch/", "/pydantic/")
 QUIET = ("DEBUG", "INFO", "WARNING")  # log levels of lines that report no error, even if they contain a traceback
 TRACEBACK = "Traceback (most recent call last):"
-# Format of an output line of vLLM: the process; in a logger's line the level, time and location; the text.
+# Matches a line of vLLM's output: the process, then in log lines the level, time and location, then the text.
 LINE = re.compile(
     r"(?P<process>(?:\([^()]* pid=\d+\) )*)"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?(?P<text>.*)"
@@ -65,7 +65,7 @@ def first_error(lines: Iterable[str]) -> list[str]:
     Returns an empty list if there is no error.
     """
     parsed = [match for line in lines if (match := LINE.fullmatch(line))]
-    spoken: list[str] = []  # the first line of level ERROR or CRITICAL, for a process that shows no exception
+    spoken: list[str] = []  # first line of level ERROR or CRITICAL, returned if no process shows an exception
     for number, line in enumerate(parsed):
         process, level, text = line["process"], line["level"], line["text"]
         if level in QUIET or text[:1].isspace():

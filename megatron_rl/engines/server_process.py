@@ -22,18 +22,20 @@ from megatron_rl.run import atomic_files
 from megatron_rl.run.parent_death import end_with_parent
 
 GRACE_S = 20.0  # seconds between SIGTERM and SIGKILL when a server is stopped
-TIDY_S = 5.0  # seconds for the process that removes a stopped server's shared memory
+TIDY_S = 5.0  # seconds that the process which removes a stopped server's shared memory gets before it is killed
 TIDY_POLL_S = 0.05
 NOTE_S = 5.0  # seconds between two checks of a starting server's shared memory
 POLL_S = 0.2
-# Variables of torchrun that a server must not inherit, because it is not a rank. With TORCHELASTIC_USE_AGENT_STORE its
-# processes would wait forever for torchrun's store.
+# Environment variables of torchrun. A server must not inherit them, because a server is not a rank.
+# With TORCHELASTIC_USE_AGENT_STORE, the processes of a server would wait forever for torchrun's store.
 LAUNCHER = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ROLE)_.*")
 METADATA = "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n"
 
 
 class StartError(EngineError):
-    """Raised when a server did not start. The message has the last lines of its log, and the first error in the log."""
+    """Raised when a server does not start. The message has the last lines of the server's log, and the first error in
+    the log.
+    """
 
 
 class ServerProcess:
@@ -92,7 +94,7 @@ class ServerProcess:
         """
         end, note = time.monotonic() + timeout_s, time.monotonic() + NOTE_S
         while True:
-            # Call `ready` first: an answer after the server has ended comes from another server at the same port.
+            # Call `ready` first: a response after the server has ended comes from another server at the same port.
             answers, status = ready(), self.ended()
             if (answers and status is None) or time.monotonic() > note:
                 self._segments.note(processes.members(self.pid))

@@ -1,5 +1,5 @@
-"""A registry of running servers: each server has a small file in a directory that all hosts of a job can read, and
-renews the file while it lives.
+"""A registry of running servers. Each server has a small file in a directory that all hosts of a job can read. The file
+is renewed as long as the server is running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Listing:
     log: str
     node: str = ""  # node of a Slurm job
     job: str = ""
-    beat: int = 0  # heartbeat counter, increased while the server lives; clocks of different hosts are never compared
+    beat: int = 0  # heartbeat counter, increased while the server runs; a counter, because clocks of hosts may differ
 
     def __post_init__(self) -> None:
         """Raises TypeError if a field has a wrong type: the values may come from a file that another program has
@@ -79,7 +79,7 @@ class ServerRegistry:
 
     def write(self, listing: Listing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # The incarnation is unique, while a process id would not be unique across hosts.
+        # The file name contains the incarnation, because a process id would not be unique across hosts.
         draft = self.directory / f".{listing.name}.{listing.incarnation}"
         draft.write_text(json.dumps(asdict(listing)))
         draft.replace(self._path(listing))

@@ -1,10 +1,10 @@
 """Removes the shared memory and the semaphores that killed servers leave in /dev/shm.
 
-The processes of a server communicate (vLLM, SGLang, torch, NCCL) through files in /dev/shm, whose names do not identify
-their owner. Python's multiprocessing has a process that removes the files when all other processes have ended. If that
-process is killed too, the files stay until the machine is rebooted. A server's owner therefore keeps a list of the
-files, also in /dev/shm, and holds a lock on the list while the owner lives. Later processes of the same user on this
-machine remove the files of lists without an owner.
+The processes of a server communicate (vLLM, SGLang, torch, NCCL) through files in /dev/shm. The names of these files do
+not identify their owner. Python's multiprocessing has a process that removes the files when all other processes have
+ended. If this process is killed too, the files stay until the machine is rebooted. Therefore, the process that starts a
+server (the owner) keeps a list of the server's files, also in /dev/shm, and locks the list as long as the owner runs.
+Later processes of the same user on this machine remove the files in lists whose owner has ended.
 """
 
 from __future__ import annotations

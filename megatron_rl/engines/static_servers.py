@@ -1,4 +1,4 @@
-"""Servers at fixed addresses that do not register themselves: the run registers them while they answer."""
+"""Servers at fixed addresses, which do not register themselves. The run registers each server while it responds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import BEAT_S, Announcement, Listing, ServerRegistry
 
-# Number of consecutive failed checks after which a server is removed from the registry. A later answer may come from a
-# restarted server.
+# Number of consecutive failed checks after which a server is removed from the registry.
+# If the server responds later, it may have been restarted, so it is registered as a new incarnation (start).
 FAILURES = 2
 
 

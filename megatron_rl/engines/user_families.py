@@ -1,4 +1,6 @@
-"""Registers user-defined model families inside an engine's server, whose process reads no config."""
+"""Registers user-defined model families in the process of an engine's server. The families are passed in an environment
+variable, because this process reads no config.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,19 @@ from collections.abc import Sequence
 
 from megatron_rl.models import registry
 
-# Name of the server's environment variable with model families: package.module:FAMILY, separated by spaces.
+# Name of the environment variable with the model families, each as package.module:FAMILY, separated by spaces.
 VARIABLE = "MEGATRON_RL_FAMILIES"
 
 
 def variables(targets: Sequence[str]) -> dict[str, str]:
-    """Returns the environment variables that make a server know the user-defined model `families` of a config."""
+    """Returns the environment variables that pass user-defined model families to a server. `targets`: the setting
+    `families` of a config, each as package.module:FAMILY.
+    """
     return {VARIABLE: " ".join(targets)} if targets else {}
 
 
 def learn() -> None:
-    """Registers the user-defined model families that this process's environment names. Raises ConfigError, a
-    ValueError, if a family cannot be imported.
+    """Registers the user-defined model families that this process's environment names. Raises ConfigError (a subclass
+    of ValueError) if a family cannot be imported.
     """
     registry.add(os.environ.get(VARIABLE, "").split(), VARIABLE)

@@ -12,8 +12,8 @@ from megatron_rl.engines.protocol import Completion
 
 
 def seed_after(seed: int, written: int) -> int:
-    """Returns the seed for continuing a completion that has `written` tokens. It differs from the seeds of the other
-    samples of the prompt, which are consecutive numbers.
+    """Returns the seed for continuing a completion that has `written` tokens. This seed differs from the seeds of the
+    prompt's other samples, which are consecutive numbers.
     """
     return seed if written == 0 else sampling_seeds.stream_key(seed, 0, written) & (1 << 62) - 1
 
@@ -49,8 +49,8 @@ def dated(completion: Completion, version: int) -> Completion:
 
 
 def spans(versions: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Cleans up the weight versions of a completion of `length` tokens: pairs of (first token, version). Drops pairs
-    without tokens, and merges adjacent pairs with the same version.
+    """Cleans up the weight versions of a completion of `length` tokens, which are pairs of (index of the first token,
+    version). Drops pairs that cover no tokens, and merges adjacent pairs with the same version.
     """
     out: list[tuple[int, int]] = []
     for start, version in versions:

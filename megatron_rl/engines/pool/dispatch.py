@@ -87,7 +87,7 @@ class Dispatcher:
         self.members, self.failures = members, 0  # failures: number of times that a request failed and was sent again
         self.full = FullPrompts(members.role)
         self._look_s, self._tend = look_s, tend
-        descriptors()  # raises the limit of open file descriptors, because each request in progress has a connection
+        descriptors()  # increases the limit of open file descriptors: each request in progress has a connection
         self._queue = RequestQueue(members, shared)
         self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
         self._looks: dict[Member, asyncio.Future[None]] = {}  # checks in progress
@@ -134,7 +134,7 @@ class Dispatcher:
         return None if task is None else task.result()
 
     async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
-        """Sends a request to one server after another until a server answers it. Returns the answer and the server.
+        """Sends a request to one server after another until a server answers it. Returns the response and the server.
         Must run on the dispatcher's event loop.
 
         Raises EngineError if live servers fail the request `limits.attempts` times, if LOST_UNDER servers are lost

@@ -1,5 +1,5 @@
-"""The servers of one role: which are alive, which serve, and the load of each. Also monitors the servers that a server
-registry lists.
+"""The servers of one role: which servers are alive, which servers get requests, and the load of each server. Also
+monitors the servers that a server registry lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Limits:
 
     servers: int  # maximum number of servers
     at_once: int  # maximum number of concurrent sequences per server
-    max_batch: int | None = None  # maximum number of sequences that one server decodes together; None: at_once
+    max_batch: int | None = None  # maximum number of sequences that one server decodes together; None: same as at_once
     attempts: int = 3  # maximum number of attempts of a request if live servers fail it
     request_timeout_s: float = 600.0
     wait_s: float = 1800.0  # maximum seconds to wait until a server is available
@@ -96,7 +96,7 @@ class Members:
         self.hopeless: Callable[[], str | None] = lambda: None
         self.refitting = False  # True while servers receive new weights (a refit) and will serve soon
         self.closing = threading.Event()
-        # seconds for which places of servers were occupied, summed over places, up to time.monotonic() = `_counted`
+        # total seconds for which sequences occupied decoding slots of servers, until time.monotonic() was `_counted`
         self._occupied_s, self._counted = 0.0, time.monotonic()
         self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
@@ -135,7 +135,9 @@ class Members:
             member.load, member.requests = member.load + sequences, member.requests + requests
 
     def occupied_s(self) -> float:
-        """Returns the seconds for which sequences occupied places of the servers so far, summed over all places."""
+        """Returns the total time in seconds for which sequences have occupied decoding slots of the servers, summed
+        over all slots. A server has one slot for each sequence that it can decode at once.
+        """
         with self.change:
             now, most = time.monotonic(), self.limits.max_batch or self.limits.at_once
             self._occupied_s += (now - self._counted) * sum(min(m.load, most) for m in self.by_replica.values())
@@ -212,8 +214,8 @@ class ListedMembers(Members):
         super().close()  # closes a server that joined meanwhile
 
     def look(self, listings: Sequence[Listing], now: float) -> None:
-        """Updates the pool's servers from registry entries that were read at time `now`. Checking whether a server is
-        ready may take seconds, during which the heartbeats of other servers are not seen.
+        """Updates the pool's servers from registry entries. `now`: value of time.monotonic() when the entries were
+        read. The current time would be too late, because checking whether servers are ready may take seconds.
         """
         for listing in listings:
             if 0 <= listing.replica < self.limits.servers:
@@ -274,8 +276,8 @@ class Waiting:
         self._next = 0.0  # when the next log line is due
 
     def on(self) -> None:
-        """Records that no server is available now. Raises EngineError if this has been so for `limits.wait_s` seconds
-        without a call of `over`, if `members.hopeless` returns a reason, or if the pool is closed.
+        """Records that no server is available now. Raises EngineError if no server has been available for
+        `limits.wait_s` seconds, if `members.hopeless` returns a reason, or if the pool is closed.
         """
         self._members.check_open()
         limit_s, role, now = self._members.limits.wait_s, self._members.role, time.monotonic()

@@ -46,7 +46,7 @@ class PoolSession(SessionBase):
         super().__init__(log)
         self._dispatcher, self._priority = dispatcher, priority
         self._asked: dict[int, _Asked] = {}  # unanswered requests, by key
-        # by key of a request: the server that answered it, which has the request's prefix in its cache
+        # {key of an answered request: the server that answered it and has the request's prefix in its cache}
         self._homes: dict[int, Member] = {}
         self._work = Outstanding()
 
@@ -64,9 +64,10 @@ class PoolSession(SessionBase):
             asked = _Asked(key, prompt, sampling, address, known, self._work, prefer)
             self._asked[key] = asked
             missing = asked.missing
-        # The n samples of a prompt are one request to a server, unless the log has some of the samples. A request keeps
-        # its places at the server until its longest sample is complete. So if the iteration is generated ahead of
-        # training, each sample is a separate request: samples of other iterations use the place of a finished sample.
+        # The n samples of a prompt are one request to a server, unless the log has some of the samples.
+        # A request occupies capacity for all its samples until the longest sample is complete. Therefore, if an
+        # iteration is generated ahead of training, each sample is a separate request, and samples of other iterations
+        # use the capacity of a finished sample.
         for samples in [range(sampling.n)] if whole else [range(j, j + 1) for j in missing]:
             self._dispatcher.submit(asked.work, self._write, asked, samples)
         if not missing:
@@ -77,9 +78,10 @@ class PoolSession(SessionBase):
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """Implements `engines.protocol.Session.answers`.
 
-        Waits, and logs this, while no server has the current weights. Raises EngineError if no server is available
-        within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if a request
-        is invalid for every server; ConfigError if servers belong to another run. An error cancels all requests.
+        While no server has the current weights, waits and logs that the run waits. Raises EngineError if no server is
+        available within `engine.wait_s`, or if live servers failed a request `engine.attempts` times; RequestRefused if
+        a request is invalid for every server; ConfigError if servers belong to another run. An error cancels all
+        requests.
         """
         waiting = Waiting(self._dispatcher.members)
         ended = False

@@ -12,11 +12,11 @@ from megatron_rl.engines.pool.membership import Member, Members
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError
 
-# The server that has the request's prefix in its cache is preferred if its load exceeds the lowest load of a server by
-# at most this share of a server's capacity.
+# A server that has a request's prefix in its cache is preferred to the least loaded server, if the difference of their
+# loads is at most this share of a server's capacity.
 PREFIX_SHARE = 0.25
-# Seconds for which a server that failed a request gets no requests if other servers are free: it may look idle because
-# it fails requests at once.
+# Seconds for which a server that failed a request gets no requests if other servers are free.
+# Such a server may have a low load only because it fails requests immediately.
 FAILED_S = 5.0
 Place = tuple[Member, int]  # the assigned server, and the version of the server's weights
 
@@ -85,8 +85,8 @@ class RequestQueue:
         self.admit()
 
     def look(self) -> None:
-        """Cancels requests that no caller waits for any more, and assigns servers to the other requests. Call it when a
-        server became available or unavailable.
+        """Cancels requests that no caller waits for any more, and assigns servers to the other requests. Call this
+        method when a server has become available or unavailable.
         """
         for waiter in (*self._again, *(each for line in self._first.values() for each in line)):
             if waiter.place.done():

@@ -1,5 +1,5 @@
-"""Several servers used as one engine. A request goes to the least loaded server. If a server fails it, it is sent to
-another server. Servers without the current weights get no requests.
+"""Several servers used as one engine. A request goes to the least loaded server. If the server fails the request, the
+request is sent to another server. Servers without the current weights get no requests.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ServerEngine:
     async def _score(
         self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
     ) -> dict[int, TopScores]:
-        """Scores some of the sequences on one server. Returns the scores by index of the sequence. `places`: the
-        indices.
+        """Scores some of the sequences of a caller on one server. Returns {index of a sequence: scores}. `places`: the
+        indices of `sequences` among all sequences of the caller.
         """
 
         async def ask(member: Member, version: int) -> list[TopScores]:
@@ -121,8 +121,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Callback that puts all servers to sleep, sends the current weights to servers without them, and wakes all
-        # servers. Set only if the servers use the trainer's GPUs.
+        # Callback that puts all servers to sleep, sends the current weights to servers that lack them, and wakes all
+        # servers. The callback is set only if the servers use the trainer's GPUs.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated, self._away = settings.colocate, False  # _away: True between `sleep` and `wake`
         self._owner = threading.get_ident()
@@ -130,7 +130,7 @@ class Pool(ServerEngine):
         self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{role}")
         self._updates: dict[Member, concurrent.futures.Future[None]] = {}
         self._staging: list[Member] = []  # servers that take part in a refit while they generate
-        # Time (perf_counter) of the pause for the current refit, and duration of the last refit's pause in seconds
+        # `_paused`: perf_counter() when the current refit paused the servers; `pause_s`: seconds of the last pause
         self._paused, self.pause_s = 0.0, 0.0
         super().__init__(members, look_s=look_s, shared=shared)
 
@@ -141,9 +141,10 @@ class Pool(ServerEngine):
         `address` begins now.
 
         Returns the replicas that take part. These servers are paused as `engine.pause` specifies, and get no requests
-        until they have the new weights. With `staged`, they go on with their present weights until `swap`. Without
-        `only`, waits for a first server, and raises EngineError if no server is available within `engine.wait_s`. Does
-        not wait for servers on the trainer's GPUs, because they cannot be started now.
+        until they have the new weights. With `staged`, the servers are not paused before `swap`, and go on with their
+        present weights until then. Without `only`, waits for a first server, and raises EngineError if no server is
+        available within `engine.wait_s`. Does not wait for servers on the trainer's GPUs, because such servers cannot
+        be started now.
         """
         waiting = None if self._colocated else Waiting(self.members)
         if waiting is None and only is None:
@@ -177,7 +178,8 @@ class Pool(ServerEngine):
 
     def _pause(self, version: int, members: Sequence[Member], *, all_stale: bool, wait_s: float) -> list[Member]:
         """Pauses servers and starts their updates to `version`. Returns the servers that could be paused. `all_stale`:
-        the other servers lack this version. `wait_s`: maximum seconds until the weights begin to arrive.
+        whether the pool's other servers lack this version and get no requests either. `wait_s`: maximum seconds until
+        the weights begin to arrive.
         """
         self._paused = time.perf_counter()
         with self.members.change:
@@ -275,8 +277,8 @@ class Pool(ServerEngine):
         """Runs one request of a weight sync, sleep or wake-up on a server. Returns whether the request succeeded. A
         server that fails it gets no requests until it has received the weights again.
 
-        `failing`: what the server failed to do, for the log. `hang_up`: whether to abort the requests that the server
-        has, so that they are sent to other servers, if it fails.
+        `failing`: what the server failed to do, for the log. `hang_up`: whether a failure also aborts the server's
+        requests in progress, so that these requests are sent to other servers.
         """
         with self.members.change:
             member.requests += 1
@@ -308,7 +310,7 @@ def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:
 
 
 def _shares(lengths: Sequence[int], servers: int) -> list[list[int]]:
-    """Divides sequences of the given lengths into scoring requests, so that every server gets some. Returns the
+    """Divides sequences of the given lengths into scoring requests, so that there is work for every server. Returns the
     sequence indices of each request.
     """
     most = min(SCORED_SEQUENCES, -(-len(lengths) // servers))

@@ -13,13 +13,13 @@ class SharedGpus:
     Two processes on a GPU get time slices of milliseconds, scheduled separately on each GPU. A rank of a multi-GPU
     server would wait in a collective for another rank whose GPU currently runs the other server, and a decoding step
     has dozens of collectives. A role waits until no request of the other role is in progress, even if requests of the
-    other role keep arriving. This wait ends, because no answer depends on another role's answer. (Source: NVIDIA's
-    documentation of time slicing and of MPS; not measured.)
+    other role keep arriving. This wait ends, because no request depends on the response to a request of another role.
+    (Source: NVIDIA's documentation of time slicing and of MPS; not measured.)
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the fields below
-        # by role: callback that makes the role's waiting requests look for a server
+        # {role: callback that makes the role's waiting requests look for a server}
         self._looks: dict[str, Callable[[], None]] = {}
         self._waiting: dict[str, None] = {}  # roles that were refused, in order
         self._role, self._under_way = "", 0
@@ -44,9 +44,7 @@ class SharedGpus:
             return True
 
     def leave(self) -> None:
-        """Must be called when a request ends. If it was the last request in progress, the other roles may use the
-        GPUs.
-        """
+        """Records that a request has ended. If no request is in progress any more, the other roles may use the GPUs."""
         with self._lock:
             self._under_way -= 1
             waiting = [] if self._under_way else [self._looks[role] for role in self._waiting]

@@ -26,7 +26,7 @@ from megatron_rl.frames import Arrays, unpack_parts
 
 FACTS = "/server_info"
 FLUSH_S = 30.0  # maximum seconds to wait until the last batch has finished, so that the KV cache can be emptied
-# SGLang's pause mode for each `engine.pause`. A retracted request recomputes its KV cache with the new weights.
+# {value of engine.pause: SGLang's pause mode}. A retracted request recomputes its KV cache with the new weights.
 PAUSES = {"abort": "abort", "wait": "retract", "keep": "retract"}
 RESERVED = 5  # number of tokens that SGLang keeps free after the longest prompt that it accepts
 
@@ -74,7 +74,7 @@ class SglangServer(Server):
             return [empty(sampling)] * sampling.n
         n = 1 if sampling.greedy else sampling.n
         body = self._request(prompt.tolist(), sampling, n, seed, facts)
-        if priority:  # the default; SGLang can be configured to refuse priorities
+        if priority:  # the default 0 is not sent, because SGLang can be configured to refuse priorities
             body["priority"] = priority
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
@@ -134,7 +134,7 @@ class SglangServer(Server):
 
     def sleep(self, *, discard: bool) -> None:
         """Implements `Server.sleep`. The weights are copied to the host even if `discard` is set, because SGLang makes
-        this choice when it starts. SGLang must be idle when it releases memory, or its scheduler exits.
+        this choice when it starts. SGLang must be idle when it releases memory, otherwise SGLang's scheduler exits.
         """
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=self._refit_timeout_s)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
@@ -186,7 +186,7 @@ class SglangServer(Server):
     async def _ask(
         self, body: dict[str, Any], count: int, timeout_s: float, max_bytes: int
     ) -> list[tuple[Mapping[str, Any], Arrays]]:
-        """Sends a request. Returns (description, arrays) of each completion or sequence in the answer."""
+        """Sends a request. Returns (description, arrays) of each completion or sequence in the response."""
         with self._counted():
             asked = json.dumps(body).encode()
             answer = await self._http.exchange(GENERATE, asked, JSON, timeout_s=timeout_s, max_bytes=max_bytes)
@@ -196,8 +196,8 @@ class SglangServer(Server):
         return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        """Raises RequestRefused for an empty prompt and for token ids outside the vocabulary, which would crash SGLang
-        or be accepted.
+        """Raises RequestRefused for an empty prompt and for token ids outside the vocabulary, because SGLang would
+        crash or would accept them.
         """
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocab:
             raise RequestRefused(
@@ -205,8 +205,8 @@ class SglangServer(Server):
             )
 
     def _drawn(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
-        """Parses one completion of at most `room` tokens. Raises AnswerError, or another error that `_understood`
-        converts, for a malformed answer.
+        """Parses one completion of at most `room` tokens. For a malformed response, raises AnswerError, or another
+        error that `_understood` converts to ServerLost.
         """
         tokens = response_parsing.read_tokens(own["tokens"], self._vocab, room)
         scaled = response_parsing.read_logprobs(own["scaled"], tokens.shape)
@@ -229,8 +229,8 @@ class SglangServer(Server):
         return self._scores(logprobs, ids)
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
-        """Sends an order (see worker.Refits) to every rank of the server. Before it, SGLang's weights are restored to
-        the form in which they were loaded; after it, SGLang processes the weights again.
+        """Sends an order (see worker.Refits) to every rank of the server. Before the order, SGLang restores the weights
+        to the form in which they were loaded. After the order, SGLang processes the weights again.
         """
         packed = base64.b64encode(pickle.dumps(order)).decode()  # the request contains only numbers and strings
         body = {"serialized_named_tensors": [packed] * self._tp, "flush_cache": False, "selector": "target"}

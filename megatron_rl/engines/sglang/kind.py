@@ -36,8 +36,8 @@ def command(settings: Sglang, start: ServerStart) -> Command:
         words += ["--quantization", start.quantization, "--load-format", "dummy"]
         words += ["--json-model-override-args", json.dumps({"quantization_config": about})]
     if start.by_priority:
-        # Requests that state no priority, such as scoring requests, are served first. Running requests are not
-        # interrupted for them, because their tokens would be computed again.
+        # Requests without a priority number, such as scoring requests, are served first.
+        # Running requests are not interrupted for more urgent requests: this would compute their tokens again.
         words += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
         words += ["--default-priority-value", "0", "--disable-priority-preemption"]
     if not start.on_gpu and (start.quantization or settings.cache_width):
@@ -55,7 +55,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     environment = {
         TOKEN_FILE: str(start.token_file),
         "HF_HUB_OFFLINE": "1",
-        # /health needs no token, so a request to it must not generate tokens; it must not fail during a refit.
+        # /health needs no authentication, so it must not generate text. It must also not fail during a refit.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     if start.on_gpu:

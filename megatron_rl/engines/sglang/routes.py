@@ -1,7 +1,7 @@
-"""The route of an SGLang server for rollouts and scoring. It returns SGLang's answer in binary form.
+"""The route of an SGLang server for rollouts and scoring. It returns SGLang's response in binary form.
 
-SGLang answers in JSON with a list for every token; parsing it takes seconds per million tokens. This middleware moves
-the parsing from the driver to the server. The module runs inside the server and needs only numpy.
+SGLang's response is JSON with a list for every token. Parsing this JSON takes seconds per million tokens. This
+middleware moves the parsing from the driver to the server. The module runs inside the server and needs only numpy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
 from megatron_rl.frames import CONTENT_TYPE, Arrays, pack_parts
 
-# PATH: route that this module adds to the server; OWN: SGLang's route to which its requests are forwarded
+# PATH: route that this module adds to the server; OWN: SGLang's route to which requests to PATH are forwarded
 PATH, OWN = "/megatron_rl/generate", "/generate"
-# Arrays of log-probs: name in a frame -> (name in SGLang's `meta_info`, whether each token has a separate list there).
+# Arrays of log-probs. {name in the response: (name in SGLang's `meta_info`, whether each token has a list there)}
 LOGPROBS = {
     # log-probs after temperature, before truncation; at temperature 1 for greedy completions
     "scaled": ("output_token_logprobs", True),
@@ -31,7 +31,7 @@ TOP = "input_top_logprobs"
 
 class Framed:
     """An ASGI application that wraps SGLang's application. A request to PATH is forwarded to `/generate`, and SGLang's
-    answer is returned as a frame (frames.py).
+    response is returned as a frame (frames.py).
 
     Each completion is a part of the frame, with `finish_reason`, `stop_reason` and `weight_versions` as in vLLM's route
     (engines/vllm/routes.py), and the array `tokens` int32. If requested, the part also has the float32 arrays of
@@ -64,7 +64,9 @@ class Framed:
 
 
 def framed(answer: bytes) -> bytes:
-    """Converts the body of SGLang's answer to a frame. Raises KeyError or TypeError if the answer is malformed."""
+    """Converts the body of SGLang's response to a frame (a binary message, see frames.py). Raises KeyError or TypeError
+    if the response is malformed.
+    """
     said, parts = json.loads(answer), []
     for each in said if isinstance(said, list) else [said]:
         about = each["meta_info"]

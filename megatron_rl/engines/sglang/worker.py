@@ -1,5 +1,5 @@
-"""The code of this package that runs inside an SGLang server: it starts the server with token authentication, and
-implements the part of every tensor-parallel rank in a refit.
+"""The code of this package that runs inside an SGLang server. It starts the server with token authentication, and makes
+every tensor-parallel rank take part in refits (weight syncs).
 
 python -m megatron_rl.engines.sglang.worker ARGUMENTS OF SGLANG'S LAUNCHER
 """
@@ -98,7 +98,7 @@ class SglangLanding(refit_worker.Landing):
         parameters: dict[str, Tensor] = {}
         for prefix, layer in model.named_modules():
             if isinstance(layer, RadixAttention):
-                continue  # with quantised weights it has scales of the KV cache, which stay 1
+                continue  # its parameters are not refitted: scales of the KV cache, which stay 1 (quantised weights)
             if getattr(layer, "use_intel_amx_backend", False):
                 raise ValueError(
                     f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm"
@@ -120,8 +120,8 @@ class SglangLanding(refit_worker.Landing):
 
 
 class Refits:
-    """Replaces SGLang's weight update from tensors by weight syncs (refits). In place of tensors, a request has an
-    order of engines.sglang.client.SglangServer: to join a trainer, or to take part in a refit.
+    """Replaces SGLang's weight update from tensors by weight syncs (refits). Instead of tensors, a request contains an
+    order that engines.sglang.client.SglangServer has sent: to join a trainer, or to take part in a refit.
     """
 
     def __init__(self) -> None:
@@ -202,8 +202,8 @@ def _lock(directory: str | Path) -> None:
 
 
 def _freeze_gc(arguments: Any) -> None:
-    """Sends a request with the token to SGLang's /freeze_gc route. Replaces SGLang's own request after its start, which
-    has no token.
+    """Sends a request to SGLang's /freeze_gc route with the job's token. Replaces the request that SGLang sends to this
+    route after it has started, because SGLang's request has no token.
     """
     token = Path(os.environ[TOKEN_FILE]).read_text().strip()
     request = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers={HEADER: token})

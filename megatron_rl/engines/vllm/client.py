@@ -36,7 +36,7 @@ class VllmServer(Server):
         self._sleeps = settings.colocate  # True if the server sleeps before a weight sync, so that it needs no pause
         self._context: int | None = None
         self._boundaries = facts.boundaries
-        # By Tandem RL rule: the boundary tokens, if the server has confirmed that it uses the same tokens.
+        # {Tandem RL rule: boundary tokens}, for the rules for which the server has confirmed that it uses these tokens
         self._agreed: dict[Rule, frozenset[int]] = {}
 
     async def generate(
@@ -166,15 +166,17 @@ class VllmServer(Server):
         return parameters
 
     async def _exchange(self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int) -> bytes:
-        """Posts a frame with tokens and a JSON description, and returns the frame of the answer as bytes."""
+        """Posts a frame (a binary message, see frames.py) with tokens and a JSON description. Returns the response,
+        which is a frame too, as bytes.
+        """
         body = bytes(frames.pack(about, {"tokens": tokens}))
         return await self._http.exchange(path, body, frames.CONTENT_TYPE, timeout_s=timeout_s, max_bytes=max_bytes)
 
     def _with_authors(
         self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
     ) -> Completion:
-        """Returns a copy of the completion with the author (senior or junior) of each token. vLLM's answers do not
-        contain the authors, so they are computed again from the seed and the tokens.
+        """Returns a copy of the completion with the author (senior or junior) of each token. vLLM's responses do not
+        contain the authors, so the authors are computed again from the seed and the tokens.
         """
         before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule]
         written = np.concatenate([before, completion.tokens]).tolist()
@@ -183,8 +185,8 @@ class VllmServer(Server):
 
     async def _agree(self, rule: Rule) -> None:
         """Checks once per Tandem RL rule that the server has a junior model and the same boundary tokens as the
-        client. Raises RequestRefused if this is not so, because another vLLM server would ignore the Tandem RL settings
-        of a request.
+        client. Raises RequestRefused otherwise, because a vLLM server without a junior would ignore the Tandem RL
+        settings of a request.
         """
         if rule in self._agreed:
             return
@@ -213,8 +215,8 @@ class VllmServer(Server):
     def _drawn(
         self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
     ) -> Completion:
-        """Parses one completion of at most `room` tokens. `prompt`: number of tokens of the prompt. Raises AnswerError,
-        or another error that `_understood` converts, for a malformed answer.
+        """Parses one completion of at most `room` tokens. `prompt`: number of tokens of the prompt. For a malformed
+        response, raises AnswerError, or another error that `_understood` converts to ServerLost.
         """
         tokens = response_parsing.read_tokens(part["tokens"], self._vocab, room)
         told = part["logprobs"] if sampling.logprobs else None
@@ -222,7 +224,7 @@ class VllmServer(Server):
         if experts is not None:
             valid = experts.ndim == 3 and experts.min(initial=0) >= 0
             response_parsing.require(valid, f"experts {experts.shape}, or some below 0")
-            # The server does not report the experts of all tokens, for example, after an aborted request.
+            # For example, after an aborted request the server does not report the experts of all tokens.
             experts = experts if 0 < len(experts) == prompt + len(tokens) - 1 else None
         model = told if sampling.plain or sampling.greedy else None
         return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts)

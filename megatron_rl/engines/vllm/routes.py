@@ -1,4 +1,4 @@
-"""The routes of a vLLM server for rollouts and scoring. A request contains tokens; the answer contains tokens and
+"""The routes of a vLLM server for rollouts and scoring. A request contains tokens. The response contains tokens and
 log-probs in binary form.
 
 vLLM has a similar route (`/inference/v1/generate`). For short completions of a small model, its web layer (validation,
@@ -29,16 +29,16 @@ Answer = tuple[int, bytes]  # HTTP status, and the body: a frame if the status i
 
 class Routes:
     """An ASGI application that wraps another application. It handles requests to PATH and SCORE_PATH, and forwards all
-    other requests. The bodies of requests and answers are frames (frames.py).
+    other requests. The bodies of requests and responses are frames (binary messages, see frames.py).
 
-    A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `priority` (requests
-    with a lower number first, if the server has `--scheduling-policy priority`) and `lora`: the name, id, directory and
-    version of a LoRA adapter. Each sample is a part of the answer, with `finish_reason`,
-    `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32, `logprobs`
-    float32 if requested, and `experts` int16 [rows, layers, k] if the server returns them.
+    A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `priority` and
+    `lora`. If the server has `--scheduling-policy priority`, requests with a lower `priority` are served first. `lora`
+    is the name, id, directory and version of a LoRA adapter. Each sample is a part of the response, with
+    `finish_reason`, `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32,
+    `logprobs` float32 if requested, and `experts` int16 [rows, layers, k] if the server returns them.
 
     A request to SCORE_PATH has the concatenated `tokens` of several sequences, their `lengths`, `top_k` (an integer k),
-    and optionally `lora`. The answer has `logprobs` float32 [tokens, 1 + k] in the same order: the log-prob at
+    and optionally `lora`. The response has `logprobs` float32 [tokens, 1 + k] in the same order: the log-prob at
     temperature 1 of the token and of the k most likely tokens at its position. `ids` int32 [tokens, k] are the k most
     likely tokens. Both arrays are 0 for the first token of each sequence.
 
@@ -154,7 +154,7 @@ class _Refused(Exception):
 
 
 async def _answer(verb: Any) -> Answer:
-    """Awaits the coroutine that handles a request. Returns (HTTP status, body). An exception becomes an answer with
+    """Awaits the coroutine that handles a request. Returns (HTTP status, body). An exception becomes a response with
     status 400 or 500, so that the client gets every error message.
     """
     try:
@@ -183,7 +183,7 @@ def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
 
 
 def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
-    """Converts one sample of vLLM to its JSON description and its arrays in the answer."""
+    """Converts one sample of vLLM to the JSON description and the arrays that the response contains for it."""
     arrays: Arrays = {"tokens": np.array(output.token_ids, np.int32)}
     if output.logprobs is not None:  # vLLM returns one log-prob per token, because the request has `logprobs` = 0
         arrays["logprobs"] = np.array(output.logprobs.logprobs, np.float32)

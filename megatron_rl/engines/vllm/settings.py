@@ -18,7 +18,7 @@ class Vllm(Servers):
 
     holds_tandems: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
-    stages_experts: ClassVar[bool] = True  # because it repacks them (worker.py)
+    stages_experts: ClassVar[bool] = True  # because vLLM repacks experts (worker.py)
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
     # How roles with LoRA adapters (roles.NAME.lora) are served. "merged": servers hold merged weights, which weight
@@ -32,8 +32,8 @@ class Vllm(Servers):
         return self.adapters == "served"
 
     def problems(self) -> Iterator[str]:
-        """Implements `Servers.problems`: also refuses a cache in a format that vLLM does not have beside quantised
-        weights."""
+        """Implements `Servers.problems`: also yields a message about a format of the KV cache that vLLM does not
+        support together with quantised weights."""
         yield from super().problems()
         if self.quantization and self.kv_cache_dtype == "fp8_e5m2":
             yield (

@@ -141,7 +141,7 @@ class Authors(LogitsProcessor):
         self.boundaries = functools.cache(lambda rule: boundaries(tokenizer(), rule))  # tokens by rule
         self.texts: dict[int, Text] = {}  # requests, by row of vLLM's batch
         self.keep = False  # whether to record the authors of tokens in `kept`
-        # by key of a request: the authors of all its tokens except the last token
+        # {key of a request: authors of all tokens of the completion except the last token}
         self.kept: dict[int, list[bool]] = {}
 
     def is_argmax_invariant(self) -> bool:

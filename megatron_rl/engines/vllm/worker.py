@@ -27,7 +27,7 @@ from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address
 
 BACKEND = "megatron_rl"
-# vLLM nests a layer's experts one module deeper than their names in the parallel layout; this part is removed
+# part of vLLM's names of expert parameters; it is removed, because names in the parallel layout do not have this part
 ROUTED = ".routed_experts"
 _log = logging.getLogger(__name__)
 
@@ -57,10 +57,11 @@ class TakePart(WeightTransferUpdateInfo):
 class VllmLanding(refit_worker.Landing):
     """The parameters of a vLLM model, as the destination of a refit.
 
-    On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`;
-    with `staging`, they are received in staging memory and copied in `commit_refit`. Parameters that vLLM repacks after
-    loading (every linear layer on a CPU, fused experts) are received in host memory, or in staging memory, and passed
-    to vLLM's layerwise reload in `commit_refit`; the model keeps the old values of these parameters until then.
+    On a GPU, plain layers are written in place, so the engine must not serve between `begin_refit` and `commit_refit`.
+    With `staging`, plain layers are received in staging memory and copied in `commit_refit`. Parameters that vLLM
+    repacks after loading (every linear layer on a CPU, fused experts) are received in host memory, or in staging
+    memory, and passed to vLLM's layerwise reload in `commit_refit`. Until then, the model keeps the old values of these
+    parameters.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class VllmLanding(refit_worker.Landing):
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
             if isinstance(layer, AttentionLayerBase):
-                # vLLM computes attention parameters from others, when it loads and at the end of a reload. Servers with
-                # quantised weights start with random scales of the KV cache, which must be 1.
+                # vLLM computes parameters of attention layers from other parameters, after loading and after a reload.
+                # With quantised weights, a server starts with random scales of the KV cache, which must be 1.
                 if hasattr(layer, "_k_scale"):
                     set_default_quant_scales(layer)
                 continue
@@ -208,7 +209,7 @@ class Extension:
     model_runner: Any
 
     def take_adapter(self, name: str, number: int, directory: str) -> bool:
-        """Loads a LoRA adapter. An invalid adapter is thus detected before a request uses it."""
+        """Loads a LoRA adapter before any request uses it, so that an invalid adapter is detected now."""
         # Loads in place, because a server may outlive a trainer, and the restarted trainer writes different weights
         # under the same version number.
         return bool(self.model_runner.add_lora(LoRARequest(name, number, directory, load_inplace=True)))
