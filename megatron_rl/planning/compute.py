@@ -27,7 +27,7 @@ REDUCE_S = 12e-6  # seconds of a small all-reduce within a node
 FAR_REDUCE_S = 120e-6  # seconds of a small all-reduce between nodes
 EXPERTS_S = 0.5e-3  # seconds of host time per pass through a layer with experts: the host waits for the token counts
 MICRO_S = 15e-3  # seconds of host time per micro-batch: packing, positions, transfer, loss
-# Factor on the rates of a GPU, because rollouts differ in length and not all micro-batches are full.
+# Factor by which a GPU's rates are multiplied, because rollouts differ in length and not all micro-batches are full.
 PARTIAL = 0.85
 SMALL = 2048  # number of tokens of a micro-batch per rank at which matrix products reach half of their maximum rate
 
@@ -139,7 +139,7 @@ def pass_seconds(
         products, adapters = own.layers + own.experts, None if lora is None else flops.of_adapters(shape, lora)
         layers *= flops.training(products, scores, adapters) / (products + scores)
         layers += recomputed_seconds(actor, cluster, batch, tokens, recompute)
-    # time of the output layer in units of its forward time; the backward pass also recomputes the logits
+    # ratio of the output layer's time to its forward time; a backward pass also recomputes the logits
     again = 1 if not backward else 4 if lora is None else 3
     rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.outputs / parallel.tp  # logits of this rank
     device = cluster.device
@@ -391,7 +391,7 @@ def refit_cost(
         return RefitCost(sent=parallel.world * (whole - own), seconds=seconds)
     each = whole / engine.tp
     sent = whole * engine.replicas
-    if place == "gpus":  # the part of the weights on the same GPU is copied, and the rest is sent by other trainer GPUs
+    if place == "gpus":  # weights on the same GPU are copied, and other weights are sent by other trainer GPUs
         apart = parallel.tp * parallel.pp
         link = nvlink if apart <= cluster.per_node else network
         seconds = 2 * each / (device.hbm * HBM_SHARE) + each * (1 - 1 / apart) / link

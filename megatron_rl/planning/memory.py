@@ -168,7 +168,7 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     if lora is not None:  # the norms of a frozen model do not keep their normalised input
         numbers = replace(numbers, norm=min(numbers.norm, 4))
     actor = actor._replace(numbers=numbers)
-    sizes = shape.sizes  # attention keeps keys and values of shared prompts: heads on this rank, and width of a value
+    sizes = shape.sizes  # for shared prompts' keys and values: number of heads on this rank, and width of a value
     heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
     value = sizes.head_dim if numbers.pads_values else sizes.value_width
     for like, number in Counter(map(sizes.is_sparse, layers)).items():
@@ -216,7 +216,7 @@ def layer_bytes(actor: Actor, tokens: int, *, sparse: bool) -> float:
     norms = 2 * stream * sizes.hidden * w
     if shape.features.norms_before:
         norms += 2 * stream * (sizes.hidden * kept + 4)
-    if shape.features.norms_after:  # the outputs of these norms are added to the residual stream and not kept
+    if shape.features.norms_after:  # outputs of norms after a block are added to the residual stream and not kept
         norms += 2 * stream * (sizes.hidden * kept + 4)
     attention = _latent if sizes.kv_rank else _attention
     modules = module_bytes(actor, tokens, sparse=sparse)
@@ -313,7 +313,7 @@ def _experts(actor: Actor, tokens: int) -> float:
     wide = sizes.expert_ffn / parallel.etp
     # the router keeps its input as float32
     router = stream * (sizes.experts * 9 + shape.active * 24) + (0 if w == 4 else 4 * stream * sizes.hidden)
-    widths = GATE_KEEPS[shape.features.activation] + 1  # 1: the gated activation multiplied by the routing score
+    widths = GATE_KEEPS[shape.features.activation] + 1  # + 1 for the gated activation multiplied by the routing score
     return router + sent * (w * (sizes.hidden + widths * wide) + 4)
 
 

@@ -92,7 +92,7 @@ class IterationPlan:
     flops: float  # floating-point operations of the training passes, over all GPUs
     sent: float  # bytes sent by the refit (weight sync to the engines)
     rows: Mapping[str, float]  # role -> number of sequences decoded together by one engine
-    longest: Mapping[str, float]  # role -> seconds of generating its longest answer in a full batch
+    longest: Mapping[str, float]  # role -> seconds of generating the role's longest answer in a full batch
     episodes: Sequence[EpisodePlan] = ()  # estimates of the roles that answer several times per sample
     policies: Sequence[str] = ()  # policies that the iteration updates
     generation: Sequence[Generation] = ()  # one item per role whose samples the run's own engines generate

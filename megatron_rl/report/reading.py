@@ -21,7 +21,7 @@ from megatron_rl.run.run_directory import flatten
 METRICS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "page/metrics.yaml").read_text(encoding="utf-8"))
 PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not roles; EVAL is a third such scope
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
-MOST_ITERATIONS = 2**31 - 1  # a line with a larger iteration index is damaged
+MOST_ITERATIONS = 2**31 - 1  # a metrics line with a larger iteration index counts as damaged
 # Reports show means over the first and over the last iterations of a run, each a fraction WINDOW of all iterations.
 WINDOW = 0.2
 Key = tuple[str, str]  # (scope, name of the metric)

@@ -18,7 +18,7 @@ from megatron_rl.run.metrics import EVAL, SPEED
 
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
 # Pattern of the metrics for which it is known whether higher or lower values are better.
-# For other metrics, such as the number of answers, neither direction is better.
+# For other metrics, such as the number of answers, the better direction is not known.
 HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
 # Maximum number of held-out metrics that are shown as a card, a box with the metric's change
 MAX_CARDS = 4
@@ -43,7 +43,7 @@ class Gain:
     end: float
     problems: int | None = None  # number of problems over which both values are means; None if unknown
     curve: Curve | None = None
-    held_out: bool = True  # False: a training metric, whose change is never called better or worse
+    held_out: bool = True  # False for a training metric, whose change is never called better or worse
     metric: str = ""  # name on the page, without the role
 
     @property

@@ -95,7 +95,7 @@ class Picked:
     in each iteration."""
 
     index: Index = field(default_factory=Index)
-    chunks: list[str] = field(default_factory=list)  # each the HTML of CHUNK rollouts as base64 of a gzipped JSON list
+    chunks: list[str] = field(default_factory=list)  # HTML of CHUNK rollouts per item: base64 of a gzipped JSON list
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
     # number of correct answers in the last iterations, as {(role, text of the answer, known answer): number}
@@ -242,7 +242,7 @@ def _conversation(pieces: Sequence[Piece], *, coloured: bool) -> list[dict[str, 
         parts = []
         for start, end in pairwise(sorted({0, *ends, *(cut for call in calls for cut in call)})):
             piece = own[bisect_right(ends, start)]
-            before = bisect_right(starts, start)  # number of calls that begin at the part or before it
+            before = bisect_right(starts, start)  # number of tool calls that begin at or before this part
             call = before if before and start < calls[before - 1][1] else None
             told = "" if piece.advantage is None or not coloured else f"{piece.advantage:+.3g}"
             parts.append((call, (visible(text[start:end]), piece.author == Author.PARTNER, told)))

@@ -15,7 +15,7 @@ from megatron_rl.run.atomic_files import write_text
 SUMS = "SHA256SUMS"  # file next to a model's weights, in the format of coreutils' sha256sum
 THREADS = 4  # number of threads that read files concurrently
 WHOLE_BYTES = 64 << 20  # files up to this size are read completely for a quick digest
-_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16  # number and size of the samples of a larger file
+_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16  # number and size in bytes of the samples that are read from a larger file
 
 
 def digest(file: Path) -> str:

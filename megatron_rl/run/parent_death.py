@@ -8,8 +8,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # id of the prctl option of Linux
-# The C library is loaded when this module is imported: a process that was just forked from a process with threads
-# should not load libraries.
+# The C library is loaded at import: a process that was just forked from a process with threads should load no library.
 _LIBC = ctypes.CDLL(None)
 
 

@@ -33,7 +33,7 @@ WANDB_ID = "wandb_id"  # file in the logs with the id of the W&B run, which all 
 SWEEP = "sweep.json"  # file in a sweep's directory: [{"run": name of the run's directory, "changes": {setting: value}}]
 ENDING_S = 3.0  # seconds that the last process of a killed run may need to end
 FAILED = "failed"  # key of the summary: reason why the last start of the run failed, in one line; null if it did not
-_END = b"\0"  # stops the thread that reads signal numbers; no signal has number 0
+_END = b"\0"  # byte that stops the thread that reads signal numbers; no signal has number 0
 _log = logging.getLogger(__name__)
 
 
