@@ -101,12 +101,12 @@ class Case:
 def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
     """Returns the name of the cluster that a config requests, such as `2x8xA100-80`.
 
-    The number of nodes is job.nodes plus the nodes that the servers need; each node has 8 GPUs. If the command trains
-    nothing, the servers use the nodes of job.nodes, and nodes are added only if these are too few.
+    The number of nodes is job.nodes plus the nodes that the servers need. Each node has 8 A100-80 GPUs. If the command
+    trains nothing, the servers use the nodes of job.nodes, and nodes are added only if these are too few.
 
     A run with job.nodes = 1 may get one node of launch.nproc GPUs plus the servers' GPUs instead. This applies if
-    launch.nproc is above 1 and the run has no servers except those that it starts on engine.gpus. It also applies if
-    launch.nproc plus the servers on engine.gpus is 8.
+    launch.nproc is above 1 and no servers have separate GPUs, except servers that the run starts on engine.gpus. It
+    also applies if the run starts servers on engine.gpus, and launch.nproc plus the servers' GPUs is 8.
     """
     settings, wanted = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls

@@ -55,7 +55,7 @@ def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
     Every proposal passes `megatron-rl check`. The tried layouts use no context parallelism and no virtual pipeline
     parallelism, and use sequence parallelism if tp > 1. For each layout, three recomputation settings are tried: none,
     the feed-forward part, and everything. Each setting is tried with the largest micro-batch size that fits, and with
-    the configured size.
+    the configured size if it fits.
     """
     found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
     measured = [replace(one, plan=simulated(one.case, one.plan)) for one in found]
