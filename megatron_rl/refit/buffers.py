@@ -43,11 +43,11 @@ class Buffers:
 
 
 def parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
-    """Returns the list of uint8 tensors to receive a message and its pieces into, in the order in which they arrive.
+    """Returns the uint8 tensors into which a message and its separately sent pieces are received, in order of arrival.
 
-    The first tensor is the start of `message`. It is followed by one tensor per entry of `pieces`. If a piece is a
-    tensor, it is filled itself. If a piece is an int, it is a number of bytes, and the piece is received into that many
-    bytes at the end of `message`; the bytes of all such pieces are consecutive.
+    The first tensor is the beginning of `message`. One tensor per entry of `pieces` follows. If the entry is a tensor,
+    the piece is received into this tensor. If the entry is an int, it is the size of the piece in bytes, and the piece
+    is received into the end of `message`, where the pieces with int entries lie one after the other.
     """
     place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
     out = [message[:place]]

@@ -1,8 +1,8 @@
 """Computes checksums of the weights that a refit transfers, on the host or on a GPU.
 
-A checksum on a GPU is a weighted sum of the elements. It needs no synchronization with the host, and no weight leaves
-the GPU. Weights in host memory are copied to the GPU chunk by chunk. A rank compares all checksums of a message at
-once.
+A checksum on a GPU is a weighted sum of the elements of a slice. Computing it needs no synchronization with the host,
+and no parameter leaves the GPU. Parameters in host memory are copied to the GPU chunk by chunk. A rank compares all
+checksums of a message at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = Literal["host", "device"]  # where the ranks compute checksums; the same
 # Element size in bytes -> integer dtype of the same size, to view the bits of an element as an integer.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 20  # number of elements summed at once; two temporary int64 tensors of 8 MiB each are needed
-# factor of the pseudo-random weights: 2^64 divided by the golden ratio, rounded to an odd number, as a signed int64
+# multiplier that generates the pseudo-random factors: 2^64 / golden ratio, rounded to an odd number, as signed int64
 _MIX = -7046029254386353131
 
 
@@ -30,11 +30,11 @@ def place_for(device: torch.device) -> Place:
 
 
 def checksums(slices: Iterable[Tensor], dtype: torch.dtype, sums_on: Place, device: torch.device) -> Tensor:
-    """Returns one checksum per slice (a rectangle of a parameter), int64 [slices]. The slices are cast to `dtype`
-    first; at least one is required.
+    """Returns one checksum per slice (a 2-D block of a parameter), int64 [slices]. The slices are cast to `dtype`
+    first; at least one slice is required.
 
-    If `sums_on` is "device", the result is on this rank's `device`, wherever the slices are. Otherwise it is on the
-    CPU.
+    If `sums_on` is "device", the returned tensor is on this rank's `device`, wherever the slices are. Otherwise the
+    returned tensor is on the CPU.
     """
     whole = INTEGERS[dtype.itemsize]
     each = (value.detach().to(dtype).contiguous().view(-1).view(whole) for value in slices)  # one at a time in memory
@@ -50,10 +50,10 @@ def _digest(values: Tensor) -> int:
 
 
 def _weighted(values: Tensor, device: torch.device) -> Tensor:
-    """Returns the weighted sum of `values` [n] modulo 2^64, int64 [] on `device`.
+    """Returns a sum of `values` [n], each multiplied by a factor, modulo 2^64, as int64 [] on `device`.
 
-    The weight of an element depends on its position. All weights are odd, so a single wrong value always changes the
-    sum."""
+    The factor of an element depends on the element's position. All factors are odd, so a single wrong value always
+    changes the sum."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(values), CHUNK):
         part = values[start : start + CHUNK].to(device, non_blocking=True).to(torch.int64)
@@ -63,6 +63,6 @@ def _weighted(values: Tensor, device: torch.device) -> Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Returns the weights of the elements of a chunk: pseudo-random odd numbers, int64 [CHUNK]."""
+    """Returns the factors by which a checksum multiplies the elements of a chunk: pseudo-random odd int64 [CHUNK]."""
     mixed = (torch.arange(CHUNK, dtype=torch.int64, device=device) + 1) * _MIX
     return (mixed ^ (mixed >> 29)) | 1

@@ -1,4 +1,4 @@
-"""The engine's side of a refit: receives the trainer's weights, and serves only committed versions."""
+"""The engine's side of a refit (weight sync): receives weights, and serves only versions that the trainer committed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class Endpoint(Protocol):
         ...
 
     def begin_refit(self) -> None:
-        """Called before `targets` are overwritten. Stops serving until `commit_refit` is called if the engine generates
-        with the memory of `targets`, because the weights may be a mixture of two versions in between.
+        """Prepares the engine for a refit that overwrites `targets`. If the engine generates with the memory of
+        `targets`, it stops serving until `commit_refit` is called, because the weights may be a mixture of two versions
+        until then.
         """
         ...
 
     def commit_refit(self, version: int) -> None:
-        """Serves the weights in `targets` from now on. All of them belong to weight version `version`."""
+        """Serves the weights in `targets` from now on. All weights in `targets` have the version `version`."""
         ...
 
 
@@ -45,8 +46,8 @@ class EngineSide:
     """One rank of an engine that runs in a separate process from the trainer.
 
     Engine ranks are numbered over all replicas. The engine rank registers on the trainer's key-value store, and
-    registers again after a failed refit (weight sync). The next refit then sends all weights to the rank, instead of
-    the difference from the last version.
+    registers again after a failed refit (weight sync). The refit after a failed refit sends all weights to the rank,
+    instead of the difference from the last version.
     """
 
     def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
@@ -59,7 +60,7 @@ class EngineSide:
         if not 0 <= rank < self.topology.engines.world:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
         self._store, self._rank, self._endpoint, self._device = store, rank, endpoint, device
-        self.version: int | None = None  # weight version in the endpoint's targets; None if they are not complete
+        self.version: int | None = None  # version of the weights in endpoint.targets; None if they are incomplete
         self._closed = False
         self._location, self._pulses = RankLocation.new(device), 0
         self._epoch = -1
@@ -71,8 +72,8 @@ class EngineSide:
         """Waits up to `idle_s` seconds for a refit (weight sync) and takes part in it. Returns the weight version that
         the engine now serves.
 
-        Returns None if no refit began in that time, if the refit did not include this engine, or if it failed. After a
-        failed refit the engine holds no version. Raises TransportError when the trainer is gone.
+        Returns None if no refit began in that time, or if the refit failed or did not include this engine. After a
+        failed refit the engine holds no valid weight version. Raises TransportError when the trainer is gone.
         """
         _, version = self._receive(idle_s)
         if version is not None:
@@ -80,8 +81,8 @@ class EngineSide:
         return version
 
     def _receive(self, idle_s: float) -> tuple[bool, int | None]:
-        """Waits for a refit and takes part in it as `take_part` does, except that the engine does not serve the
-        received weights yet. Returns (whether the refit included this engine, the committed weight version).
+        """Waits for a refit and takes part in it like `take_part`, but does not make the engine serve the received
+        weights. Returns (whether the refit included this engine, the committed weight version or None).
         """
         # If the registration is missing or has another value, the trainer has dropped this process as late or lost.
         if self._store.peek(f"hello/{self._rank}") != self._incarnation:
@@ -92,7 +93,7 @@ class EngineSide:
             return False, None
         self._store.put(f"{number}/ready/{self._rank}", {"version": self.version, "location": self._location})
         go = self._await_value(number, "go")
-        # If the location differs, the entry is that of an earlier process of this rank, which died in this refit.
+        # If the location differs, `go` names an earlier process of this engine rank, which died during this refit.
         if go is None or go["engines"].get(str(self._rank)) != [*self._location]:
             self._await_value(number, "verdict")
             return False, None
@@ -153,10 +154,8 @@ class EngineSide:
         self._epoch = go["epoch"]
 
     def _await_value(self, number: int, what: str) -> Any:
-        """Waits for the value that the trainer stores on the key-value store under the name `what` for the refit with
-        index `number`, and returns it.
-
-        Returns None if the refit ends without the value.
+        """Waits until the trainer has stored the value `what` (such as "verdict") of the refit with index `number` on
+        the key-value store. Returns the value, or None if the refit ends without the value.
         """
         self._patient_deadline(number).until(lambda seconds: self._store.has(f"{number}/{what}", seconds))
         return self._store.peek(f"{number}/{what}")
@@ -194,9 +193,9 @@ class StagedEngineSide(EngineSide):
     """An engine rank that receives weights in staging memory: a thread takes part in every refit while the engine
     generates with its present weights.
 
-    `take_part` replaces the present weights with the received weights. Until then, the engine stays as it is, even if
-    the refit fails or the trainer dies. The trainer begins the next refit only after every engine has replaced its
-    weights.
+    `take_part` replaces the present weights with the received weights. Until then, the engine serves the present
+    weights, even if the refit fails or the trainer dies. The trainer begins the next refit only after every engine has
+    replaced its weights.
     """
 
     def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
@@ -225,7 +224,7 @@ class StagedEngineSide(EngineSide):
             version = self._results.pop() if self._results else None
         if version is not None:
             self._endpoint.commit_refit(version)
-            if self._device.type == "cuda":  # the next refit may overwrite staging memory as soon as this returns
+            if self._device.type == "cuda":  # the next refit may overwrite staging memory once `take_part` returns
                 torch.cuda.current_stream(self._device).synchronize()
         return version
 
@@ -236,10 +235,10 @@ class StagedEngineSide(EngineSide):
             self._thread.join()
         super().close()
 
-    @torch.inference_mode()  # memory that was allocated in inference mode cannot be written outside of it
+    @torch.inference_mode()  # tensors allocated in inference mode cannot be modified outside inference mode
     def _listen(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has a current device of its own
+            torch.cuda.set_device(self._device)  # torch's current device is set per thread
         try:
             while not self._closed:
                 took_part, version = self._receive(LISTEN_S)

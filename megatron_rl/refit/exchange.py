@@ -1,4 +1,4 @@
-"""Runs one rank's part of a planned refit: packs and sends weights, and receives, writes and verifies weights."""
+"""Runs one rank's part of a refit (weight sync): packs and sends weights; receives, writes and verifies weights."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-# Slices of a long run with at least this average size in bytes are sent as separate pieces, and not packed.
+# Slices whose average size in a long run is at least this many bytes are sent as separate pieces, without packing.
 ALONE_PART_BYTES = 1 << 16
-PROBE_BYTES = 256 << 20  # total size in bytes, over all ranks, of the messages that measure the bandwidth of the links
-# (trainer rank, engine rank) -> (transport between the two ranks, index of the other side in the transport)
+PROBE_BYTES = 256 << 20  # total bytes, over all ranks, of the dummy messages that measure the links' bandwidth
+# function: (trainer rank, engine rank) -> (transport between the two ranks, the other process's index in the transport)
 Route = Callable[[int, int], tuple[Transport, int]]
 
 
@@ -48,9 +48,9 @@ Route = Callable[[int, int], tuple[Transport, int]]
 class LocalSide:
     """The role of this process in a refit plan: a source (trainer rank), a destination (engine rank), or both."""
 
-    source: int | None = None  # trainer rank of this process; None if it is not a source
+    source: int | None = None  # trainer rank of this process; None if this process sends no weights
     sources: Readable | None = None  # parameters to send
-    destination: int | None = None  # engine rank of this process; None if it is not a destination
+    destination: int | None = None  # engine rank of this process; None if this process receives no weights
     targets: Parameters | None = None  # parameters to receive into
     device: torch.device = torch.device("cpu")
 
@@ -62,7 +62,7 @@ class RefitOrder:
     version: int
     verify: Verify = "sample"
     sums_on: Place = "host"  # where checksums are computed
-    # engine rank -> weight version that the engine rank holds, to which a delta may be applied
+    # engine rank -> weight version that this engine rank holds, and to which it can apply a delta
     base: dict[int, int] = field(default_factory=dict)
     keeps_sent: bool = False  # whether senders keep a copy of the sent values, to compute the next refit's delta from
 
@@ -78,17 +78,18 @@ class ExchangeOutcome:
     checked: int = 0  # number of slices whose checksum was compared
     delta_seconds: float = 0.0  # time spent on encoding and applying deltas
     seconds: float = 0.0
-    # engine rank -> error, if a message did not reach it
+    # engine rank that a message did not reach -> error message
     lost_destinations: dict[int, str] = field(default_factory=dict)
-    lost_sources: dict[int, str] = field(default_factory=dict)  # trainer rank -> error, if a message from it is missing
+    # trainer rank from which a message did not arrive -> error message
+    lost_sources: dict[int, str] = field(default_factory=dict)
     mismatch: str | None = None  # error message for the first parameter that differs from the trainer's values
     error: str | None = None  # error message if the rank's part failed
-    # bytes and seconds of the dummy messages that measured the bandwidth of the links; 0 if they were not measured
+    # (bytes, seconds) of the dummy messages that measured the links' bandwidth; (0, 0.0) if it was not measured
     probe: tuple[int, float] = (0, 0.0)
 
 
 class _Run(NamedTuple):
-    """The order of one refit, its deadline, and the outcome that is recorded."""
+    """The settings of one refit, its deadline, and the outcome to which this rank's results are written."""
 
     order: RefitOrder
     deadline: Deadline
@@ -96,8 +97,8 @@ class _Run(NamedTuple):
 
 
 class Exchange:
-    """Sends and receives the messages of one rank under a refit plan (which lists the messages of a refit). One
-    instance serves every refit under the plan.
+    """Sends and receives the messages of one rank in every refit that follows the same refit plan (the list of all
+    messages of a refit).
     """
 
     def __init__(
@@ -150,10 +151,9 @@ class Exchange:
         out.seconds = time.perf_counter() - start
 
     def probe(self, deadline: Deadline, out: ExchangeOutcome) -> None:
-        """Measures the bandwidth of the links with dummy messages, of the size of the messages that the plan sends
-        first.
+        """Measures the bandwidth of the links with dummy messages, which have the sizes of the plan's first messages.
 
-        Records the result in `out.probe`, and ranks that do not answer in `out.lost_sources` and
+        Records the result in `out.probe`. Records ranks that do not answer in `out.lost_sources` and
         `out.lost_destinations`.
         """
         total, waiting, start = 0, list[Callable[[], None]](), time.perf_counter()
@@ -185,7 +185,9 @@ class Exchange:
         return _completion(handle, bucket.destination, lost, self._patient(deadline, bucket))
 
     def _patient(self, deadline: Deadline, bucket: RefitBucket) -> Deadline:
-        """Returns the deadline for sending a bucket: it is extended while the engine rank is alive and waiting."""
+        """Returns a deadline for sending a bucket (message), which is extended while the receiving engine rank is alive
+        and itself waiting.
+        """
         return replace(deadline, pulse=lambda: self._pulse(bucket.destination))
 
     def _copy_locally(self, message: BucketMessage, run: _Run) -> None:
@@ -213,9 +215,9 @@ class Exchange:
     def _start_round(
         self, sending: BucketMessage | None, receiving: BucketMessage | None, run: _Run
     ) -> list[Callable[[], None]]:
-        """Starts the messages that this rank sends and receives in one round of the plan: at most one of each.
+        """Starts the transfers of this rank in one round of the plan: at most one message to send and one to receive.
 
-        Returns one function per message. The function waits for the message and completes it.
+        Returns one function per message, which waits until the message is transferred and completes it.
         """
         starts: list[tuple[int, Callable[[], Callable[[], None]]]] = []
         if sending is not None and sending.bucket.destination not in run.out.lost_destinations:
@@ -243,7 +245,7 @@ class Exchange:
             end = head + elements_of(joined) * width
             values = self._pack(joined, whole[head:end])
             begun = time.perf_counter()
-            if head:  # a difference if the values of version `base`, which the receiver holds, are still here
+            if head:  # sends a delta if this rank still has the values of version `base`, which the receiver holds
                 version, old = self._last.get(message.number, (None, None))
                 end = delta.encode(values, old if version == base else None, whole)
             if order.keeps_sent:
@@ -291,7 +293,8 @@ class Exchange:
                 raise TransportError(f"{message.label(order.version)} {error}") from error
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
-            _synchronize(self._side.device)  # after this call, the sender may overwrite the memory of the message
+            # The values must be written before `release`, after which the sender may overwrite the message's memory.
+            _synchronize(self._side.device)
 
         return _completion(handle, bucket.source, out.lost_sources, run.deadline, land)
 
@@ -300,9 +303,10 @@ class Exchange:
     ) -> None:
         """Writes a received message to the parameters and verifies its checksums.
 
-        `whole` holds the values of `joined`, then the checksums of the checked slices, then the values of `loose`.
-        `loose`: runs of slices that were sent as separate pieces, but into whose parameters the transport cannot write
-        directly. Raises Mismatch if a checksum is wrong and ValueError if an encoded difference is invalid.
+        `joined`: runs of slices that the sender packed. `loose`: runs of slices that were sent as separate pieces, but
+        that the transport could not write directly into the parameters. `whole` holds the values of `joined`, then the
+        checksums of the checked slices, then the values of `loose`. Raises Mismatch if a checksum is wrong, and
+        ValueError if an encoded delta is invalid.
         """
         assert self._side.targets is not None
         checked, width = message.checked(run.order.verify, run.order.version), self._dtype.itemsize
@@ -336,8 +340,8 @@ class Exchange:
     def _pieces(self, runs: Sequence[SliceRun], buffer: Tensor) -> Iterator[Tensor]:
         """Yields the bytes of the runs of slices in order. Each run is copied only when the caller requests it.
 
-        Yields views of the parameters' memory if the transport can read it directly. Otherwise, copies the run into
-        `buffer` and yields the copied bytes.
+        Yields views of the parameters' memory if the transport can read this memory directly. Otherwise, copies the run
+        into `buffer` and yields the copied bytes.
         """
         for run in runs:
             size, found, sources = run.part.elements * self._dtype.itemsize, list[Tensor | None](), self._side.sources
@@ -350,9 +354,9 @@ class Exchange:
             yield from lying
 
     def _pack(self, runs: Sequence[SliceRun], buffer: Tensor) -> Tensor:
-        """Concatenates the values of the runs of slices and returns the values viewed as integers.
+        """Concatenates the values of the runs of slices and returns the values, viewed as integers.
 
-        The values are written to `buffer` if it is aligned for the dtype, otherwise to new memory.
+        The values are written to `buffer` if `buffer` is aligned for the dtype, otherwise to new memory.
         """
         assert self._side.sources is not None
         aligned = buffer.storage_offset() % self._dtype.itemsize == 0
@@ -414,8 +418,9 @@ def _synchronize(device: torch.device) -> None:
 def _completion(
     handle: Handle, rank: int, lost: dict[int, str], deadline: Deadline, land: Callable[[Tensor], None] = lambda _: None
 ) -> Callable[[], None]:
-    """Returns a function that waits for a message, calls `land` with it, and releases its memory. A failure is recorded
-    in `lost` under the `rank` of the other side. The function is a no-op if the other side is lost already.
+    """Returns a function that waits for a message, calls `land` with the message, and releases the message's memory.
+    The function records a failure in `lost[rank]`, where `rank` is the rank of the other side. It is a no-op if `rank`
+    is in `lost` already.
     """
 
     def complete() -> None:
@@ -430,6 +435,6 @@ def _completion(
 
 
 def _finish(waiting: Sequence[Callable[[], None]]) -> None:
-    """Calls the functions in order. Each function waits for a message and completes it."""
+    """Calls the functions in order. Each function waits until one message is transferred, and completes the message."""
     for finish in waiting:
         finish()

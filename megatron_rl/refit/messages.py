@@ -1,4 +1,6 @@
-"""Divides the buckets of a plan into slices, and decides which slices are packed together or carry a checksum."""
+"""Divides the messages (buckets) of a refit plan into slices of parameters. Decides which slices are packed together,
+and which slices carry a checksum.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from megatron_rl.refit.transport import ParameterPart
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
-NamedPart = tuple[str, ParameterPart]  # (name of a parameter, rectangle of the parameter)
-SAMPLE_EVERY = 16  # with verify: "sample", one of this many slices carries a checksum
+NamedPart = tuple[str, ParameterPart]  # (name of a parameter, 2-D block of the parameter)
+SAMPLE_EVERY = 16  # one in this many slices carries a checksum if verify is "sample"
 CHECKSUM_BYTES = 8
 # A run of slices of at least this many bytes may be sent separately from the packed message, which saves a copy.
 ALONE_BYTES = 1 << 20
@@ -35,7 +37,7 @@ class SliceRun(NamedTuple):
 
     @property
     def sources(self) -> list[NamedPart]:
-        """Returns (parameter name, part of the parameter) of the source of each slice."""
+        """Returns a list with (source parameter name, part of the source parameter) for each slice."""
         return [(move.source_name, move.source) for move in self.moves]
 
 
@@ -50,7 +52,7 @@ class BucketMessage(NamedTuple):
     def split(self, pieces: bool, width: int) -> tuple[list[SliceRun], list[SliceRun]]:
         """Returns (runs that are packed into one message, runs that are sent as separate pieces).
 
-        The result is the same on both sides of a message.
+        The sender and the receiver of a message compute the same result.
 
         `pieces`: whether the transport can send from any memory. If not, all runs are packed into one message.
         `width`: size of an element in bytes.
@@ -62,7 +64,7 @@ class BucketMessage(NamedTuple):
     def checked(self, verify: Verify, version: int) -> list[SliceMove]:
         """Returns the slices that carry a checksum in the refit to weight version `version`.
 
-        If `verify` is "sample", other slices are selected for each version.
+        If `verify` is "sample", the selected slices differ from version to version.
         """
         if verify == "off":
             return []
@@ -107,8 +109,8 @@ def rounds(
 
 
 def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
-    """Returns the number of buckets (messages of the plan) in the first rounds, up to the round in which the total
-    number of elements exceeds `elements`.
+    """Returns the number of buckets (messages of the plan) in the first rounds, up to and including the round in which
+    the total number of elements exceeds `elements`.
     """
     total = 0
     for number, bucket in enumerate(plan.buckets):

@@ -25,12 +25,13 @@ from megatron_rl.refit.transport import RECHECK_S, Deadline, Handle, TransportEr
 _log = logging.getLogger(__name__)
 POLL_S = 0.0002  # interval in seconds at which NCCL operations are polled for completion
 ABORT_S = 5.0  # longest wait in seconds for NCCL to abort a group
-# NCCL's timeout of a message. Longer than any refit, because torch ends the whole process when it expires.
+# NCCL's timeout of a message: longer than any refit, because torch ends the whole process when the timeout expires.
 NCCL_TIMEOUT = timedelta(days=30)
-# Environment variables that torch reads when it creates an NCCL group. With them, torch reports errors of the group to
-# callers that wait for messages, and to nobody else. By default, torch ends the whole process when a peer is lost, when
-# a message is late, or some 16 minutes after a call of `abort` that does not return. Without the dump of debugging
-# information, torch does not ask the key-value store for requests of dumps every second.
+# torch reads these environment variables when it creates an NCCL group.
+# With these values, torch reports errors of the group only to callers that wait for messages.
+# By default, torch ends the whole process when a peer is lost or a message is late.
+# It also ends the process some 16 minutes after a call of `abort` that does not return.
+# With DUMP_ON_TIMEOUT off, torch does not poll the key-value store every second for requests of debug dumps.
 QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -43,11 +44,11 @@ class Nccl:
 
     NCCL connects two ranks at their first message, and the call blocks until the other side has called too. Therefore
     messages are started in a thread, one after another. A message that is not started in time is treated as lost. The
-    thread calls NCCL only after both ranks have announced on the key-value store that they are about to connect: the
-    wait on the store ends when the transport is closed, NCCL's own wait for a peer that never comes does not.
+    thread calls NCCL only after both ranks have announced on the key-value store that they are about to connect.
+    Closing the transport ends a wait on the store, but not NCCL's own wait for a peer that never comes.
     """
 
-    takes_pieces = False  # packing slices into one message costs a GPU less time than a further message
+    takes_pieces = False  # on a GPU, packing slices into one message is faster than sending a further message
 
     def __init__(self, store: RefitStore, rank: int, size: int, settings: RefitConfig) -> None:
         """Creates the process group. Collective over its ranks.
@@ -58,7 +59,7 @@ class Nccl:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = NCCL_TIMEOUT
         try:
-            # the reference keeps the object alive, because torch refers only to its C++ half
+            # This reference keeps the Python store object alive, because torch refers only to the object's C++ part.
             self._store = store.rank_store(timedelta(seconds=come))
             with _quiet():
                 self._group = dist.ProcessGroupNCCL(dist.PrefixStore(store.prefix, self._store), rank, size, options)
@@ -67,7 +68,8 @@ class Nccl:
                 f"NCCL group of {size} ranks: not all of them came within {come:.0f} s ({error})"
             ) from error
         self._starter = TaskThread()
-        self._connecting, self._connected = store.under("connecting"), set[int]()  # peers that NCCL may connect
+        # _connected: peers that have announced themselves, so that NCCL may connect to them
+        self._connecting, self._connected = store.under("connecting"), set[int]()
         self._closed = threading.Event()
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -86,9 +88,9 @@ class Nccl:
         self._buffers.clear()
         self._closed.set()
         self._starter.end()
-        # The group is aborted, because kernels that wait for a dead peer would spin forever. NCCL's abort may not
-        # return if the peer does not abort, too. The abandoned thread keeps the group alive: torch's destructor of
-        # the group would wait for the abort.
+        # The group is aborted, because kernels that wait for a dead peer would otherwise spin forever.
+        # NCCL's abort runs in a thread, because it may not return if the peer does not abort, too.
+        # An abandoned thread keeps the group alive, because torch's destructor of the group would wait for the abort.
         aborting = threading.Thread(target=_abort, args=(self._group,), daemon=True)
         aborting.start()
         aborting.join(ABORT_S)
@@ -101,7 +103,7 @@ class Nccl:
 
     def _handle(self, verb: str, peer: int, message: Tensor, what: str) -> Handle:
         """Starts to send or to receive a message (`verb`: "send" or "recv"). `what`: name of the message in errors."""
-        # NCCL waits for the work on the current stream, which is the caller's and not that of the starting thread
+        # NCCL must wait for work on the caller's current stream; the thread that calls NCCL has another current stream
         stream = torch.cuda.current_stream(message.device) if message.is_cuda else None
         start = self._starter.submit(lambda: self._start(verb, message, peer, stream))
 
@@ -120,8 +122,8 @@ class Nccl:
 
     def _start(self, verb: str, message: Tensor, peer: int, stream: torch.cuda.Stream | None) -> Any:
         """Waits until the peer is about to connect, then starts one send or receive after the work on `stream`. Returns
-        the torch Work. Raises TransportError if the transport is closed before: a call after the abort would connect
-        the ranks anew.
+        the torch Work. Raises TransportError if the transport is closed before the start, because a call after the
+        abort would connect the ranks again.
         """
         come = peer in self._connected
         if not come and not self._closed.is_set():
@@ -132,14 +134,14 @@ class Nccl:
             raise TransportError(f"the group was closed before rank {peer} came")
         self._connected.add(peer)
         if stream is not None:
-            torch.cuda.set_device(stream.device)  # the current device is per thread
+            torch.cuda.set_device(stream.device)  # torch's current device is set per thread
         with torch.cuda.stream(stream):
             return getattr(self._group, verb)([message], peer, 0)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager. An NCCL group that is created in the block never ends the process (see QUIET)."""
+    """A context manager. An NCCL group that is created in the `with` block never ends the process (see QUIET)."""
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update(QUIET)
     try:
@@ -164,7 +166,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _poll(work: Any, seconds: float) -> bool:
-    """Waits up to `seconds` for a torch Work. Returns whether it is done."""
+    """Waits up to `seconds` for a torch Work. Returns whether the Work is done."""
     end = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > end:

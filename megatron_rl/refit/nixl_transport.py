@@ -1,5 +1,5 @@
 """A transport through NIXL: the receiver reads a message from the sender's registered memory. Through UCX, NIXL uses
-RDMA between hosts that have it, otherwise TCP, and shared memory or CUDA IPC within a host.
+RDMA between hosts with RDMA hardware, TCP between other hosts, and shared memory or CUDA IPC within a host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ POLL_S = 5e-5  # interval in seconds at which a reader checks whether its read h
 
 
 class Nixl(Slots):
-    """A transport in which the receiver reads each message from the sender's memory. The sender's Python code does
-    nothing during the read. Implements transport.Transport. Arguments: see Slots.
+    """A transport in which the receiver reads each message from the sender's memory. The sender runs no Python code
+    during the read. Implements transport.Transport. `store` and `rank`: see Slots.
     """
 
     def __init__(self, store: RefitStore, rank: int) -> None:
@@ -31,7 +31,7 @@ class Nixl(Slots):
         super().__init__(store, rank, self._memory)
 
     def close(self) -> None:
-        self._memory.stop()  # before the slots are freed, because a receiver that was given up may still read them
+        self._memory.stop()  # before the slots are freed, because a receiver that timed out may still read the slots
         super().close()
 
 
@@ -53,10 +53,10 @@ class RegisteredMemory(Medium):
         self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
         settings = self._api.nixl_agent_config(backends=["UCX"])
         self._agent: Any = self._api.nixl_agent(uuid.uuid4().hex, settings)
-        self._registered: dict[int, Any] = {}  # address of a slot's first byte -> its registration
+        self._registered: dict[int, Any] = {}  # address of a slot's first byte -> the slot's registration with NIXL
         self._landing: Tensor | None = None  # memory into which NIXL writes the messages that this process receives
-        self._peers: dict[str, tuple[str, str]] = {}  # agent's name -> its metadata when it was last loaded
-        self._unfinished: list[Any] = []  # reads that failed or are under way, with the memory that NIXL writes
+        self._peers: dict[str, tuple[str, str]] = {}  # name of a peer's agent -> agent's metadata that was last loaded
+        self._unfinished: list[Any] = []  # (read, memory that NIXL writes) of reads that failed or are under way
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -76,9 +76,9 @@ class RegisteredMemory(Medium):
             if landing is not None:
                 self.free(landing.data_ptr())
             _, landing = self.allocate(size, device)
-        self._landing = None  # not used again if the read fails
+        self._landing = None  # this memory is not used again if the read fails
         try:
-            if self._peers.get(name) != metadata:  # a new agent, or one with other slots
+            if self._peers.get(name) != metadata:  # the agent is new, or has registered other slots
                 if name in self._peers:
                     self._agent.remove_remote_agent(name)
                 self._agent.add_remote_agent(bytes.fromhex(metadata))
@@ -108,10 +108,10 @@ class RegisteredMemory(Medium):
         memory = [landing for _, landing in self._unfinished]
         self._unfinished.clear()
         self._agent = None
-        del memory  # only now, because NIXL may have written into it until its reads and its agent were gone
+        del memory  # freed only now: NIXL may write into this memory until NIXL's reads and agent are deleted
 
     def _has_ended(self, read: Any, seconds: float) -> bool:
-        """Waits up to `seconds` seconds until a read has ended or failed. Returns whether it has."""
+        """Waits up to `seconds` seconds for the end of a read. Returns whether the read has ended or failed."""
         end = time.monotonic() + seconds
         while (under_way := self._agent.check_xfer_state(read) == "PROC") and time.monotonic() < end:
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""The trainer's parameters as the source of a refit to engines with quantised weights."""
+"""Quantises the trainer's parameters while a refit (weight sync) reads them, for engines with quantised weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class QuantisedSource:
         self, parameters: Readable, held: Mapping[str, Sequence[tuple[str, Rect]]], form: Format, dtype: torch.dtype,
         *, float32: Collection[str],
     ) -> None:  # fmt: skip
-        """`held`: {name of a Hugging Face tensor that is sent quantised: [(name of a parameter of this rank, the part
-        of the tensor that the parameter holds)]}.
+        """`held`: maps the name of each Hugging Face tensor that is sent quantised to a list of (parameter name, Rect).
+        The parameter of this rank with this name holds the part Rect of the tensor.
         `dtype`: the dtype in which parameters that are not quantised are sent.
         `float32`: names of the parameters that are sent as float32 instead of `dtype`.
         """

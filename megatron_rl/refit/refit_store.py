@@ -43,8 +43,8 @@ class RefitStore:
     def host(cls, address: str) -> tuple[RefitStore, Address]:
         """Starts a store on this host that listens at `address` only. Returns (client, address of the store).
 
-        The store is closed once the returned client, its views and its rank stores are garbage collected. Raises
-        TransportError when the store cannot listen at `address`.
+        The store is closed once the returned client, and all views and rank stores made from the client, are garbage
+        collected. Raises TransportError when the store cannot listen at `address`.
         """
         secret = secrets.token_bytes(32)
         try:
@@ -87,8 +87,8 @@ class RefitStore:
         return hmac.digest(self._secret, text, "sha256")
 
     def rank_store(self, timeout: timedelta) -> RankStore:
-        """Returns a torch.distributed store backed by this store, for a process group. It does not prepend the prefix
-        of this view to its keys. `timeout` is the default timeout of its waits."""
+        """Returns a torch.distributed store backed by this store, for a process group. The returned store does not
+        prepend the prefix of this view to keys. `timeout`: the default timeout of waits on the returned store."""
         return RankStore(self._client, timeout)
 
     def put(self, key: str, value: Any) -> None:
@@ -146,8 +146,8 @@ class RefitStore:
 
 @contextlib.contextmanager
 def _gone() -> Iterator[None]:
-    """Context manager that converts errors of the key-value store in the block to TransportError. Does not convert
-    KeyValueTimeout, which the caller handles.
+    """A context manager that converts errors of the key-value store in the `with` block to TransportError. Does not
+    convert KeyValueTimeout, which the caller handles.
     """
     try:
         yield

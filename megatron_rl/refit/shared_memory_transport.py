@@ -47,14 +47,15 @@ class Medium(ABC):
 
     @abstractmethod
     def open(self, address: Any, device: torch.device, deadline: Deadline) -> Tensor:
-        """Returns the memory of a slot, or a copy that is valid until the next call. Raises OSError or RuntimeError if
-        the slot cannot be opened before the deadline, for example because the sender has ended.
+        """Returns the memory of a slot, or a copy of the memory that is valid until the next call of `open`. Raises
+        OSError or RuntimeError if the slot cannot be opened before the deadline, for example because the sender has
+        ended.
         """
         ...
 
     def free(self, address: Any) -> None:  # noqa: B027
-        """Frees the memory of a slot that no receiver reads. A no-op in this base class: the memory may be freed with
-        its tensor.
+        """Frees the memory of a slot that no receiver reads. A no-op in this base class, for media whose memory is
+        freed together with the slot's tensor.
         """
         ...
 
@@ -76,7 +77,7 @@ class SharedMemory(Medium):
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        # without flock on this file system, a file that a dead process left behind is never removed
+        # If the file system does not support flock, files that dead processes left behind are not removed.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
@@ -143,8 +144,8 @@ class CudaIpc(Medium):
     """A medium whose slots (memory for one message each) are in GPU memory. Other processes of the same host open a
     slot by its CUDA IPC handle.
 
-    Slots are not allocated in expandable segments (PYTORCH_CUDA_ALLOC_CONF). The receiver would have to take the
-    segments' file descriptors from the sending process, which Linux allows only to processes that may trace the sender.
+    Slots are not allocated in expandable segments (PYTORCH_CUDA_ALLOC_CONF). To open such a segment, the receiver would
+    have to take its file descriptor from the sender, which Linux allows only to processes that may trace the sender.
     """
 
     def __init__(self) -> None:
@@ -177,13 +178,13 @@ class Slots:
     `rank` is the index of this process among the peers. No process other than the peers may use `store`.
     """
 
-    takes_pieces = False  # a message is sent by copying it into a slot anyway
+    takes_pieces = False  # separate pieces save no copy, because every message is copied into a slot
 
     def __init__(self, store: RefitStore, rank: int, medium: Medium) -> None:
         self._store, self._rank, self._medium = store, rank, medium
         self._slots: list[_Slot] = []
-        self._lost: list[_Slot] = []  # slots that a receiver did not take in time, and may still read
-        # by peer: the number of messages sent to it so far, and of messages expected from it so far
+        self._lost: list[_Slot] = []  # slots that the receiver did not mark as free in time, and may still read
+        # _sent: peer -> number of messages sent to the peer so far; _came: number expected from the peer so far
         self._sent: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._came: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
@@ -194,8 +195,8 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            # Sizes are rounded up by at most an eighth, to one of eight sizes between two powers of two. The rounding
-            # limits the number of slots that the receiver keeps open.
+            # Sizes are rounded up by at most an eighth, to one of eight sizes between two powers of two.
+            # The rounding limits the number of different slots that the receiver keeps open.
             step = max(SMALLEST_SLOT, (1 << (size - 1).bit_length()) // 16)
             slot = _Slot(*self._medium.allocate(-(-size // step) * step, device))
         else:
@@ -251,13 +252,13 @@ class _Slot:
 
     address: Any
     memory: Tensor
-    in_use: bool = False  # whether the receiver has not read the message in the slot yet
+    in_use: bool = False  # True from the sending of a message until the receiver has read it
 
 
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Context manager. torch allocates GPU memory outside of expandable segments in the block, if the environment
-    turns expandable segments on.
+    """A context manager that makes torch allocate GPU memory outside of expandable segments in the `with` block. A
+    no-op unless the environment turns expandable segments on.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     without = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", given)
@@ -289,7 +290,7 @@ def _remove_if_unlocked(path: Path) -> None:
 
 
 def _await(store: RefitStore, key: str, deadline: Deadline) -> str | None:
-    """Waits until `key` exists on the store. Returns None if the key exists, otherwise the reason as text why the wait
+    """Waits until `key` exists on the store. Returns None if the key exists, otherwise a text that says why the wait
     failed.
     """
     try:

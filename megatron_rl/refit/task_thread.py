@@ -26,8 +26,8 @@ class TaskThread:
         return future
 
     def end(self, join_s: float | None = 0.0) -> None:
-        """Makes the thread end after the submitted functions, and waits for its end for up to `join_s` seconds, or
-        without a limit if `join_s` is None.
+        """Ends the thread after it has run the submitted functions. Waits up to `join_s` seconds for the thread to end,
+        or without a limit if `join_s` is None.
         """
         self._tasks.put(None)
         self._thread.join(join_s)
@@ -39,4 +39,4 @@ class TaskThread:
                 future.set_result(function())
             except BaseException as error:  # raised again in the thread that waits for the result
                 future.set_exception(error)
-            del task, future, function  # or else an idle thread would keep the memory of the last message in use
+            del task, future, function  # otherwise an idle thread would keep the last message in memory

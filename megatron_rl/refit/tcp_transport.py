@@ -1,7 +1,7 @@
-"""A transport over TCP between hosts without fast links, which sends long slices without a copy.
+"""A transport over TCP, for hosts without fast links between them. Long slices of parameters are sent without a copy.
 
-A socket can send a list of blocks, so long slices are sent directly from, and received directly into, the memory of the
-weights.
+A socket can send a list of memory blocks. Long slices are therefore sent directly from, and received directly into, the
+memory of the parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_rl.refit.transport import RECHECK_S, Deadline, Handle, TransportEr
 HELLO = struct.Struct("<32sI")
 # header of each message: size of the message in bytes, not counting pieces sent separately
 LENGTH = struct.Struct("<Q")
-JOIN_S = 1.0  # longest wait in seconds for the end of a thread that has no connection yet, and so accesses no message
+JOIN_S = 1.0  # longest wait in seconds for a thread to end that has no connection yet (and thus accesses no message)
 PAUSE_S = 0.1  # pause in seconds after a failed attempt to accept a connection
 HELLO_S = 5.0  # seconds after which a caller is refused if it has not sent its hello (proof that it knows the secret)
 MAX_CALLERS = 256  # maximum number of connections without a hello; each has a thread and a file descriptor
@@ -106,7 +106,7 @@ class Tcp:
         return self._handle(lane, done, f"{label} from {peer}")
 
     def _handle(self, lane: _Lane, done: futures.Future[Tensor], what: str) -> Handle:
-        """Returns the handle of a message. `done`: the result of its transfer. `what`: its name in errors."""
+        """Returns the handle of a message. `done`: Future of the transfer. `what`: name of the message in errors."""
 
         def wait(deadline: Deadline) -> Tensor:
             failure = "given up"
@@ -123,8 +123,8 @@ class Tcp:
         return Handle(wait, lambda: self._buffers.give_back(done.result()))
 
     def _receive(self, message: Tensor | None, pieces: Sequence[Tensor | int], of: socket.socket) -> Tensor:
-        """Receives one message and its pieces. Returns the message. `message`: its memory, or None if its size is not
-        known yet.
+        """Receives one message and its pieces from the connection `of`. Returns the message. `message`: the buffer to
+        receive into, or None if the size of the message is not known yet.
         """
         head = bytearray(LENGTH.size)
         _fill(of, memoryview(head))
@@ -153,7 +153,7 @@ class Tcp:
         self._buffers.clear()
 
     def _lane(self, way: str, peer: int) -> _Lane:
-        """Returns the lane (message queue of one direction) to or from a peer, and creates it at its first use.
+        """Returns the lane (message queue of one direction) to or from a peer. The first call for a lane creates it.
 
         `way`: "to" or "from".
 
@@ -226,8 +226,8 @@ class Tcp:
             self._callers.pop(made, None)
 
     def _greet(self, made: socket.socket) -> None:
-        """Checks the hello (proof that the caller knows the secret) of a new connection, and passes the connection to
-        the lane of its peer.
+        """Checks the hello (proof that the caller knows the secret) on a new connection. If it is valid, passes the
+        connection to the lane (message queue) of the peer that connected; otherwise closes the connection.
         """
         said, end, lane = bytearray(), time.monotonic() + HELLO_S, None
         with contextlib.suppress(OSError, TransportError):

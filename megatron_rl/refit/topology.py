@@ -19,8 +19,8 @@ from megatron_rl.weights.quantisation import quantised_shapes, sent
 from megatron_rl.weights.rank_layouts import EngineLayout, Holding, TrainerLayout
 from megatron_rl.weights.refit_plan import RefitPlan
 
-# Factor by which messages between processes on the same GPU are larger than other messages, because the handshake of a
-# message takes longer than the GPU's copy of 64 MiB.
+# Messages between processes on the same GPU may be larger than other messages by this factor.
+# The handshake of one message takes longer than copying 64 MiB within a GPU.
 GPU_BUCKETS = 8
 P = TypeVar("P", bound=Parameters)
 
@@ -38,15 +38,15 @@ class Topology:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Returns the dtype of the elements of a refit's messages. Messages to engines with quantised weights consist
-        of bytes, because their parameters have several dtypes.
+        """Returns the dtype of the elements in a refit's messages. It is uint8 for engines with quantised weights,
+        because the parameters of these engines have several dtypes.
         """
         return torch.uint8 if self.engines.format else getattr(torch, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         """Returns this topology as JSON-serializable values."""
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("trainer", "engines")}
-        # Sizes only: if the object is of a subclass, the fields that the subclass adds are left out.
+        # Only the fields of Sizes are sent. Fields that a subclass of Sizes adds are left out.
         sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}
         return {"sizes": sizes, "dtype": self.dtype, **parts}
 
@@ -78,8 +78,8 @@ class Topology:
         )
 
     def sources(self, rank: int, parameters: Mapping[str, Tensor], added: Added | None) -> Readable:
-        """Returns the parameters of trainer rank `rank` in the form in which a refit sends them, plus `added` (see
-        `Sums`).
+        """Returns the parameters of trainer rank `rank` in the form in which a refit sends them. `added`: function that
+        returns values to add to the parameters, such as a LoRA delta, see `Sums`.
         """
         tensors, form = Tensors(parameters), self.engines.format
         plain = self.carried(tensors) if form is None else tensors
@@ -95,7 +95,9 @@ class Topology:
         return QuantisedSource(summed, held, form, dtype, float32=kept)
 
     def _sent(self) -> Iterator[Holding]:
-        """Yields the holdings of the trainer's ranks as a refit sends them: quantised if the engines are."""
+        """Yields the trainer's holdings (parameters and the ranks that hold them) in the form in which a refit sends
+        them: quantised if the engines have quantised weights.
+        """
         for holding in rank_layouts.trainer(self.sizes, self.trainer):
             form = self.engines.format
             yield holding if form is None else holding._replace(parameters=sent(self.sizes, form, holding.parameters))
@@ -103,16 +105,16 @@ class Topology:
     def carried(self, parameters: P) -> P:
         """Returns the parameters of a rank in the form in which a refit sends them.
 
-        Parameters that are float32 whatever the model's dtype are viewed bit for bit as the dtype in which weights are
-        sent. If bytes are sent, all parameters are viewed as bytes.
+        Some parameters are float32 even if the model has another dtype. They are viewed bit for bit as the dtype in
+        which weights are sent. If weights are sent as bytes, all parameters are viewed as bytes.
         """
         kept = kept_float32(self.sizes)
         bytes_or_kept = self.engines.format or (kept and self.torch_dtype.itemsize < torch.float32.itemsize)
         return parameters.carried(kept, self.torch_dtype) if bytes_or_kept else parameters
 
     def _carried(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
-        """Yields the holdings (parameters and the ranks that hold them). Rectangles are widened for parameters whose
-        elements are larger than those of the dtype that is sent: each of their elements is counted as several.
+        """Yields the holdings (parameters and the ranks that hold them) with columns counted in elements of the dtype
+        that is sent. For example, a float32 element counts as two columns if bfloat16 is sent.
         """
         for holding in holdings:
             wide = [(name, rect, self._words(rect.tensor)) for name, rect in holding.parameters]

@@ -1,6 +1,7 @@
-"""The trainer's side of a refit, a transaction of four steps: roll call, transfer, vote, verdict.
+"""The trainer's side of a refit (weight sync to the engines), a transaction of four steps: roll call, transfer, vote,
+verdict.
 
-After a refit, an engine that took part holds either the new version or no version.
+After a refit, each engine that took part holds either the complete new weight version or no valid version.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class TrainerSide:
     """The trainer's side of refits, which send weights to the engines. Creating and calling an instance are collective
     over all trainer ranks.
 
-    `endpoint` is an engine inside this process, whose engine rank is the trainer rank. If `endpoint` is None, the
+    `endpoint` is an engine inside this process; its engine rank equals the trainer rank. If `endpoint` is None, the
     engines are separate processes, which connect to the key-value store at `address`.
     """
 
@@ -115,8 +116,8 @@ class TrainerSide:
         """Sends the weights to the engines as weight version `version`. Returns metrics (refit/seconds,
         refit/gigabytes, ...), the same on every rank.
 
-        `replicas`: indices of the engine replicas to refit, which must all have joined. If None, refits all replicas
-        that have joined, and waits for at least one.
+        `replicas`: indices of the engine replicas to refit. All of these replicas must have joined. If None, refits all
+        replicas that have joined, and waits until at least one replica has joined.
 
         A replica that fails is left out, and rank 0 logs a warning. Raises RefitError on every rank when no engine
         received the new version, or when any engine inside the trainer failed. Raises Mismatch on every rank when an
@@ -221,7 +222,7 @@ class TrainerSide:
             self._close_call(call, report)
         if fresh:
             self._probes = [each.probe for each in report.outcomes]
-            return_free_pages()  # the threads that sent requests to a lost engine have grown the arenas of malloc
+            return_free_pages()  # malloc's heaps have grown if threads sent requests to a lost engine
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
             if self._rank in report.committed:
@@ -237,7 +238,7 @@ class TrainerSide:
         held = {r: v for r, v in call.versions.items() if v is not None and r in call.locations}
         base = held if self._delta_pays and not fresh else {}
         if self._wiring is not None and "nccl" in self._wiring.kinds:
-            # no delta over NCCL: it needs the sizes in advance, and is too fast for deltas to save time
+            # No delta is sent over NCCL: NCCL needs message sizes in advance, and is too fast for deltas to save time.
             self._delta_pays = False
         return RefitOrder(
             version=version,
@@ -384,8 +385,8 @@ class TrainerSide:
         return all_gather(value, self._group, travellers=TRAVELLERS)
 
     def _on_first_rank(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on trainer rank 0 only. Returns its result on every rank. If it raises RefitError, raises
-        the RefitError on every rank.
+        """Calls `function` on trainer rank 0 only. Returns the function's result on every rank. If the function raises
+        RefitError, raises this error on every rank.
         """
         result, failure = None, None
         if self._rank == 0:

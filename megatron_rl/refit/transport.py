@@ -33,9 +33,9 @@ class Mismatch(RefitError):
 
 
 class ParameterPart(NamedTuple):
-    """A rectangle of a parameter seen as a matrix.
+    """The position and size of a 2-D block in a parameter, which is viewed as a matrix.
 
-    A 1-D parameter is seen as [n, 1]. For a parameter of more than two dimensions, all dimensions but the last are
+    A 1-D parameter is viewed as [n, 1]. For a parameter of more than two dimensions, all dimensions but the last are
     flattened into rows.
     """
 
@@ -50,7 +50,7 @@ class ParameterPart(NamedTuple):
 
 
 class Readable(Protocol):
-    """The parameters of one rank, from which rectangles can be read."""
+    """The interface for reading 2-D blocks of the parameters of one rank."""
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
         """Returns the values of a part of the parameter `name`, [rows, columns]; a view if possible."""
@@ -58,15 +58,15 @@ class Readable(Protocol):
 
 
 class Parameters(Readable, Protocol):
-    """The parameters of one rank, of which rectangles can be read and written."""
+    """The interface for reading and writing 2-D blocks of the parameters of one rank."""
 
     def write(self, name: str, part: ParameterPart, values: Tensor) -> None:
         """Writes `values` [rows, columns] to a part of the parameter `name`, cast to the dtype of the parameter."""
         ...
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> Self:
-        """Returns these parameters, with those in `names` viewed bit for bit as `dtype`; all of them if `dtype` is
-        uint8.
+        """Returns a view of these parameters, in which the parameters in `names` are viewed bit for bit as `dtype`. If
+        `dtype` is uint8, all parameters are viewed as uint8.
 
         Each parameter in `names` has n float32 values. It is viewed as [n, 4 / itemsize of `dtype`], so that it can be
         sent together with parameters of `dtype` without loss of precision.
@@ -154,8 +154,8 @@ class Sums:
 
 
 def bits(name: str, tensor: Tensor, float32: Collection[str], dtype: torch.dtype) -> Tensor:
-    """Returns the parameter `name` viewed bit for bit as `dtype` if it is in `float32` or if `dtype` is uint8,
-    otherwise unchanged. A tensor [n] is viewed as [n, its itemsize / itemsize of `dtype`].
+    """Returns the parameter `name` viewed bit for bit as `dtype` if `name` is in `float32` or `dtype` is uint8,
+    otherwise unchanged. A tensor [n] is viewed as [n, r], where r is the ratio of the old to the new element size.
 
     Raises ValueError if a parameter in `float32` has another dtype.
     """
@@ -245,13 +245,14 @@ class Transport(Protocol):
         ...
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        """Returns a buffer to write a message into before it is passed to `send`, uint8 [size]."""
+        """Returns a uint8 buffer [size]. The caller writes a message into the buffer and passes the buffer to `send`.
+        """
         ...
 
     def send(self, peer: int, label: str, message: Tensor, *, pieces: Iterable[Tensor] = ()) -> Handle:
         """Starts to send `message` to a peer.
 
-        `message`: a tensor that `buffer` returned, or the first bytes of one.
+        `message`: a tensor that `buffer` returned, or the first bytes of such a tensor.
         `label`: the name of the message in errors.
         `pieces`: further uint8 tensors to send after the message. Each piece may be sent as soon as the iterable
         yields it. The pieces must not be changed before the handle's `wait` has returned.

@@ -49,7 +49,7 @@ class RankLocation(NamedTuple):
         """Returns an id of the memory that holds the rank's weights: (host, GPU), or (host, process) for a rank on a
         CPU.
 
-        Weights are copied without a network link between ranks with the same id.
+        Between two ranks with the same id, weights are copied without a network link.
         """
         return self.host, self.device if self.device != "cpu" else self.process
 
