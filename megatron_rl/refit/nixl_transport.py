@@ -55,7 +55,7 @@ class RegisteredMemory(Medium):
         self._agent: Any = self._api.nixl_agent(uuid.uuid4().hex, settings)
         self._registered: dict[int, Any] = {}  # address of a slot's first byte -> the slot's registration with NIXL
         self._landing: Tensor | None = None  # memory into which NIXL writes the messages that this process receives
-        self._peers: dict[str, tuple[str, str]] = {}  # name of a peer's agent -> agent's metadata that was last loaded
+        self._peers: dict[str, tuple[str, str]] = {}  # name of a peer's agent -> last metadata loaded of this agent
         self._unfinished: list[Any] = []  # (read, memory that NIXL writes) of reads that failed or are under way
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:

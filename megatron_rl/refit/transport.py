@@ -245,8 +245,7 @@ class Transport(Protocol):
         ...
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        """Returns a uint8 buffer [size]. The caller writes a message into the buffer and passes the buffer to `send`.
-        """
+        """Returns a buffer, uint8 [size]. The caller writes a message into the buffer and passes it to `send`."""
         ...
 
     def send(self, peer: int, label: str, message: Tensor, *, pieces: Iterable[Tensor] = ()) -> Handle:

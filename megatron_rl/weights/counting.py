@@ -75,7 +75,7 @@ class ParameterCounts:
 @lru_cache(maxsize=4096)
 def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
     """Returns the numbers of dense parameters and experts' parameters that Megatron allocates on a rank of pipeline
-    stage `stage`, with vocabulary padding.
+    stage `stage`, including vocabulary padding.
     """
     sizes = shape.sizes
     outside = registry.ends(sizes)
@@ -114,18 +114,20 @@ def total(shape: Shape) -> int:
 
 @lru_cache(maxsize=256)
 def engine_bytes(shape: Shape, width: int, form: Format | None) -> float:
-    """Returns the bytes of a model's weights in engines. `width`: bytes per element of the weights that are not
-    quantised. `form`: the format of the quantised weights; None if no weights are quantised."""
+    """Returns the size in bytes of all weights of a model in the form in which engines hold them. `width`: bytes per
+    element of the weights that are not quantised. `form`: the format of the quantised weights; None if no weights are
+    quantised."""
     linear = 0 if form is None else sum(prod(whole) for whole in quantised_shapes(shape.sizes).values())
     return width * (total(shape) - linear) + (0 if form is None else form.bytes_per_element * linear)
 
 
 @lru_cache(maxsize=16)
 def staging_bytes(sizes: Sizes, layout: EngineLayout, width: int, *, experts_only: bool) -> int:
-    """Returns the bytes of pinned host memory that a rank of an engine needs for receiving parameters (or only fused
-    experts), in addition to the parameters in use. torch rounds each pinned tensor up to a power of two.
+    """Returns the bytes of pinned host memory into which an engine rank receives new parameters while it uses the
+    present parameters. torch rounds the size of each pinned tensor up to a power of two.
 
     `width`: bytes per element of the weights that are not quantised.
+    `experts_only`: whether the rank receives only the fused experts in this memory.
     """
     return sum(
         1 << (prod(shape) * element_bytes(sizes, layout.format, rects[0].tensor, width) - 1).bit_length()
@@ -145,7 +147,7 @@ def active(shape: Shape) -> int:
 
 
 def _elements(row: Row, parallel: Parallel) -> int:
-    """Returns the number of elements that a rank holds of a parameter. For a parameter that every expert has, counts
-    the parameter of one expert.
+    """Returns the number of elements of a parameter that a rank holds. If every expert has this parameter, counts the
+    elements of one expert.
     """
     return prod(row.partition.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])

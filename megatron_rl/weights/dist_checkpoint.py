@@ -1,8 +1,8 @@
 """Reads the model from a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors.
 
-One parameter is read at a time, without Megatron and without distributed ranks. A checkpoint holds whole tensors in
-pieces, whatever layout wrote it, and each piece is read directly to its position. Layers of the same kind are stacked
-in one tensor [layers, ...], and experts in one tensor [layers, experts, ...].
+One parameter is read at a time, without Megatron and without distributed ranks. Whatever layout wrote a checkpoint, it
+holds whole tensors in pieces. Each piece is read directly to its position in the tensor. Layers of the same kind are
+stacked in one tensor [layers, ...], and experts in one tensor [layers, experts, ...].
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class DistCheckpoint:
     def __init__(self, directory: Path, *, trust: bool = False) -> None:
         """Opens the checkpoint in `directory`.
 
-        `trust`: whether to unpickle parts that are more than plain data. Unpickling them runs the code that they name.
+        `trust`: whether to unpickle objects that are more than plain data. Unpickling such an object runs the code that
+        the object names.
 
         Raises ConfigError if the directory is not a checkpoint, or if listed files are missing or too short.
         """
@@ -140,7 +141,7 @@ class DistCheckpoint:
                 yield index.fqn, data
 
     def _find(self, name: str, prefix: str) -> tuple[StackedKey, TensorStorageMetadata]:
-        """Returns (key and index of a parameter, metadata of the tensor that holds it)."""
+        """Returns (key and index of a parameter, metadata of the stored tensor that holds the parameter)."""
         for place in places(name):
             stored = self._metadata.state_dict_metadata.get(prefix + place.key)
             if isinstance(stored, TensorStorageMetadata) and all(
@@ -169,18 +170,20 @@ class DistCheckpoint:
 
 
 def has_head(checkpoint: DistCheckpoint) -> bool | None:
-    """Checks whether a checkpoint holds a model with a head in place of an output layer. Returns None if it holds
-    neither: a model with tied embeddings, or adapters without a head."""
+    """Returns True if a checkpoint holds a head in place of the output layer, and False if it holds an output layer.
+    Returns None if it holds neither, as for a model with tied embeddings or for adapters without a head."""
     shape = checkpoint.shapes.get(OUTPUT)
     return None if shape is None else shape[0][0] == 1
 
 
 def head_difference(directory: Path, head: Head | None, *, beside: bool = False) -> str | None:
-    """Returns an error sentence if the checkpoint in `directory` holds a model with a head and the role has none, or
-    the other way round; otherwise returns None. `head`: the role's setting. `beside`: whether the role's model has a
-    value head beside its output layer.
+    """Returns an error sentence if only one of the checkpoint in `directory` and the role has a head in place of the
+    output layer, or only one of them has a value head beside the output layer. Otherwise returns None.
 
-    The checkpoint is trusted, because Megatron-core is about to load it.
+    `head`: the role's head setting; None if the role has an output layer.
+    `beside`: whether the role's model has a value head beside its output layer.
+
+    The checkpoint is opened as trusted, because Megatron-core is about to load it anyway.
     """
     checkpoint = DistCheckpoint(directory, trust=True)
     found = has_head(checkpoint)

@@ -15,7 +15,7 @@ from megatron_rl.weights.parameter_mapping import WHOLE, Shape, Shard, megatron
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12]\.\w+?)(\d+)|local_experts\.(\d+)\.(linear_fc[12]\.\w+))")
-# Name of a norm -> name of the same norm in Megatron-core's torch layer spec, also in models with experts.
+# Name of a norm -> name of the same norm in Megatron-core's torch layer spec, with or without experts.
 _ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 _ATTENTION = "self_attention.core_attention"
 _WITHOUT_STATE = ("mlp.router", "mlp.shared_experts")
@@ -31,7 +31,7 @@ class StackedKey(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle of a whole parameter that one rank holds."""
+    """The position and size of the 2-D block of a parameter that one rank holds."""
 
     row: int
     column: int
@@ -61,8 +61,8 @@ def places(name: str) -> Iterator[StackedKey]:
 
 
 def is_layered(sizes: Sizes) -> bool:
-    """Checks whether Megatron-core stores the tensors of each layer separately. It does so if some layers have experts
-    and others do not.
+    """Checks whether Megatron-core stores the tensors of each layer separately. Megatron-core does so if some layers
+    have experts and others do not.
     """
     return bool(sizes.experts and sizes.dense_layers)
 
@@ -100,8 +100,8 @@ def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
 
 
 def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
-    """Returns the rectangles of a whole parameter that a rank holds, with adjacent rectangles merged. fc1 has two
-    rectangles: gate and up.
+    """Returns the 2-D blocks of a whole parameter that a rank holds, with adjacent blocks merged. The parameter fc1 of
+    an MLP has two blocks: gate and up.
     """
     (rows, columns), rects = megatron(sizes, name, shard)
     if is_padded(sizes, name):

@@ -1,5 +1,4 @@
-"""Writes Megatron distributed checkpoints (torch_dist format) in core's format, piece by piece and without distributed
-ranks."""
+"""Writes distributed checkpoints in Megatron-core's torch_dist format, piece by piece and without distributed ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ FILE_BYTES = 4 * 10**9  # maximum size of a file in bytes; a single piece may be
 
 
 class DistWriter:
-    """Writes a distributed checkpoint in pieces (rectangles of tensors). Each piece is written to a file of the rank
-    that will read the piece. `finish` completes the checkpoint.
+    """Writes a distributed checkpoint in pieces (blocks of tensors). Each piece is written to a file of the rank that
+    will read the piece. `finish` completes the checkpoint.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
@@ -53,10 +52,10 @@ class DistWriter:
         """Writes one piece of the tensor `key`.
 
         `size`: the shape of the whole tensor.
-        `offsets`: the position of the piece in it. The piece has as many dimensions as the tensor.
+        `offsets`: the position of the piece in the whole tensor. The piece has as many dimensions as the tensor.
         `rank`: the rank to whose file the piece is written.
 
-        Raises ValueError if the size or dtype differs from that of the tensor's earlier pieces.
+        Raises ValueError if `size` or the dtype differs from the values given with earlier pieces of the tensor.
         """
         known = self._tensors.get(key)
         if known is None:

@@ -1,8 +1,8 @@
 """Counts a model's floating-point operations (FLOPs), for plans, the logged MFU of updates, and benchmarks.
 
-A multiplication and an addition count as two operations. Matrix products with weights and attention's two products are
-counted. Norms, rotary embedding and softmax are not counted, as is usual for MFU. Recomputation is not counted either,
-because it is not part of the model's work.
+A multiplication and an addition count as two operations. Matmuls with weights and the two matmuls of attention are
+counted. Norms, rotary embedding and softmax are not counted, as is usual for MFU. Recomputation of activations is not
+counted either, because it is not part of the model's work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rl.weights.counting import Parallel
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFlops:
-    """The floating-point operations of one token's products with weights in a forward pass."""
+    """The floating-point operations of the matmuls with weights, for one token in a forward pass."""
 
     layers: float  # operations of all layers, without their experts
     experts: float  # operations of the experts that the token is routed to
@@ -29,8 +29,8 @@ class TokenFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class PassFlops:
-    """The floating-point operations of a batch of sequences: in a forward pass, and in a forward and a backward pass
-    together.
+    """The floating-point operations for a batch of sequences. `forward`: a forward pass. `training`: a forward pass and
+    a backward pass together.
     """
 
     forward: float
@@ -38,7 +38,7 @@ class PassFlops:
 
 
 def of_token(shape: Shape) -> TokenFlops:
-    """Returns the floating-point operations of one token's products with weights in a forward pass."""
+    """Returns the floating-point operations of the matmuls with weights, for one token in a forward pass."""
     sizes, sparse = shape.sizes, shape.sizes.expert_layers
     routing = shape.features.routing
     gated = sizes.shared_ffn and (routing is None or routing.shared_gate)
@@ -89,11 +89,11 @@ def count(
 
     `shared` [S]: the number of leading tokens of each sequence that are not computed, because an earlier sequence
     starts with the same tokens.
-    `labels`: the number of tokens that go through the output layer; None: all computed tokens.
+    `labels`: the number of tokens that go through the output layer; None means all computed tokens.
     `lora`: LoRA settings; None if the whole model is trained.
 
-    A backward pass has twice the operations of the forward pass: gradients of the inputs and of the weights. Weights
-    frozen by LoRA have no weight gradients.
+    A backward pass has twice the operations of the forward pass: it computes gradients with respect to inputs and with
+    respect to weights. For weights that LoRA freezes, no weight gradients are computed.
     """
     own = of_token(shape)
     behind = np.zeros_like(lengths) if shared is None else shared
@@ -105,14 +105,16 @@ def count(
 
 
 def of_adapters(shape: Shape, lora: Lora) -> float:
-    """Returns the floating-point operations of one token's products with the LoRA matrices in a forward pass."""
+    """Returns the floating-point operations of the matmuls with LoRA matrices, for one token in a forward pass."""
     return 2.0 * counting.adapter_elements(shape, Parallel(world=1), lora)
 
 
 def training(products: float, scores: float, adapters: float | None) -> float:
     """Returns the floating-point operations of a forward and a backward pass together.
 
-    The arguments are operations of the forward pass: of the products with weights, of attention, and of the products
-    with LoRA matrices (None if the whole model is trained).
+    The arguments are numbers of operations in the forward pass.
+    `products`: operations of the matmuls with weights.
+    `scores`: operations of attention.
+    `adapters`: operations of the matmuls with LoRA matrices; None if the whole model is trained.
     """
     return 3 * (products + scores) if adapters is None else 2 * products + 3 * (adapters + scores)

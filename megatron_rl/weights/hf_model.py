@@ -30,7 +30,7 @@ from megatron_rl.weights.tensor_copies import blocks, from_tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-# equality and hash ignore the other fields: caches keyed by sizes need only these fields
+# With eq=False, equality and hash are inherited from Sizes. They ignore the fields that this class adds.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture(Sizes):
     """The sizes of the model in a directory, its features (such as the kinds of attention), and its transformers
@@ -81,7 +81,7 @@ def local_directory(path: str | Path) -> Path:
         )
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        # without folders: some repositories hold the weights in other forms there
+        # Subfolders are not downloaded, because some repositories hold the weights in other formats there.
         return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise FileNotFoundError(
@@ -114,21 +114,23 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
-    """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
+    """Raises ConfigError, which names the file and the tensor, unless the directory holds the model that its
+    config.json describes.
 
     Only headers are read. Checks that files are complete, that exactly the model's tensors are there, that their shapes
     are right, and that they have a single dtype. Parameters that are always float32 are exempt from the dtype check.
     `cast`: whether the caller converts the tensors to one dtype, in which case several dtypes are allowed.
 
-    If the files of a tied model hold an output layer too, its data is read and compared with the embedding.
+    If the files of a tied model also hold an output layer, the output layer's data is read and compared with the
+    embedding.
     """
     directory = local_directory(directory)
     refuse(*itertools.islice(_problems(directory, sizes, cast), 1))
 
 
 def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
-    """Yields error messages about a model directory, see `check`. The caller must stop at the first message: the code
-    after it relies on what the message says is wrong, such as a tensor that is missing."""
+    """Yields error messages about a model directory, see `check`. The caller must stop at the first message, because
+    later checks assume that earlier checks passed, for example that no tensor is missing."""
     found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
     check_complete(found, sizes)
     if SCORE not in found:
@@ -217,7 +219,7 @@ class DirectoryTensors:
         return self.stored[name]
 
     def _view(self, name: str, stored: safetensors_headers.Stored) -> Tensor:
-        """Returns a tensor as the file stores it."""
+        """Returns a tensor in the form in which its file stores it, without converting quantised values."""
         if name not in self._views:
             if stored.file not in self._open:
                 self._open[stored.file] = safe_open(stored.file, "pt").__enter__()

@@ -28,7 +28,7 @@ class Planned(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    part: Part | None = None  # its place in the files' tensor, if files hold it as part of a larger tensor
+    part: Part | None = None  # position inside a larger tensor of the files; None if the tensor is stored alone
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +75,8 @@ class HfWriter:
         """Writes the planned tensors among `tensors` in the order given, and then, if there are several shards, the
         index file.
 
-        Other tensors are skipped, because a tied model's files may include the output layer. Raises KeyError, with the
-        name, if a planned tensor is missing from `tensors`.
+        Tensors that are not planned are skipped, because the files that a tied model was read from may include the
+        output layer. Raises KeyError, with the name, if a planned tensor is missing from `tensors`.
         """
         for name, tensor in self._joined(tensors):
             if name in self._places:
@@ -88,7 +88,9 @@ class HfWriter:
             self._index.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def _joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors as the files hold them. The parts of a larger tensor are collected in memory first."""
+        """Yields the tensors in the form in which files hold them. The parts of a larger tensor are first collected in
+        memory.
+        """
         left, filled = Counter(part.name for part in self._parts.values()), dict[str, Tensor]()
         for name, tensor in tensors:
             part = self._parts.get(name)

@@ -43,13 +43,13 @@ from megatron_rl.weights.tensor_copies import all_finite, blocks
 DIRECTORY = "adapter"  # name of the adapter's directory in a role's checkpoint
 BASE = "base.json"  # file that identifies the base model on which an adapter was trained
 _MODULE = "lora"  # name of the submodule of a Megatron linear layer that holds its adapters
-# errors of reading a file of an adapter that is missing, damaged or of another kind
+# errors raised by reading an adapter's file if the file is missing, damaged, or not an adapter's file
 _ODD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of the LoRA matrix A or B in this package -> name in peft
 _PREFIX = "base_model.model."  # prefix of module names in peft
 HEAD = f"{_PREFIX}{SCORE}"  # peft's name of the weight of a trained head
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")
-# matches a tensor name of peft; the group is the name of the matrix
+# matches a tensor name of peft; the group is the name of the adapted module, such as q_proj
 _MATRIX = re.compile(r".*?(\w+)\.lora_[AB]\.weight")
 
 
@@ -64,7 +64,7 @@ def is_adapter(name: str) -> bool:
 
 
 def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
-    """Returns (shape on this rank, rectangles in peft's tensors) of a LoRA matrix, a parameter of an adapter.
+    """Returns (shape of this rank's part, rectangles of peft's tensors that form the part) of a LoRA matrix.
 
     `shard`: the rank's position in the tensor-parallel group.
     `rank`: the LoRA rank r.
@@ -74,8 +74,8 @@ def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
 
 
 def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
-    """Returns {peft's tensor name: (rows, columns)} of all LoRA matrices of the whole model, and of its head if the
-    model has one, which is trained with the adapters."""
+    """Returns {peft's tensor name: (rows, columns)} of all LoRA matrices of the whole model. Includes the model's head,
+    if there is one, because a head is trained together with the adapters."""
     names = (
         parameter_name(layer, found.name, part)
         for layer in range(sizes.num_layers)
@@ -87,7 +87,7 @@ def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
 
 
 def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
-    """Reads a LoRA adapter written by peft or by `write`. Returns its tensors by peft's names.
+    """Reads a LoRA adapter written by peft or by `write`. Returns {peft's tensor name: tensor}.
 
     Raises ConfigError if files are missing or damaged, if the tensors do not match `lora`, or if values are not finite.
     """
@@ -102,8 +102,8 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
 def _problems(
     file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, int]], lora: Lora
 ) -> Iterator[str]:
-    """Yields an error message for each tensor of an adapter file that does not match the expected shapes. The caller
-    must stop at the first message: the checks that follow assume that the names of the tensors are those in
+    """Yields error messages about an adapter file: wrong tensor names, wrong shapes, and values that are not finite.
+    The caller must stop at the first message, because later checks assume that the tensor names are those in
     `wanted`."""
     missing, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or more:
@@ -211,10 +211,10 @@ def other_base(directory: Path, path: str | Path) -> str | None:
 
 
 def difference(directory: Path, own: Lora | None, path: str | Path) -> str | None:
-    """Returns the reason why a role cannot resume from a checkpoint, because the LoRA settings or the base model
-    differ. Returns None if it can resume.
+    """Returns an error sentence if a role cannot resume from a checkpoint, because the LoRA settings or the base models
+    differ. Returns None if the role can resume.
 
-    `directory`: path that the checkpoint's adapter would have.
+    `directory`: path of the adapter in the checkpoint. It does not exist if the checkpoint holds a whole model.
     `own`: the role's LoRA settings; None if the role trains the whole model.
     `path`: the role's base model.
     """
@@ -235,8 +235,8 @@ def difference(directory: Path, own: Lora | None, path: str | Path) -> str | Non
 def merged(
     tensors: Iterator[tuple[str, Tensor]], sizes: Sizes, lora: Lora, adapter: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the base model's (Hugging Face name, tensor) with the adapter merged: W + alpha / r B A, in W's dtype. A
-    head that was trained with the adapter comes last, in place of the base model's head.
+    """Yields (Hugging Face name, tensor) of the base model with the adapter merged: W + alpha / r B A, in W's dtype. A
+    head that was trained with the adapter replaces the base model's head and is yielded last.
     """
     pairs = {}
     for layer in range(sizes.num_layers):

@@ -1,9 +1,9 @@
 """Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of rectangles.
 
-A rank's part of a parameter is described by a list of `Rect`s. A `Rect` is a rectangle of a Hugging Face tensor and its
-position in the parameter. An import copies the rectangles from tensors to parameters, and an export in the other
-direction. A refit (weight sync to the engines) intersects the rectangles of two layouts. The `Row`s of the model's
-family (megatron_rl/models/) define the parameters and how ranks shard them. This module loops over these `Row`s.
+A rank's part of a parameter is described by a list of `Rect`s. A `Rect` is a rectangle (2-D block) of a Hugging Face
+tensor and the rectangle's position in the parameter. An import copies rectangles from tensors to parameters, and an
+export copies rectangles from parameters to tensors. A refit (weight sync to the engines) intersects the rectangles of
+two layouts. The `Row`s of a model family (megatron_rl/models/) define the parameters and how ranks shard them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from megatron_rl.models.sizes import Sizes
 class Shard(NamedTuple):
     """The shard (part) of every parameter that a rank holds.
 
-    Of a dense parameter, the rank holds part `rank` of `tp` parts (tensor parallelism). Of an expert's parameter, it
-    holds part `expert_rank` of `expert_tp` parts (expert tensor parallelism).
+    A dense parameter is split into `tp` parts (tensor parallelism), of which the rank holds the part with index `rank`.
+    An expert's parameter is split into `expert_tp` parts (expert tensor parallelism), of which the rank holds the part
+    with index `expert_rank`.
     """
 
     tp: int = 1
@@ -40,7 +41,7 @@ class Shard(NamedTuple):
 
 class Parameter(NamedTuple):
     """A rank's part of a parameter: the parameter's name, the shape of the part, and the rectangles of Hugging Face
-    tensors that it consists of.
+    tensors that form the part.
     """
 
     name: str
@@ -82,8 +83,8 @@ def kept_float32(sizes: Sizes) -> frozenset[str]:
 
 
 def is_expert(name: str) -> bool:
-    """Checks whether a Megatron parameter belongs to one of the experts that a router selects. Of these parameters,
-    expert-parallel ranks hold different ones.
+    """Checks whether a Megatron parameter belongs to one of the experts that a router selects. Expert-parallel ranks
+    hold the parameters of different experts.
     """
     return ".mlp.experts." in name
 
@@ -97,7 +98,8 @@ def renumber_expert(name: str, *, by: int) -> str:
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
-    """Returns (shape on this rank, rectangles of Hugging Face tensors that fill it) of a Megatron parameter.
+    """Returns (shape of this rank's part, rectangles of Hugging Face tensors that fill the part) of a Megatron
+    parameter.
 
     `name`: the name with global layer and expert indices.
     `vocab_multiple`: vocabulary rows are padded to a multiple of `vocab_multiple` * tp.
@@ -112,7 +114,7 @@ def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: i
 
 def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
     """Returns (`Row` that describes the parameter, prefix of the Hugging Face tensors' names, expert index or "") of a
-    Megatron parameter. The name may be that of either layer spec.
+    Megatron parameter. `name` is the parameter's name in the Transformer Engine layer spec or in the local layer spec.
 
     Raises KeyError if the model has no parameter of this name.
     """
@@ -200,8 +202,8 @@ def trainer_parameters(
     fused: bool,
     vocab_multiple: int = 1,
 ) -> Iterator[Parameter]:
-    """Yields the parameters of a trainer rank: the dense parameters if `experts` is None, otherwise those of the given
-    experts.
+    """Yields parameters of a trainer rank: the dense parameters if `experts` is None, otherwise the parameters of the
+    experts with the global indices `experts`.
 
     `first_last`: whether the rank belongs to the first and to the last pipeline stage.
 
@@ -272,7 +274,7 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     """Raises ConfigError if one of the tensors does not belong to the model. Without this check, the weights of a
     different model could be loaded.
     """
-    # the files of a tied model, and those from which a head is trained, may include the output layer
+    # The output layer may be in the files of a tied model, and in the files of a model that gets a head instead.
     known = {*hf_shapes(sizes), HEAD, *([BIAS] if sizes.head else [])}
     family = family_of(sizes)
     left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
@@ -284,7 +286,7 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
 
 
 def padding(shape: Shape, rects: Sequence[Rect]) -> int:
-    """Returns the number of elements of a parameter that no rectangle covers, which are vocabulary padding."""
+    """Returns the number of vocabulary padding elements of a parameter: the elements that no rectangle covers."""
     return shape[0] * shape[1] - sum(rect.elements for rect in rects)
 
 

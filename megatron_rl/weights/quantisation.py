@@ -1,7 +1,7 @@
-"""Describes the quantised weights of engines: their formats, names, blocks and rectangles. Does not use tensors.
+"""Describes the quantised weights of engines: their formats, names, blocks and rectangles. No tensor data is used here.
 
-The quantised values of a Hugging Face tensor and the scales of its blocks are tensors of their own: the values keep the
-tensor's name, and the scales are called name + SCALES. Both are rectangles of a refit plan like any other parameter.
+A Hugging Face tensor is quantised to two tensors: the quantised values, which keep the tensor's name, and the scales of
+the blocks, whose name is the tensor's name + SCALES. A refit plan treats both tensors like any other parameter.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Format:
     block: tuple[int, int]  # rows and columns of a block
     largest: float  # largest magnitude of a quantised value
     scales: str  # torch dtype of the scales
-    bits: int = 8  # 8: float8_e4m3fn values. 4: float4 (e2m1) values, two to a byte, the even column in the low half
-    # NVFP4 multiplies the scales of a tensor by a second scale. Here it is a constant, so that a rank does not need the
-    # largest value of other ranks. With it, blocks whose largest magnitude is between 0.0004 and 10.5 have scales that
-    # are normal numbers in float8_e4m3fn.
+    bits: int = 8  # 8: float8_e4m3fn values. 4: float4 (e2m1) values, two per byte, the even column in the low bits
+    # NVFP4 multiplies all scales of a tensor by a second scale, which usually depends on the tensor's largest value.
+    # Here the second scale is a constant, so that a rank does not need the largest values of other ranks.
+    # With nvfp4's constant, scales are normal float8_e4m3fn numbers if a block's maximum is between 0.0004 and 10.5.
     second: float = 1.0
 
     @property
@@ -57,13 +57,13 @@ FORMATS: Mapping[str, Format] = {
     "nvfp4": Format(block=(1, 16), largest=6.0, scales="float8_e4m3fn", bits=4, second=2.0**-8),
 }
 
-# OCP's mxfp4, the format of gpt-oss's files. Engines are not sent weights in this format.
+# OCP's mxfp4, the format of gpt-oss's files. Weights are read in this format, but never sent to engines in it.
 MXFP4 = Format(block=(1, 32), largest=6.0, scales="float8_e8m0fnu", bits=4)
 
 
 def is_quantised(row: Row) -> bool:
-    """Checks whether engines with quantised weights hold a parameter quantised. This is so for the weights of linear
-    layers. Embeddings, the output layer, norms, biases, routers and gates of shared experts keep the model's dtype.
+    """Checks whether a parameter is quantised in engines with quantised weights. The weights of linear layers are
+    quantised. Embeddings, the output layer, norms, biases, routers and gates of shared experts keep the model's dtype.
     """
     return ".linear_" in row.name and row.sources[0].columns > 1
 
@@ -107,8 +107,8 @@ def config_of(name: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def split(form: Format, rect: Rect) -> tuple[Rect, Rect]:
-    """Returns (rectangle of the quantised values, rectangle of the scales) that take the place of a rectangle of a
-    tensor. The rectangle must consist of whole blocks (see `cut_blocks`).
+    """Converts a rectangle of an unquantised tensor to (rectangle of the quantised values, rectangle of the scales).
+    The given rectangle must consist of whole blocks (see `cut_blocks`).
     """
     (high, wide), packed = form.block, form.packed
     values = rect._replace(
@@ -121,8 +121,8 @@ def split(form: Format, rect: Rect) -> tuple[Rect, Rect]:
 
 
 def cut_blocks(form: Format, rect: Rect, whole: Shape) -> Iterator[str]:
-    """Yields an error message for each dimension in which a rectangle of a tensor of the shape `whole` divides a block
-    between ranks.
+    """Yields an error message for each dimension (rows, columns) in which a rectangle cuts through a block of quantised
+    weights, so that ranks would share the block. `whole`: shape of the whole tensor.
     """
     parts = (
         ("rows", form.block[0], rect.row, rect.rows, rect.at_row, whole[0]),
@@ -134,8 +134,8 @@ def cut_blocks(form: Format, rect: Rect, whole: Shape) -> Iterator[str]:
 
 
 def whole_tensors(rects: Iterable[Rect]) -> list[Rect]:
-    """Joins the rectangles of each tensor that a rank holds, however the rank stores them, to one rectangle in the
-    tensor's own coordinates.
+    """Joins a rank's rectangles of each Hugging Face tensor to one rectangle per tensor. Positions are given in the
+    tensor's coordinates, independently of where the rank stores the rectangles.
     """
     found: dict[str, list[Rect]] = {}
     for rect in rects:
@@ -151,9 +151,9 @@ def whole_tensors(rects: Iterable[Rect]) -> list[Rect]:
 
 
 def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> list[tuple[str, Rect]]:
-    """Returns the parameters of a trainer rank as a refit sends them: values and scales under the names and in the
-    coordinates of their Hugging Face tensors, and the other parameters unchanged. Raises ConfigError if the rank's part
-    of a tensor does not consist of whole blocks.
+    """Returns the parameters of a trainer rank in the form in which a refit sends them. A quantised tensor is sent as
+    values and scales, with the names and coordinates of Hugging Face tensors. Other parameters are unchanged. Raises
+    ConfigError if the rank's part of a quantised tensor does not consist of whole blocks.
     """
     shapes = quantised_shapes(sizes)
     out = [(name, rect) for name, rect in parameters if rect.tensor not in shapes]
@@ -166,10 +166,10 @@ def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> 
 def held(
     sizes: Sizes, form: Format, parameters: Mapping[str, tuple[Shape, list[Rect]]]
 ) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns the parameters of an engine rank as a refit writes them. A parameter that is quantised becomes two: the
-    quantised values under the parameter's name, and their scales under name + SCALES. Other parameters are unchanged.
-    `parameters` and the result: {name: (shape, rectangles of Hugging Face tensors)}. Raises ConfigError if the rank's
-    part of a tensor does not consist of whole blocks.
+    """Returns the parameters of an engine rank in the form in which a refit writes them. A quantised parameter becomes
+    two parameters: the quantised values under the parameter's name, and their scales under name + SCALES. Other
+    parameters are unchanged. `parameters` and the result are {name: (shape, rectangles of Hugging Face tensors)}.
+    Raises ConfigError if the rank's part of a quantised tensor does not consist of whole blocks.
     """
     shapes, out = quantised_shapes(sizes), dict[str, tuple[Shape, list[Rect]]]()
     for name, (shape, rects) in parameters.items():

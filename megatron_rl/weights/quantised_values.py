@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 
 from megatron_rl.weights.quantisation import Format
 
-CHUNK = 1 << 22  # number of elements that are quantised at once: the temporary tensors are float32
-TINY = 1e-35  # blocks whose largest magnitude is not above it become zeros: their factor would overflow float32
-FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the magnitudes of float4 (e2m1), by code
-# Bounds for rounding to the nearest code. A value exactly between two codes gets the even code. If the higher code is
-# even, the bound is therefore the next number below the middle.
+CHUNK = 1 << 22  # number of elements quantised at once, which limits the size of the temporary float32 tensors
+TINY = 1e-35  # blocks whose largest magnitude is at most this become zeros, as their factor would overflow float32
+FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the magnitudes of float4 (e2m1), indexed by code
+# Bounds for rounding to the nearest code. A value exactly between two codes is rounded to the even code.
+# If the higher of two codes is even, the bound is therefore the next number below the middle.
 _MIDDLES = (FLOAT4[1:] + FLOAT4[:-1]) / 2
 _BOUNDS = torch.where(torch.arange(7) % 2 == 0, _MIDDLES, torch.nextafter(_MIDDLES, torch.zeros(())))
 
@@ -61,8 +61,8 @@ def dequantise(values: Tensor, scales: Tensor, form: Format, dtype: torch.dtype)
 
 
 def _chunks(weights: Tensor, form: Format) -> Iterator[Tensor]:
-    """Yields runs of block rows, float32 [block rows, rows of a block, block columns, columns of a block]. Incomplete
-    blocks are padded with zeros.
+    """Yields chunks of `weights` that consist of whole rows of blocks, as float32 [block rows, rows of a block, block
+    columns, columns of a block]. Incomplete blocks are padded with zeros.
     """
     high, wide = form.block
     for part in weights.split(max(1, CHUNK // (high * max(1, weights.shape[1]))) * high):
@@ -71,8 +71,8 @@ def _chunks(weights: Tensor, form: Format) -> Iterator[Tensor]:
 
 
 def _factors(chunk: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Returns (factors by which weights are multiplied, float32; scales, in the dtype of the format) of the blocks of a
-    chunk, each [block rows, block columns].
+    """Returns (factors, scales) of the blocks of a chunk, each [block rows, block columns]. Quantisation multiplies the
+    weights of a block by the block's factor (float32). The scale, in the scale dtype of `form`, is stored to undo this.
     """
     largest = chunk.abs().amax((1, 3))
     factors = torch.where(largest > TINY, form.largest / largest, 1.0)

@@ -1,4 +1,4 @@
-"""Computes which rectangles each rank of a trainer and of an engine holds, from their layouts alone."""
+"""Computes which rectangles of Hugging Face tensors each trainer rank and engine rank holds, from the layouts alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_rl.weights.quantisation import FORMATS, SCALES, Format, held, quan
 
 class Holding(NamedTuple):
     """A list of parameters, with the rectangles of Hugging Face tensors that they consist of. Each rank in `ranks`
-    holds an identical copy of all of them.
+    holds an identical copy of all these parameters.
     """
 
     ranks: tuple[int, ...]
@@ -45,7 +45,8 @@ class TrainerLayout:
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    # number of interleaved model chunks per stage: chunk c of stage s is run c * pp + s of consecutive layers
+    # number of interleaved model chunks per pipeline stage
+    # Layers are divided into pp * vpp runs of consecutive layers. Chunk c of stage s is the run with index c * pp + s.
     vpp: int = 1
     # number of layers of each of the pp * vpp runs of consecutive layers, in order
     # If empty, layers are divided as evenly as possible, and the first runs get the extra layers.
@@ -84,12 +85,12 @@ class TrainerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """The layout of `replicas` engines of `tp` ranks each, numbered engine by engine.
+    """The layout of `replicas` engines with `tp` ranks each. Ranks are numbered engine by engine.
 
     `whole`: whether every rank holds the whole model under Hugging Face's names (the embedded engine, where tp is 1).
     `expert_parallel`: whether a rank holds whole experts.
     `quantization`: the format in which the engines hold the weights of linear layers, a key of
-    weights.quantisation.FORMATS. None: the model's dtype.
+    weights.quantisation.FORMATS. None means that these weights have the model's dtype.
     """
 
     tp: int = 1
@@ -143,7 +144,7 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
     """Yields the holdings (parameters, and the ranks that hold copies of them) of the engines' ranks. If `ranks` is
-    given, yields those of these ranks only.
+    given, other ranks are left out.
 
     Raises ConfigError if the layout does not divide the model.
     """
@@ -169,9 +170,11 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
 
 
 def element_bytes(sizes: Sizes, form: Format | None, tensor: str, width: int) -> int:
-    """Returns the bytes of an element of a Hugging Face tensor, or of its scales (a name with the suffix SCALES), in an
-    engine. Two float4 values are one element. `form`: the format of the quantised weights. `width`: bytes of an element
-    of the model's dtype.
+    """Returns the bytes per element of the tensor `tensor` in an engine. Two float4 values count as one element.
+
+    `form`: the format of the quantised weights; None if no weights are quantised.
+    `tensor`: a Hugging Face tensor's name, or this name with the suffix SCALES for the scales of the tensor.
+    `width`: bytes per element of the model's dtype.
     """
     if form is not None and tensor in quantised_shapes(sizes):
         return 1
@@ -181,8 +184,8 @@ def element_bytes(sizes: Sizes, form: Format | None, tensor: str, width: int) ->
 
 
 def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:
-    """Returns an error message if the trainer's parallel layout splits a block of quantised weights between ranks, and
-    another if the engines' layout does."""
+    """Returns error messages: one if the trainer's parallel layout splits a block of quantised weights between ranks,
+    and one if the engines' layout splits such a block."""
     form, problems = engine.format, list[str]()
     assert form is not None
     # It is enough to check one layer of each kind, with two experts for each engine rank.
@@ -205,7 +208,7 @@ def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -
 
 
 def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
-    """Returns a `Holding` that says that `ranks` hold the parameters."""
+    """Returns the `Holding` of the parameters `found` on the ranks `ranks`."""
     return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
 
 

@@ -1,8 +1,8 @@
 """Plans a refit (weight sync from the trainer to the engines): which rank sends which slice to each engine rank.
 
 The plan depends only on the rectangles of the two layouts, so that every rank computes the same plan without
-communication. Every element that an engine rank needs is sent to it exactly once, by a rank that holds it. No tensor is
-gathered.
+communication. Every element that an engine rank needs is sent to this rank exactly once, by a trainer rank that holds
+the element. No tensor is gathered.
 """
 
 from __future__ import annotations
@@ -125,12 +125,13 @@ def plan(
     """Returns the plan for sending weights from the trainer's holdings (`sources`) to the engines' holdings
     (`destinations`). A holding lists parameters and the ranks that hold copies of them.
 
-    `trainer`, `engine`: the placement of their ranks.
+    `trainer`, `engine`: the nodes and devices of the trainer ranks and of the engine ranks.
     `bucket_elements`: the maximum number of elements of a message.
     `local_bucket_elements`: the maximum number of elements of a message within a device; by default `bucket_elements`.
 
-    Among the ranks that hold a needed slice, the sender is a rank on the same device if there is one. Otherwise it is
-    the least loaded rank of the same node, or, if no rank of the node holds the slice, the least loaded of all.
+    Among the trainer ranks that hold a needed slice, the sender is a rank on the engine rank's device if there is one.
+    Otherwise the sender is the least loaded rank on the engine rank's node. If no rank on this node holds the slice,
+    the sender is the least loaded of all ranks that hold it.
 
     Raises ValueError if no trainer rank holds an element that an engine rank needs.
     """
@@ -191,8 +192,8 @@ def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table
 
 
 def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
-    """Repeats the rectangles of each holding for each rank that holds them. Returns (table, rank of each row of the
-    table).
+    """Repeats the rectangles of each holding, once for each rank that holds them. Returns (new table, rank that holds
+    each row of the new table).
     """
     copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
     index = np.repeat(np.arange(len(copies)), copies)
@@ -246,7 +247,8 @@ def _drop_duplicates(
     """Returns the pairs (overlaps of a sent and a received rectangle) without duplicates. Of pairs that deliver the
     same elements, keeps the pair with the nearest sender.
 
-    Duplicates occur if all tensor-parallel ranks hold the same part, and for a tied embedding, which has a second name.
+    Duplicates occur if all tensor-parallel ranks hold the same part, and for a tied embedding, which the trainer may
+    hold under two names.
     """
     holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
     width = len(engine.nodes)
@@ -344,7 +346,7 @@ def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners
 def _join_adjacent(slices: Slices) -> Slices:
     """Joins slices that are adjacent in both the source and the destination parameter.
 
-    Examples are q, k and v of one group, and gate and up.
+    Examples are the q, k and v projections of one group of heads, and the gate and up projections of an MLP.
     """
     n = slices
     alike = (n.source, n.destination, n.source_parameter, n.destination_parameter, n.source_column, n.column, n.columns)

@@ -1,8 +1,8 @@
 """Reads the tensor names, dtypes and shapes of a model directory from the headers of its safetensors files.
 
 No tensor data is read, and torch is not needed. transformers 5 holds a layer's experts in one stacked tensor in memory,
-and its save_pretrained writes one tensor per expert. Files from other tools may hold the stacked tensors. Their parts
-are listed here under the names that save_pretrained would use.
+and its save_pretrained writes one tensor per expert. Files from other tools may hold the stacked tensors. This module
+lists the parts of a stacked tensor separately, under the names that save_pretrained would use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.weights.quantisation import FORMATS, MXFP4, SCALES, Format
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DAMAGED = (KeyError, TypeError, AttributeError)  # errors of reading an index whose JSON has a different structure
+DAMAGED = (KeyError, TypeError, AttributeError)  # errors raised if an index file's JSON has an unexpected structure
 # Suffixes of the names of MXFP4 tensors in gpt-oss's files. The values have the shape [experts, rows, columns / 32, 16]
 # and the scales [experts, rows, columns / 32]. In unquantised files, the same weight is [experts, columns, rows].
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
@@ -112,7 +112,7 @@ def _read(directory: Path) -> dict[str, Stored]:
             f"{directory} holds two sets of weights, {SINGLE} and the files that {INDEX} lists, of which transformers "
             "would load the first: remove the one that is not meant"
         )
-    first = {file: name for name, file in reversed(places.items())}  # file -> first tensor that the index lists in it
+    first = {file: name for name, file in reversed(places.items())}  # file -> first tensor that the index assigns to it
     refuse(
         *(
             f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again"
@@ -126,7 +126,7 @@ def _read(directory: Path) -> dict[str, Stored]:
         for name, file in places.items()
         if name not in files[file]
     )
-    refuse(*itertools.islice(wrong, 1))  # a file of another model may lack thousands of tensors
+    refuse(*itertools.islice(wrong, 1))  # only the first error: a file of another model may lack thousands of tensors
     return {name: files[file][name] for name, file in places.items()}
 
 

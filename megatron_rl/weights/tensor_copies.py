@@ -27,7 +27,7 @@ def local(parameter: Tensor, rect: Rect) -> Tensor:
 
 @torch.no_grad()
 def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
-    """Copies every rectangle into the parameter, cast to the parameter's dtype, and fills the padding with zeros.
+    """Copies every rectangle into a rank's parameter, cast to the parameter's dtype. Fills padding with zeros.
 
     Raises ValueError if a rectangle does not fit into the parameter.
     """
@@ -43,7 +43,7 @@ def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
 def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
     """Assembles whole Hugging Face tensors from the ranks' parts of one parameter. Returns the tensors by name.
 
-    `shards`: one (part of the parameter, rectangles of the part) per rank. The result is on the device of the parts.
+    `shards`: for each rank, (part of the parameter, rectangles of the part). The result is on the device of the parts.
     """
     parts = [(part, rect) for part, rects in shards for rect in rects]
     sizes: dict[str, tuple[int, int]] = {}
