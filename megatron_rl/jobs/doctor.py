@@ -205,7 +205,7 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
     while not directory.exists():
         directory = directory.absolute().parent
     probe, size = directory / f".doctor.{socket.gethostname()}.{os.getpid()}", PROBE_MIB[quick]
-    # This name is unique to this process, because other nodes may make the check at the same time
+    # The names of the test files are unique to this process, because other nodes may make the check at the same time.
     moved = probe.with_name(probe.name + ".moved")
     try:
         start = time.perf_counter()
@@ -353,7 +353,7 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
         weight, every, trained = _parameters(role, found)
         weights = every * weight / stages
         rest = trained / stages * (GRADIENT + MASTER / max(1, ranks * spec.cluster.job.nodes // stages))
-        # (bytes while the role is trained, bytes while another role is trained)
+        # appends (bytes of the role while it is trained, bytes of the role while another role is trained)
         need.append((weights + rest, 0.0 if leaves else weights if role.sleep else weights + rest))
     most = max((awake - asleep for awake, asleep in need), default=0.0) + sum(asleep for _, asleep in need)
     needed, (have, where) = most / GIB, _room(ranks)

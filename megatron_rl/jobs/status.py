@@ -30,7 +30,7 @@ from megatron_rl.session.server_connection import ENGINES
 RECENT = 10  # number of last iterations over which the median of the seconds per iteration is taken
 # Seconds between two reads of the files in which servers are registered; a running server renews its file every second
 LOOK_S = 2.5
-FOLLOW_S = 1.0  # seconds between two reads of followed logs
+FOLLOW_S = 1.0  # seconds between two reads of the logs for `follow`
 SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # metrics of a role that are shown
 REWARD = "reward/"
 NO_JOBS = "no job of it waits or runs"

@@ -23,7 +23,7 @@ from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, Wir
 
 MAX_STRANGERS = 256  # maximum number of strangers: connections that have not proved yet that they know the secret
 STRANGER_S = 5.0  # longest time in seconds that a connection may take to prove that it knows the secret
-# at the limit of connections, the oldest connection without a proof of the secret is closed if older (in seconds)
+# at the limit of connections, the oldest connection without a proof of the secret is closed if it is older than this
 MERCY_S = 1.0
 # Number of file descriptors that the store leaves to the rest of the process, for example to write a checkpoint.
 KEPT_BACK = 256
@@ -141,7 +141,7 @@ class KeyValueServer:
             except TimeoutError:
                 return [bytes([Reply.LATE])]
             return [bytes([Reply.DONE]), *(self._values.get(key, b"") for key in keys if verb is Verb.GET)]
-        except (IndexError, ValueError) as error:  # the client has another version, or has a bug
+        except (IndexError, ValueError) as error:  # the client is from another version of this package, or has a bug
             return [bytes([Reply.REFUSED]), f"{type(error).__name__}: {error}".encode()]
 
     async def _wait(self, keys: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 HELLO = b"megatron_rl store 1\n"
 NONCE_BYTES, SIGNATURE_BYTES, TAG_BYTES = 32, 32, 16
-ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES  # number of bytes that a client sends as greeting
+ANSWER_BYTES = NONCE_BYTES + SIGNATURE_BYTES  # number of bytes that a client sends in the greeting: nonce and signature
 HEAD = struct.Struct(f"<I{TAG_BYTES}s")  # header of a frame: length of the body, and authentication tag
 NUMBER = struct.Struct("<I")
 COUNT = struct.Struct("<Q")
@@ -35,20 +35,20 @@ class WireError(ValueError):
 class Verb(enum.IntEnum):
     """The type of a client's request.
 
-    The comment of a member lists the arguments of the request and, after `->`, the byte strings of the response. `keys`
-    stands for one or more keys.
+    The comment of a member lists the arguments of the request and the byte strings of the response. `keys` stands for
+    one or more keys.
     """
 
-    SET = 1  # key, value, key, value, ...
-    GET = 2  # milliseconds to wait, keys -> values
-    WAIT = 3  # milliseconds to wait, keys
-    CHECK = 4  # keys -> 1 if all keys exist, else 0
-    ADD = 5  # key, number to add -> the sum, which is the new value, as decimal text
-    REMOVE = 6  # key -> 1 if the removed key existed, else 0
-    COMPARE_SET = 7  # key, expected value, desired value -> the value after the operation
-    APPEND = 8  # key, bytes to append to the value
-    NUM_KEYS = 9  # no arguments -> number of keys
-    CLEAR = 10  # prefixes -> number of removed keys (all keys that begin with one of the prefixes)
+    SET = 1  # arguments: key, value, key, value, ...
+    GET = 2  # arguments: milliseconds to wait, keys; response: values
+    WAIT = 3  # arguments: milliseconds to wait, keys
+    CHECK = 4  # arguments: keys; response: 1 if all keys exist, else 0
+    ADD = 5  # arguments: key, number to add; response: the new value (the sum) as decimal text
+    REMOVE = 6  # argument: key; response: 1 if the key existed, else 0
+    COMPARE_SET = 7  # arguments: key, expected value, desired value; response: the value after the operation
+    APPEND = 8  # arguments: key, bytes to append to the value
+    NUM_KEYS = 9  # no arguments; response: number of keys
+    CLEAR = 10  # arguments: prefixes; response: number of removed keys, which are all keys with one of the prefixes
 
 
 class Reply(enum.IntEnum):

@@ -139,7 +139,7 @@ class SglangServer(Server):
         self._post("/pause_generation", {"mode": "abort"}, timeout_s=self._refit_timeout_s)
         tags = [tag for tag in ("kv_cache", "weights") if tag not in self._away]
         if "kv_cache" in tags:
-            self._flush()  # also waits until the last batch has finished
+            self._flush()  # empties the cache, which also waits until the last batch has finished
         if tags:
             self._post("/release_memory_occupation", {"tags": tags}, timeout_s=self._refit_timeout_s)
             self._away = self._away.union(tags)

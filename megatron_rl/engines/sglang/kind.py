@@ -23,8 +23,8 @@ def command(settings: Sglang, start: ServerStart) -> Command:
         start.python, "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
         "--host", settings.host, "--port", str(start.port), "--dtype", start.dtype, "--tp-size", str(settings.tp),
         "--max-running-requests", str(settings.max_batch),
-        "--sampling-defaults", "openai",  # ignores the temperature and penalties that the model directory specifies
-        "--skip-server-warmup",  # because the requests of SGLang's warm-up do not send the token
+        "--sampling-defaults", "openai",  # SGLang then ignores the temperature and penalties of the model directory
+        "--skip-server-warmup",  # SGLang's warm-up requests do not send the job's token
         "--log-level-http", "warning",
     ]  # fmt: skip
     words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
@@ -32,7 +32,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
     words += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype != "auto" else []
     if start.quantization:
         about = config_of(start.quantization, hf_model.read_architecture(start.model))
-        # The model's files are not in this format and are not read: the first weight sync (refit) sends all weights.
+        # The model's files are not quantised and are not read: the first weight sync (refit) sends all weights.
         words += ["--quantization", start.quantization, "--load-format", "dummy"]
         words += ["--json-model-override-args", json.dumps({"quantization_config": about})]
     if start.by_priority:

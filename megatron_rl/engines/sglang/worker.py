@@ -111,7 +111,7 @@ class SglangLanding(refit_worker.Landing):
                 own = data if in_place else refit_worker.beside(data.shape, data.dtype, data.device, place)
                 parameters[f"{prefix}.{name}" if prefix else name] = own
                 self._staged += [] if in_place else [(parameter, own)]
-        # leaves out a head that shares the embedding's weight
+        # leaves out an output head that shares the embedding's weight
         super().__init__({name: parameters[name] for name, _ in model.named_parameters() if name in parameters})
 
     def commit_refit(self, version: int) -> None:

@@ -93,9 +93,10 @@ class VllmServer(Server):
         info = {"update_info": {"version": version, "wait_s": wait_s}}
         self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
         self._post("/finish_weight_update", {"weight_version": str(version)})
-        # Entries of the prefix cache are found by tokens, not by weights, so entries of the old weights would be
-        # reused. Requests that continue after the pause also have such entries: only with `reset_running_requests=true`
-        # does vLLM empty the cache and compute their entries again. Otherwise vLLM keeps the cache but reports success.
+        # The prefix cache finds entries by tokens, not by weights, so it would reuse entries of the old weights.
+        # Requests that continue after the pause also use entries of the old weights. With
+        # `reset_running_requests=true`, vLLM empties the cache and computes the entries of these requests again.
+        # Without this option, vLLM keeps the cache but reports success.
         self._post("/reset_prefix_cache?reset_running_requests=true")
         self._check_version(version)
 
@@ -242,9 +243,9 @@ class AdapterServer(VllmServer):
         super().__init__(url, token, settings, refit_timeout_s, facts)
         assert facts.adapters is not None
         self._adapters, self._version = facts.adapters, -1
-        # vLLM's prefix cache identifies an adapter by its name and path. A server may outlive a trainer, and the
-        # restarted trainer writes different weights under the same version number. A random part makes the names
-        # different.
+        # vLLM's prefix cache identifies an adapter by its name and path.
+        # A server may outlive a trainer, and the restarted trainer writes different weights under the same version
+        # number. This random part of the name makes the names different.
         self._start = secrets.token_hex(4)
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:

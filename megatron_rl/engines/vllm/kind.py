@@ -25,16 +25,16 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words = [
         start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
         "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
-        # returns log-probs under the distribution from which tokens are sampled
+        # vLLM then returns log-probs under the distribution from which tokens are sampled
         "--logprobs-mode", "processed_logprobs",
-        # No limit on the number of most likely tokens per position that a scoring request may ask for.
+        # -1: no limit on the number of most likely tokens per position that a scoring request may ask for
         "--max-logprobs", "-1",
         "--middleware", "megatron_rl.engines.vllm.routes.Routes",
         # the middleware that is named last gets a request first
         "--middleware", "megatron_rl.engines.auth_middleware.Guard",
         "--worker-extension-cls", "megatron_rl.engines.vllm.worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
-        "--generation-config", "vllm",  # ignores the temperature and lengths that the model directory specifies
+        "--generation-config", "vllm",  # vLLM then ignores the temperature and lengths of the model directory
         "--max-num-seqs", str(settings.max_batch), "--uvicorn-log-level", "warning",
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
@@ -44,7 +44,7 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words += ["--kv-cache-dtype", settings.kv_cache_dtype] if settings.kv_cache_dtype != "auto" else []
     if start.quantization:
         about = config_of(start.quantization, hf_model.read_architecture(start.model))
-        # The model's files are not in this format and are not read: the first weight sync (refit) sends all weights.
+        # The model's files are not quantised and are not read: the first weight sync (refit) sends all weights.
         words += ["--load-format", "dummy", "--hf-overrides", json.dumps({"quantization_config": about})]
     environment = {
         TOKEN_FILE: str(start.token_file),
@@ -82,16 +82,15 @@ def _refuse_without_gpu(settings: Vllm, start: ServerStart) -> None:
 
 
 def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
-    # vLLM 0.32 on a CPU crashes if a request with a seed has its prompt prefilled in chunks: "CPU Generator does not
-    # use offset".
+    # On a CPU, chunked prefill of a request with a seed crashes vLLM 0.32: "CPU Generator does not use offset".
     words = ["--enforce-eager", "--no-enable-chunked-prefill"]
-    # On a processor with AMX, vLLM would select latent attention kernels that do not support float32. This backend runs
-    # on any processor with any dtype. Attention without latents ignores the option.
+    # On a processor with AMX, vLLM would select latent attention kernels that do not support float32.
+    # The backend CPU_MLA runs on any processor with any dtype. Attention without latents ignores the option.
     words += ["--attention-backend", "CPU_MLA"]
     if settings.tp == 1:
-        # vLLM would run the model in a separate process, to set OpenMP's environment variables before that process
-        # starts. This is not needed, because the whole server gets these variables. With one process less, the server
-        # starts sooner and answers faster.
+        # By default, vLLM runs the model in a separate process that starts with OpenMP's environment variables.
+        # This is not needed, because the whole server gets these variables. With one process less, the server starts
+        # sooner and answers faster.
         words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     return words, {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -73,7 +73,7 @@ class VllmLanding(refit_worker.Landing):
         self._staged: dict[str, Tensor] = {}
         self._copied: list[tuple[Tensor, Tensor]] = []  # (parameter of a plain layer, its staging memory)
         landing: dict[str, Tensor] = {}
-        # Parameters that two layers share: name in the second layer -> name in the first layer.
+        # {name in the second layer: name in the first layer} of each parameter that two layers share
         self._same: dict[str, str] = {}
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
