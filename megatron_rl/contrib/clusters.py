@@ -1,8 +1,8 @@
 """Clusters similar texts, to measure how repetitive the questions of R-Zero's challenger are (arXiv 2508.05004).
 
 The released code (Chengsong-Huang/R-Zero 5699329, examples/reward_function/caller_penalty.py) uses BLEU from nltk and
-clusters from scikit-learn. The functions here return the same numbers. Only if several pairs of clusters have exactly
-the same distance, these functions may join another pair first.
+clusters from scikit-learn. The functions here return the same numbers, with one exception: if several pairs of clusters
+have exactly the same distance, these functions may first join another pair than scikit-learn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
     words = [text.split() for text in texts]
     lengths = np.array([len(own) for own in words], np.float64)
     shared = [_shared_ngrams(words, order) for order in ORDERS]
-    # by order: number of n-grams of each text, at least 1
+    # for each n-gram order: the number of n-grams of each text, at least 1
     counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]
     logs = [
         np.log(np.where(found > 0, found, NONE_SHARED) / count[:, None])
@@ -51,8 +51,8 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
 
 
 def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
-    """Returns the number of n-grams that each pair of texts shares, [N, N]; the diagonal is not used. An n-gram counts
-    as often as it occurs in the text with fewer occurrences.
+    """Returns the number of n-grams that each pair of texts shares, [N, N]; the diagonal is not used. An n-gram that
+    occurs a times in one text and b times in the other is counted min(a, b) times.
     """
     # n-gram -> [(index of a text, number of occurrences in the text)]
     places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
@@ -71,9 +71,10 @@ def _clusters(distances: np.ndarray, limit: float) -> list[int]:
     """Joins the two nearest clusters repeatedly while their distance is below `limit`. `distances`: [N, N] distances of
     the texts. Returns the cluster label of each text, [N].
 
-    Uses the nearest-neighbour chain algorithm, which finds pairs that are each other's nearest neighbours. With average
-    linkage, a joined cluster is never nearer to a third cluster than the nearer of its parts was. So pairs of mutual
-    nearest neighbours may be joined in any order, and a cluster without a neighbour below the limit stays without one.
+    Uses the nearest-neighbour chain algorithm, which finds pairs of clusters that are each other's nearest neighbours.
+    With average linkage, a joined cluster is never nearer to a third cluster than the nearer of its two parts was. So
+    pairs of mutual nearest neighbours may be joined in any order, and a cluster that has no other cluster within the
+    limit will never have one.
     """
     near, sizes, labels = distances.copy(), np.ones(len(distances)), np.arange(len(distances))
     np.fill_diagonal(near, np.inf)

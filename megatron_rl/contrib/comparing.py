@@ -19,16 +19,16 @@ from megatron_rl.types import Prompt
 BEST = 10.0  # maximum score that a judge may give; the minimum is 0
 
 _TAGS = ("<principles>", "</principles>", "<critique>", "</critique>", "<scores>", "</scores>")
-# The pattern matches in only one way, because each tag must occur exactly once
+# The pattern can match a text in only one way, because `read_comparison` requires that each tag occurs exactly once.
 _FORM = re.compile(r"<principles>(.*)</principles>\s*<critique>(.*)</critique>\s*<scores>.*</scores>", re.DOTALL)
 _SCORES = re.compile(r"\s*(\d{1,2}(?:\.\d{1,6})?)\s*,\s*(\d{1,2}(?:\.\d{1,6})?)\s*")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The parsed content of one comparison."""
+    """A judge's comparison of two responses, parsed from the text of the judge's answer."""
 
-    # scores of the first and the second response shown, in [0, 10]; None if unreadable
+    # scores of the response shown first and of the response shown second, in [0, 10]; None if unreadable
     scores: tuple[float, float] | None
     form: float  # 1.0 if the text consists of principles, a critique and readable scores in this order; otherwise 0.0
 
@@ -69,15 +69,15 @@ Answer = Judgement[Pair, Comparison]
 
 
 class Comparisons:
-    """A stream of pairs of responses that are added one after the other, with the judge's answers about them. A sample
-    depends only on the sampling seed and the pair's index.
+    """A growing set of pairs of responses, with a judge's answers about each pair. The sampling of an answer depends
+    only on the sampling seed and on the index and the order of the pair.
     """
 
     def __init__(
         self, context: RolloutContext, template: str, sampling: Sampling, orders: Callable[[int], Sequence[bool]]
     ) -> None:
-        """Creates an empty stream. `orders`: function that returns, for the index of a pair, the orders in which the
-        pair is shown to the judge. The judge is asked `sampling.n` times per order.
+        """Creates an empty set of pairs. `orders`: function that returns, for the index of a pair, the orders in which
+        the pair is shown to the judge (values of Pair.turned). The judge is asked `sampling.n` times per order.
         """
         question = Question[Pair, Comparison](
             prompt=lambda pair: _prompt(context, template, pair),
@@ -89,12 +89,12 @@ class Comparisons:
         self._found: dict[int, list[Answer]] = {}
 
     def add(self, place: int, prompt: Prompt, own: str, other: str) -> None:
-        """Asks the judge about a pair. An order whose prompt is too long is skipped."""
+        """Asks the judge about a pair. `place`: index of the pair. An order whose prompt is too long is skipped."""
         for turned in self._orders(place):
             self._judging.ask(2 * place + turned, Pair(prompt.id, prompt.payload, own, other, turned))
 
     def finish(self) -> list[Answer]:
-        """Waits for all answers. Returns the answers, sorted by index and order of the pair."""
+        """Waits for all answers of the judge. Returns the answers, sorted by the index and the order of the pair."""
         self._found = self._judging.collect(self._watch)
         return [answer for key in sorted(self._found) for answer in self._found[key]]
 

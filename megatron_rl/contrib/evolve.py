@@ -39,11 +39,13 @@ class Evolve(Recipe):
     """A recipe in which every iteration trains three roles, with separate models or a shared one (`roles.X.same_as`).
 
     The proposer generates questions, some with reference questions from a pool in its prompt. The judge scores the
-    questions. Accepted questions are added to the pool; their difficulty is 1 - the mean score of the solver's answers.
-    The setting `practice` determines what the solver trains on. With "pool", it is one answer to each of as many
-    questions from the pool as there are proposals (as in the released code). With "proposed", it is the answers to the
-    accepted questions. The judge trains on its judgements of these answers. The pool initially has the problems of the
-    data set.
+    questions. Accepted questions are added to the pool, as are the questions of the problems that an iteration takes
+    from the data set. The difficulty of a question is 1 - the mean score of the solver's answers.
+
+    The setting `practice` determines what the solver trains on. With "pool" (as in the released code), as many
+    questions as there are proposals are drawn from the pool, and the solver trains on one answer to each of them. With
+    "proposed", the solver trains on its answers to the accepted questions. In both cases, the judge trains on its
+    judgements of the answers that the solver trains on.
     """
 
     updates: Count  # number of updates in the run
@@ -51,8 +53,8 @@ class Evolve(Recipe):
     answers: Count = 5  # number of solver answers per accepted question, to measure its difficulty
     judgements: Count = 5  # number of judgements per proposed question, and per answer that measures a difficulty
     practice: Literal["pool", "proposed"] = "pool"  # questions on which the solver and the judge are trained
-    reference_share: Share = 0.5  # share of proposals with references in the prompt
-    references: Count = 1  # number of reference questions in such a prompt
+    reference_share: Share = 0.5  # share of proposals with reference questions in the prompt
+    references: Count = 1  # number of reference questions in a prompt that has reference questions
     least_quality: Share = 0.7  # minimum mean score from the judge for a question to be accepted
     pool_size: Count = 4096  # maximum number of questions in the pool; the oldest are removed first
     estimator: EstimatorName = (
@@ -106,7 +108,7 @@ class Evolve(Recipe):
         proposals = [
             self._proposal(rollout, text, quality.get(i), difficulty.get(i))
             for i, (rollout, text) in enumerate(zip(proposed, texts, strict=True))
-            # any other proposal is left out, because it could not be judged
+            # a proposal is left out if its question, or all answers to its question, could not be judged
             if i not in questions or i in difficulty or (i in quality and i not in accepted)
         ]
         metrics = {"questions": len(questions), "accepted": len(accepted)}
@@ -128,8 +130,8 @@ class Evolve(Recipe):
         return "form" if role == JUDGE else "total"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of
-        problems that do not fit.
+        """Evaluates the solver on the problems whose prompt is not too long. The metric solver/too_long is the number
+        of problems whose prompt is too long.
         """
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
         own = [put(context, SOLVER, text) for text in texts]
@@ -169,8 +171,8 @@ class Evolve(Recipe):
         return judged_answers(context, solver, judge, questions)
 
     def _proposer_prompt(self, context: RolloutContext, pool: Sequence[str], rng: random.Random) -> Prompt:
-        """Returns a prompt for the proposer. Whether it contains reference questions, and which, is chosen randomly.
-        References that make the prompt too long are left out.
+        """Returns a prompt for the proposer. Whether the prompt contains reference questions, and which ones, is chosen
+        randomly. If they make the prompt too long, returns the prompt without reference questions.
         """
         shown = rng.sample(pool, min(self.references, len(pool)))
         text = fill(self._templates["reference_template"], references="\n\n".join(shown))

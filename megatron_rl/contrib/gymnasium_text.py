@@ -42,8 +42,8 @@ class GymnasiumText(Environment):
     unreadable: str = "This names no action. The actions are: {actions}."
     # names of the numbered actions, in order; the agent may also give the number of an action
     actions: tuple[str, ...] = ()
-    tag: str | None = None  # the action is inside the last <tag>...</tag>; null: anywhere in the answer
-    # Use the environment's text rendering (render_mode: ansi) as the observation; coloured parts are put in brackets.
+    tag: str | None = None  # the action is inside the last <tag>...</tag>; null: the action is anywhere in the answer
+    # Whether the observation is the environment's text rendering (render_mode: ansi), with coloured parts in brackets.
     render: bool = False
     turns: int = 20  # maximum number of answers per episode
 

@@ -1,8 +1,8 @@
-"""HACPO (Heterogeneous Agent Collaborative Reinforcement Learning, arXiv 2603.02604): two models, also of different
-families and tokenizers, solve the same problems, and each learns from the solutions of both.
+"""HACPO (Heterogeneous Agent Collaborative Reinforcement Learning, arXiv 2603.02604): two models solve the same
+problems, and each model learns from the solutions of both. The models may have different architectures and tokenizers.
 
 The formulas are those of the paper and of the released code (zzx-peter/HACRL-code, recipe/hacpo/hacpo_core_algos.py).
-The source of a rollout is the model that generated it, the learner is the model that is trained on it.
+The source of a rollout is the model that generated the rollout. The learner is the model that is trained on it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FIRST, SECOND = "first", "second"
 OTHER = {FIRST: SECOND, SECOND: FIRST}
 OBJECTIVE = "megatron_rl.contrib.hacpo:hacpo"
 # keys in Rollout.values, [T] float32 with one number for all tokens of a rollout
-SOURCE = "source_logprobs"  # mean log-prob of the response's tokens under the source, in the tokens of the source
+SOURCE = "source_logprobs"  # mean log-prob of the response under the source model, over the source's own tokens
 LOW = "cross_clip_low"  # lower bound of the ratio of a rollout of the other model; OWN for the learner's own rollouts
 OWN = -1.0
 EPSILON = 1e-6  # added to the standard deviation of a group's rewards
 MOST = 10.0  # a capability ratio is clipped to [1 / MOST, MOST]
-LEAST = 1e-8  # lower bound of a share of solved problems
+LEAST = 1e-8  # lower bound of a role's share of solved problems, because the share is a divisor
 
 
 @objective(needs=[SOURCE, LOW], per_rollout=True)
@@ -62,8 +62,8 @@ def hacpo(
 
     The learner's own rollouts have GSPO's loss: s is clipped to [1 - clip_low, 1 + clip_high], and the source is the
     learner at the start of the update. Rollouts of the other model have the loss -A c sg(c)^alpha, where c is s clipped
-    to [low, 1], and sg has no gradient. The recipe computes `low`, which increases with the optimizer step, and
-    multiplies the advantage A by the capability ratio. |log s| is at most `max_log_ratio`.
+    to [low, 1], and sg stops the gradient. The recipe computes `low`, which increases with the optimizer step, and
+    multiplies the advantage A by the capability ratio. log s is clamped to [-max_log_ratio, max_log_ratio].
     """
     low = batch.values[LOW]
     own = low < 0
@@ -81,28 +81,28 @@ def hacpo(
 
 @dataclass(kw_only=True)
 class Hacpo(Recipe):
-    """A recipe that trains the roles `first` and `second` on the same problems. Each role trains on its own solutions,
-    and on the solutions of the other role, rewritten in its own tokens.
+    """A recipe that trains the roles `first` and `second` on the same problems. Each role trains on its own solutions
+    and on the solutions of the other role, which are tokenized again with the role's tokenizer.
 
     The capability of a role is its share of solutions with a reward above 0, averaged over the last `window`
-    iterations. It weighs rewards of the other role in the baseline, and the other role's rollouts in the loss. Both
-    roles need the loss objective OBJECTIVE.
+    iterations. The ratio of the two capabilities weighs the other role's rewards in the baseline, and the other role's
+    rollouts in the loss. Both roles need loss.objective = megatron_rl.contrib.hacpo:hacpo.
 
-    Differences from the released code: the log-probs of the source are those of its engine, a KL penalty (loss.kl_coef)
-    applies to all rollouts and not only to the learner's own, and rollouts that are too long for the other role are
-    left out and not truncated.
+    Differences from the released code: the log-probs of the source are those of the source's engine, a KL penalty
+    (loss.kl_coef) applies to all rollouts and not only to the learner's own, and rollouts that are too long for the
+    other role are left out and not truncated.
     """
 
-    needs_shares = True  # a reward above 0 counts as solved, and a baseline above 1 is replaced
+    needs_shares = True  # rewards must be in [0, 1]: above 0 counts as solved, and a baseline above 1 is replaced
     allows_votes = True
     updates: Count  # number of iterations, each of which trains both roles
     group_size: Count = 8  # samples per problem and role
     window: Count = 5  # number of iterations over which a role's capability is averaged
-    # The ratio of the other role's rollouts is clipped from below at 1 - cross_clip + m cross_clip_step, where m is the
-    # index of the optimizer step within the update. An update trains on the role's own rollouts first.
+    # In optimizer step m of an update, the other role's rollouts have the lower ratio bound
+    # 1 - cross_clip + m cross_clip_step, at most 1. An update trains on the role's own rollouts first.
     cross_clip: Share = 0.2
     cross_clip_step: NotNegative = 0.025
-    samples_per_optimizer_step: Count | None = None  # equal to the setting of both roles, from which m is computed
+    samples_per_optimizer_step: Count | None = None  # must equal this setting of both roles; determines the steps m
     template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
@@ -177,7 +177,8 @@ class Hacpo(Recipe):
     def _crossed(
         self, context: RolloutContext, role: str, solved: Mapping[str, Sequence[Rollout]]
     ) -> Iterator[Rollout]:
-        """Yields the solutions of the other role in the tokens of `role`."""
+        """Yields the solutions of the other role, tokenized again for `role`. A solution is left out if it is too long
+        for `role`, or if the tokenizer of `role` cannot represent it."""
         left_out = 0
         for rollout in solved[OTHER[role]]:
             own = rewritten(context, rollout, role, self.prompt(rollout.payload))
@@ -187,8 +188,8 @@ class Hacpo(Recipe):
         context.add_metrics(role, {"cross_left_out": float(left_out)})
 
     def _credited(self, rollouts: Sequence[Rollout], ratio: float) -> list[Rollout]:
-        """Returns the rollouts of a learner with advantages and the bounds of their ratios. `ratio`: capability of the
-        source over capability of the learner.
+        """Returns the rollouts of a learner with advantages and with the lower bounds of their ratios. `ratio`:
+        capability of the other role divided by the capability of the learner.
         """
         own = np.array([WRITTEN_BY not in r.payload for r in rollouts], bool)
         rewards = np.array([r.rewards["outcome"] for r in rollouts])

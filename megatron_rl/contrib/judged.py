@@ -33,7 +33,7 @@ class JudgedAnswer:
     question: int  # key of the question in the mapping of questions
     rollout: Rollout
     text: str
-    # all judgements, also those without a readable score, from which the judge learns the answer format
+    # all judgements, including judgements without a readable score, because the judge also learns the answer format
     judgements: list[Rollout]
     scores: list[float]  # scores in [0, 1] of those judgements that have a readable score
 
@@ -49,8 +49,8 @@ class Speaker:
 
 def answer_text(context: RolloutContext, rollout: Rollout) -> str | None:
     """Returns the part of a response that a judge reads: the text without thoughts (see rewards.tags.after_thinking).
-    Returns "" for an empty response, which the judge reads. Returns None if another response has no answer, such as one
-    that was truncated in a thought.
+    Returns "" for an empty response, which is also judged. Returns None if a non-empty response has no answer, for
+    example because it was truncated within a thought.
     """
     tokenizer = context.tokenizers[rollout.role]
     text = thought_opening(tokenizer, rollout.prompt) + decode(tokenizer, rollout.response).text
@@ -61,7 +61,7 @@ def put(
     context: RolloutContext, role: str, text: str, *, id: str | None = None, payload: Mapping[str, Any] = NO_PAYLOAD
 ) -> Prompt | None:
     """Converts a text to a prompt of a role. Returns None if the prompt is too long; a prompt is never truncated.
-    `id`: by default the role's name.
+    `id`: id of the prompt, by default the role's name.
     """
     tokens, limit = tokenize(context.tokenizers[role], text), context.max_prompt_tokens[role]
     return Prompt(id=id or role, tokens=tokens, payload=payload) if len(tokens) <= limit else None

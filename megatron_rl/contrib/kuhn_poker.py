@@ -30,10 +30,10 @@ class KuhnPoker(Environment):
     folds or calls. The reward `chips` is the agent's profit in the hand; the other agent's loss is equal.
 
     An answer that is not a legal action ends the hand: its agent pays `illegal` chips to the other agent, and gets the
-    reward `legal` 0.0 instead of 1.0. The other agent has no sample if it has not acted yet. Other implementations also
-    penalise illegal actions: SPIRAL (arXiv 2506.24119, train_spiral.py at 75ea2ef) ends a game immediately, with -1.5
-    for the erring agent and 0.5 for the other, where a game is worth 1. TextArena ends a game at the second error in a
-    row, with -1 and 1.
+    reward `legal` 0.0 instead of 1.0. If the other agent has not acted yet, it gets no reward and no training sample.
+    Other implementations also penalise illegal actions: SPIRAL (arXiv 2506.24119, train_spiral.py at 75ea2ef) ends a
+    game immediately, with -1.5 for the erring agent and 0.5 for the other agent, where a game is worth 1. TextArena
+    ends a game at the second error in a row, with -1 for the erring agent and 1 for the other agent.
     """
 
     first: str = "first"  # role whose model plays the agent `first`

@@ -1,4 +1,4 @@
-"""Grades the last-letter task: the boxed letters, and each reasoning step against its word."""
+"""Grades the last-letter task, which asks for the last letters of words: the answer, and each reasoning step."""
 
 from __future__ import annotations
 

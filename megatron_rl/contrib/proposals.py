@@ -1,4 +1,4 @@
-"""Parts of self-play: the proposer's reward, a rule that checks its answers, and votes of the solver on answers."""
+"""Parts of self-play: the proposer's reward, a parser of proposals, and a rule that checks the proposed answers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def read_proposal(text: str) -> tuple[str, str] | None:
 
 
 class AnswerRule:
-    """A user-defined function that checks whether a proposer's answers are correct. It runs in worker processes, which
-    exist as long as the AnswerRule.
+    """A user-defined function that checks whether a proposer's answers are correct. The function runs in worker
+    processes, which end when the AnswerRule is garbage-collected.
     """
 
     def __init__(self, target: str | None, workers: int) -> None:

@@ -57,8 +57,8 @@ class Remax(Dapo):
 
 
 def _compared(group: Group, likeliest: Group) -> Group:
-    """Adds the outcome of the greedy answer to the solutions' rewards as the baseline. If the greedy answer could not
-    be graded, returns an empty group.
+    """Returns `group` with the baseline, the outcome of the greedy answer, added to the rewards of each solution. If
+    the greedy answer could not be graded, returns the group without solutions. `likeliest`: the greedy answer.
     """
     if not likeliest.solutions:
         return replace(group, solutions=[])

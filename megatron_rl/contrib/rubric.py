@@ -145,10 +145,10 @@ class Rubric(Recipe):
     criteria: Count = 4  # approximate number of criteria in a rubric; used only to estimate memory and time
     estimator: EstimatorName = "grpo"  # a name in algorithms.estimators, or module:name
     train_judge: bool = False
-    # module:name of a function (response, payload) -> known score in [0, 1], or None, of each criterion
+    # module:name of a function (response, payload) -> list with the known score in [0, 1], or None, of each criterion
     labels: str | None = None
-    # whether the reward is multiplied by the score of the run's reward function, which checks rules (VerIF, arXiv
-    # 2506.09942, with reward.target: megatron_rl.rewards.instructions:grade)
+    # Whether the reward is multiplied by the score of the run's reward function, which checks rules.
+    # For VerIF (arXiv 2506.09942), set reward.target to megatron_rl.rewards.instructions:grade.
     rules: bool = False
     format_weight: float = 0.8  # weight of a readable answer in the judge's reward
     generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
@@ -199,9 +199,10 @@ class Rubric(Recipe):
         return "total" if role == JUDGE else "outcome"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the samples that `context.evaluation` asks for, and greedy responses, with a greedy judge. The
-        metrics are reward (mean of the outcomes), fulfilled, vetoed and, if it is set, rules. A response that was not
-        graded is included with 0, and counted in the metric ungraded.
+        """Evaluates the generator with a judge that samples greedily: on sampled responses as `context.evaluation`
+        determines and, with its option `also_greedy`, on greedy responses. The metrics are reward (mean of the
+        outcomes), fulfilled, vetoed and, if the setting `rules` is True, rules. A response that could not be graded
+        counts as 0 in these means, and is counted in the metric ungraded.
         """
         own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
         found: dict[str, float] = {}
@@ -220,8 +221,8 @@ class Rubric(Recipe):
     def _judged(
         self, context: RolloutContext, prompts: Sequence[Prompt], own: Sampling, asked: Sampling
     ) -> tuple[list[Rollout], list[Answer], dict[str, float]]:
-        """Samples responses and asks the judge about each as soon as it is generated. Returns the graded responses with
-        rewards and all answers of the judge, both in order, and metrics.
+        """Samples responses and asks the judge about each response as soon as it is generated. Returns the graded
+        responses with rewards and all answers of the judge, both in order, and metrics.
         """
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
         # index of the first claim of each problem; it does not depend on the order in which responses arrive
@@ -255,7 +256,8 @@ class Rubric(Recipe):
     def _claims(
         self, context: RolloutContext, place: int, group: Sequence[Rollout], rubric: Sequence[Criterion]
     ) -> list[Claim]:
-        """Returns the responses of one problem with each criterion, [n * K]. `place`: index of the first response."""
+        """Returns one claim for each pair of a response to one problem and a criterion, [n * K]. `place`: index of the
+        first response."""
         claims: list[Claim] = []
         for j, rollout in enumerate(group):
             text = answer_text(context, rollout)
@@ -266,8 +268,8 @@ class Rubric(Recipe):
         return claims
 
     def _check_rules(self, context: RolloutContext, claims: Sequence[Claim]) -> list[Graded | None]:
-        """Returns the grading of each of [R] responses by the run's reward function; None for each if the setting
-        `rules` is False. `claims`: one claim about each response.
+        """Returns the grading of each of [R] responses by the run's reward function. If the setting `rules` is False,
+        returns None for each response. `claims`: one claim about each response.
         """
         if not self.rules:
             return [None] * len(claims)
@@ -283,10 +285,11 @@ class Rubric(Recipe):
 
 
 def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]], rules: Graded | None) -> Rollout | None:
-    """Returns a response with its rewards, computed from the answers about its criteria: outcome, fulfilled (share of
-    fulfilled criteria) and vetoed. `rules` is the grading of the rules that the response must follow, if they are
-    checked: the outcome is multiplied by its score, which becomes the reward `rules`. Returns None if a criterion has
-    no readable answer, or the rules have no score. A response without an answer has the score 0 on each criterion.
+    """Returns a response with the rewards outcome, fulfilled (share of fulfilled criteria) and vetoed. `rows`: a claim
+    for each criterion, with the judge's answers about the claim. `rules`: the grading of the response by the run's
+    reward function, or None. Its score becomes the reward `rules`, and the outcome is multiplied by this score. Returns
+    None if a criterion has no readable answer, or `rules` has no score. A response without an answer has the score 0 on
+    each criterion.
     """
     read = [
         [0.0] if claim.text is None else [answer.opinion for answer in answers if answer.opinion is not None]

@@ -41,21 +41,21 @@ class SelfPlay(Recipe):
 
     The proposer converts a task of the data set to a question with an answer. A question without an answer, or whose
     answer the function `rule` rejects, gets the reward `unparseable` and is not given to the solver. The solver answers
-    the other questions. The run's reward function compares its answers with the proposed answer, and the solver's
-    accuracy determines the proposer's reward.
+    the other questions. The run's reward function compares the solver's answers with the proposed answer, and the
+    solver's accuracy determines the proposer's reward.
     """
 
     needs_shares = True  # rewards must be from 0 to 1, because a missing answer has the reward 0
     # Number of iterations, each of which trains both roles.
-    # With `proposer_iterations` and `solver_iterations`: number of rounds of proposer, then solver iterations.
+    # If `proposer_iterations` is above 0: number of rounds, each with first proposer and then solver iterations.
     updates: Count
-    # number of proposer iterations per round, in which the solver is unchanged; 0 for both settings: no rounds
+    # number of proposer iterations per round, which do not train the solver; 0, as for solver_iterations: no rounds
     proposer_iterations: CountOrZero = 0
     solver_iterations: CountOrZero = 0  # number of solver iterations per round, each with one proposal per task
     proposals: Count = 4  # proposals per task
     answers: Count = 5  # solver answers per question
     aim: Aim = "hard"
-    unparseable: float = 0.0  # the proposer's reward for proposals that cannot be played
+    unparseable: float = 0.0  # the proposer's reward for a proposal that cannot be given to the solver
     # If above 0: BLEU distance below which questions are in one cluster.
     # The share of questions in a question's cluster is subtracted from the reward of the question (R-Zero).
     cluster_distance: Share = 0.0
@@ -64,14 +64,14 @@ class SelfPlay(Recipe):
     least_accuracy: Share = 0.0  # minimum accuracy of a question that the solver is trained on
     most_accuracy: Share = 1.0  # maximum accuracy of a question that the solver is trained on
     # module:name of a reward function (proposed answer, payload of the task with the proposed "question") -> score.
-    # The score of a correct answer is above 0.5. It should be 0 for unreadable answers: too many errors stop the run.
+    # A score above 0.5 means a correct answer. For an unreadable answer, return 0: too many errors stop the run.
     rule: str | None = None
     rule_workers: Count = 2  # number of worker processes for `rule`
     # Advantage of a proposal:
     # "hierarchical": reward minus the mean over the task's proposals, 0 for a single proposal (prime-rl).
     # "ema": reward minus a moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119).
     # Any other value is the name of an estimator, which compares the proposals of a task.
-    # Search Self-Play has one proposal per task, whose advantage is its reward: "reinforce".
+    # Search Self-Play uses "reinforce" with one proposal per task: the advantage is the reward.
     proposer_estimator: str = "hierarchical"
     ema_decay: Decay = 0.95
     estimator: EstimatorName = (
@@ -139,7 +139,7 @@ class SelfPlay(Recipe):
         context.add_metrics(SOLVER, metrics | {"learned_from": float(len(teaching))})
         out: dict[str, list[Rollout]] = {}
         if PROPOSER in iteration.roles:
-            # a proposal is left out if the check of its answer, or the grading of all the solver's answers, failed
+            # a proposal is left out if its answer could not be checked, or no answer of the solver could be graded
             unplayed = {i for i in range(len(proposed)) if i not in prompts and checked.get(i, False) is not None}
             earned = dict.fromkeys(unplayed, self.unparseable) | {i: aimed(self.aim, a) for i, a in accuracy.items()}
             alike = self._alike(context, [found.get(i, ("", ""))[0] for i in range(len(proposed))])
@@ -154,8 +154,8 @@ class SelfPlay(Recipe):
         return {role: self._compared(own) if role == PROPOSER else credited[role] for role, own in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the solver on the problems that fit into its prompt; solver/too_long is the number of
-        problems that do not fit.
+        """Evaluates the solver on the problems whose prompt is not too long. The metric solver/too_long is the number
+        of problems whose prompt is too long.
         """
         own = [put(context, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
         return accuracies_of_fitting(context, SOLVER, prompts, own)
@@ -174,8 +174,9 @@ class SelfPlay(Recipe):
         return None if prompt is None else replace(prompt, id=str(number), payload=payload)
 
     def _alike(self, context: RolloutContext, questions: Sequence[str]) -> list[float]:
-        """Returns, for each question, the share of questions that are in its cluster. This share is subtracted from the
-        proposer's reward. Each empty text has a separate cluster.
+        """Returns, for each question, the share of all questions that are in the question's cluster, or 0 if
+        `cluster_distance` is 0. This share is subtracted from the proposer's reward. Each empty text has a separate
+        cluster.
         """
         if not self.cluster_distance:
             return [0.0] * len(questions)
@@ -184,8 +185,8 @@ class SelfPlay(Recipe):
         return shares
 
     def _compared(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Assigns advantages to proposals as `proposer_estimator` determines. With "ema", a reward is compared with the
-        moving average before the average is updated with the reward.
+        """Assigns advantages to proposals with the estimator `proposer_estimator`. With "ema", a reward is compared
+        with the moving average before the average is updated with this reward.
         """
         if self.proposer_estimator == "hierarchical":
             return compare_peers(rollouts, [rollout.group for rollout in rollouts], "total")
@@ -196,7 +197,7 @@ class SelfPlay(Recipe):
 
 
 def _place(rollout: Rollout) -> int:
-    """Returns the index of the proposal that an answer belongs to. The index is the question's id, the second part of
-    the group name.
+    """Returns the index of the proposal that an answer of the solver belongs to. The index is the id of the question,
+    which is the second part of the group name.
     """
     return int(rollout.group.partition(":")[2])

@@ -31,10 +31,10 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 def search_format(response: str) -> float:
     """Returns the format score min(1, t / 2) * min(t, s + 1) / max(t, s + 1) of t thoughts and s searches, in [0, 1].
 
-    The score is 0 for more than eight thoughts, and for a response that violates one of these rules: it begins with a
-    thought and ends with the answer; each search is immediately followed by its information; no block is empty or
-    repeats the template's placeholder ("your query"); a query is one line; there is no other text in angle brackets (a
-    `<` opens one even in `1 < 2`).
+    The score is 0 for more than eight thoughts, and for a response that violates one of these rules. The response
+    begins with a thought and ends with the answer. Each search is immediately followed by its information. No block is
+    empty or repeats the template's placeholder ("your query"). A query is one line. There is no other text in angle
+    brackets; every `<` counts as an opening bracket, also in `1 < 2`.
     """
     response = response.strip()
     tags = _TAG.findall(response)
