@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-THINK_TOKENS = 16  # number of tokens at the end of a prompt in which <think> is searched
+THINK_TOKENS = 16  # number of tokens at the end of a prompt that are searched for <think>
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # Additional key of a message. The value lists character ranges [[start, end], ...] of the message's content.
 # Another author than the message's author wrote the text of these ranges, see `environments.episode_types.quoting`.

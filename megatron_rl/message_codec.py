@@ -25,8 +25,8 @@ from megatron_rl.run.checkpoint import Checkpoint
 from megatron_rl.sampling import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.types import Author, Stop
 
-# Dataclasses, named tuples and enums that may be sent between ranks. Sending an object of another class raises
-# TypeError; add new classes to this tuple.
+# Dataclasses, named tuples and enums that may be sent between ranks. Add new classes to this tuple.
+# Sending an object of any other class raises TypeError.
 TRAVELLERS: tuple[type, ...] = (
     *(Rule, Counts, Form, Value, Outline, StepTotals, Completion, Sampling, TandemSampling, TopScores),
     *(Checkpoint, Author, Stop),

@@ -79,8 +79,8 @@ def is_tracker(pid: int) -> bool:
     """Returns whether a process is the resource tracker of Python's multiprocessing, which removes leaked shared memory
     and semaphores.
 
-    The tracker removes them when all processes that used them have ended, and then exits. If it is killed together with
-    these processes, the shared memory stays in /dev/shm.
+    The tracker removes them when all processes that used them have ended, and then exits. If the tracker is killed
+    together with these processes, the shared memory stays in /dev/shm.
     """
     try:
         return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()

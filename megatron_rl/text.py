@@ -57,7 +57,7 @@ class Decoded:
     """The text of a token sequence, and the position of every token in the text."""
 
     text: str  # equal to `tokenizer.decode(tokens, skip_special_tokens=True)` without clean-up of spaces
-    raw: bytes  # the text in UTF-8; with a byte-level vocabulary the bytes of the tokens, even where `text` has U+FFFD
+    raw: bytes  # UTF-8 bytes of the text; for a byte-level vocabulary the tokens' bytes, also where `text` has U+FFFD
     # [T] int64: number of bytes of `raw` up to and including token i; never decreases, and ends at len(raw)
     ends: np.ndarray
 

@@ -20,7 +20,7 @@ class Vocabulary:
     path: str  # path of the model
     rows: int | None  # number of embedding rows; None if there is no config.json or config.json lacks vocab_size
     ends: frozenset[int]  # ids of end-of-text tokens, at which engines end a completion
-    # ids of the tokenizer's special tokens that may be used as stop strings (`sampling.stop_strings`)
+    # ids of the tokenizer's special tokens; their texts may be used as stop strings (`sampling.stop_strings`)
     special: frozenset[int]
     without_row: Mapping[int, str]  # {id: token}, the tokenizer's tokens that have no embedding row
 

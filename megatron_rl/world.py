@@ -34,7 +34,7 @@ class FollowerError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Which ranks form the data-parallel replicas of a policy (a trained model). Rank 0 belongs to the first
+    """The ranks that form the data-parallel replicas of a policy (a trained model). Rank 0 belongs to the first
     replica.
     """
 

@@ -119,9 +119,10 @@ class EngineSide:
         self._leave()
 
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Receives the weights.
+        """Receives the weights of a refit.
 
-        Returns this rank's vote on the refit: the outcome of the transfer as JSON values.
+        Returns this engine rank's vote, which tells the trainer whether the weights arrived: an ExchangeOutcome as
+        JSON.
         """
         outcome = ExchangeOutcome()
         try:
@@ -201,14 +202,14 @@ class StagedEngineSide(EngineSide):
     def __init__(self, store: RefitStore, rank: int, endpoint: Endpoint, device: torch.device) -> None:
         super().__init__(store, rank, endpoint, device)
         self._change = threading.Condition()
-        # Has at most one element: the result of the last refit, until `take_part` returns it. The result is the weight
-        # version that is complete in staging memory, or None if the refit failed on this rank.
+        # Has at most one element: the result of the last refit, until `take_part` returns this result.
+        # The result is the weight version that is complete in staging memory, or None if the refit failed on this rank.
         self._results: list[int | None] = []
         self._thread = threading.Thread(target=self._listen, name="refits", daemon=True)
 
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         with self._change:
-            self._results = []  # staging memory is about to be overwritten
+            self._results = []  # an old result is invalid, because staging memory is about to be overwritten
         return super()._vote(go, deadline)
 
     def start(self) -> None:

@@ -37,7 +37,7 @@ from megatron_rl.refit.transport import (
 )
 from megatron_rl.weights.refit_plan import RefitBucket, RefitPlan
 
-# Slices whose average size in a long run is at least this many bytes are sent as separate pieces, without packing.
+# A long run of slices is sent without packing, slice by slice, if the slices have at least this average size in bytes.
 ALONE_PART_BYTES = 1 << 16
 PROBE_BYTES = 256 << 20  # total bytes, over all ranks, of the dummy messages that measure the links' bandwidth
 # function: (trainer rank, engine rank) -> (transport between the two ranks, the other process's index in the transport)

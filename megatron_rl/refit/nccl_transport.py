@@ -51,7 +51,7 @@ class Nccl:
     takes_pieces = False  # on a GPU, packing slices into one message is faster than sending a further message
 
     def __init__(self, store: RefitStore, rank: int, size: int, settings: RefitConfig) -> None:
-        """Creates the process group. Collective over its ranks.
+        """Creates the process group. Collective over the `size` ranks of the group.
 
         Raises TransportError unless all ranks join within `message_timeout_s`.
         """

@@ -42,7 +42,7 @@ MAX_CALLERS = 256  # maximum number of connections without a hello; each has a t
 # when MAX_CALLERS is reached, the oldest caller is disconnected if it has waited for more seconds than this
 MERCY_S = 1.0
 BLOCKS_PER_CALL = 256  # maximum number of memory blocks per sendmsg call
-START_BYTES = 1 << 20  # the sending thread starts as soon as this many bytes of pieces are collected
+START_BYTES = 1 << 20  # pieces are passed to the sending thread in batches of at least this many bytes
 
 
 class Tcp:
@@ -270,7 +270,7 @@ class _Lane:
         self._thread = TaskThread()
 
     def give(self, made: socket.socket) -> None:
-        """Passes a connection that the other side has opened to the thread of this lane."""
+        """Gives the thread of this lane a connection, which the other side has opened."""
         self._given.put(made)
         if self.ended:
             self._refuse()
@@ -285,8 +285,8 @@ class _Lane:
         return made
 
     def submit(self, use: Callable[[socket.socket], Any]) -> futures.Future[Any]:
-        """Queues the transfer of a message: a call of `use` with the connection. Returns the Future of its result,
-        which raises TransportError if the transfer or an earlier transfer of this lane failed.
+        """Queues the transfer of a message: a call of `use` with the connection. Returns a Future of the call's result.
+        The Future raises TransportError if this transfer or an earlier transfer of this lane failed.
         """
         if self.ended:
             done: futures.Future[Any] = futures.Future()

@@ -201,7 +201,7 @@ class Deadline:
         return max(0.01, min(self.message_s, self.end - time.monotonic()))
 
     def until(self, done: Callable[[float], bool]) -> str | None:
-        """Calls `done` repeatedly, with the number of seconds that it may block, until it returns true.
+        """Calls `done` repeatedly until `done` returns true. The argument is the number of seconds that it may block.
 
         Returns None once `done` has returned true. Returns the reason as text if the wait timed out or the refit ended.
         """
@@ -222,8 +222,8 @@ class Deadline:
 class Handle:
     """A message whose transfer has been started, but may not be complete."""
 
-    # Waits until the message has been sent or received, and returns the message, uint8 [size]. Raises TransportError if
-    # the message was not delivered before the deadline.
+    # Waits until the message has been sent or received, and returns the message, uint8 [size].
+    # Raises TransportError if the message was not delivered before the deadline.
     wait: Callable[[Deadline], Tensor]
     # Releases the memory of the message for reuse. Called after the last use of the message.
     release: Callable[[], None] = lambda: None

@@ -123,11 +123,11 @@ def engine_bytes(shape: Shape, width: int, form: Format | None) -> float:
 
 @lru_cache(maxsize=16)
 def staging_bytes(sizes: Sizes, layout: EngineLayout, width: int, *, experts_only: bool) -> int:
-    """Returns the bytes of pinned host memory into which an engine rank receives new parameters while it uses the
-    present parameters. torch rounds the size of each pinned tensor up to a power of two.
+    """Returns the bytes of pinned host memory that an engine rank needs for receiving new parameters, in addition to
+    the memory of the parameters in use. torch rounds the size of each pinned tensor up to a power of two.
 
     `width`: bytes per element of the weights that are not quantised.
-    `experts_only`: whether the rank receives only the fused experts in this memory.
+    `experts_only`: whether only the fused experts are received in this memory.
     """
     return sum(
         1 << (prod(shape) * element_bytes(sizes, layout.format, rects[0].tensor, width) - 1).bit_length()

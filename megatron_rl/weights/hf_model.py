@@ -30,7 +30,7 @@ from megatron_rl.weights.tensor_copies import blocks, from_tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-# With eq=False, equality and hash are inherited from Sizes. They ignore the fields that this class adds.
+# With eq=False, equality and hash come from Sizes and ignore the fields added here, which caches do not depend on.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture(Sizes):
     """The sizes of the model in a directory, its features (such as the kinds of attention), and its transformers
@@ -43,9 +43,9 @@ class Architecture(Sizes):
     def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the rotary embedding's cos and sin for integer positions [N], each [N, rotated] (float32).
 
-        `kind`: index of the kind of attention in the model's features.
+        `kind`: index of the kind of attention in `features.kinds`.
 
-        Frequencies are scaled for long contexts as the config says.
+        Frequencies are scaled for long contexts as config.json specifies.
         """
         frequencies, scale = self._frequencies(self.features.kinds[kind])
         angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]

@@ -42,10 +42,10 @@ from megatron_rl.weights.tensor_copies import all_finite, blocks
 
 DIRECTORY = "adapter"  # name of the adapter's directory in a role's checkpoint
 BASE = "base.json"  # file that identifies the base model on which an adapter was trained
-_MODULE = "lora"  # name of the submodule of a Megatron linear layer that holds its adapters
+_MODULE = "lora"  # name of the submodule of a Megatron transformer layer that holds the layer's adapters
 # errors raised by reading an adapter's file if the file is missing, damaged, or not an adapter's file
 _ODD = (OSError, ValueError, KeyError, TypeError, AttributeError)
-PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # name of the LoRA matrix A or B in this package -> name in peft
+PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}  # this package's name of the LoRA matrix A or B -> peft's name
 _PREFIX = "base_model.model."  # prefix of module names in peft
 HEAD = f"{_PREFIX}{SCORE}"  # peft's name of the weight of a trained head
 _NAME = re.compile(rf"decoder\.layers\.(\d+)\.{_MODULE}\.(\w+)\.(lora_[ab])")

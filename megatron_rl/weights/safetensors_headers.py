@@ -27,8 +27,8 @@ from megatron_rl.weights.quantisation import FORMATS, MXFP4, SCALES, Format
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DAMAGED = (KeyError, TypeError, AttributeError)  # errors raised if an index file's JSON has an unexpected structure
-# Suffixes of the names of MXFP4 tensors in gpt-oss's files. The values have the shape [experts, rows, columns / 32, 16]
-# and the scales [experts, rows, columns / 32]. In unquantised files, the same weight is [experts, columns, rows].
+# Name suffixes of MXFP4 tensors in gpt-oss's files. BLOCKS: the values, of shape [experts, rows, columns / 32, 16].
+# BLOCK_SCALES: the scales, [experts, rows, columns / 32]. An unquantised weight has the shape [experts, columns, rows].
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 # first bytes of a git-lfs pointer: a small file in place of a large file that git-lfs has not downloaded
 LFS = b"version https://git-lfs.github.com/"
@@ -54,8 +54,8 @@ class Stored(NamedTuple):
     """A tensor in a safetensors file, as described by the file's header."""
 
     file: Path
-    # Name of the dtype in the safetensors format, such as F32 or BF16. It is BF16 if `scales` is set, because quantised
-    # values are converted to bfloat16 when they are read.
+    # Name of the dtype in the safetensors format, such as F32 or BF16.
+    # The dtype is BF16 if `scales` is set, because quantised values are converted to bfloat16 when they are read.
     dtype: str
     shape: tuple[int, ...]
     part: Part | None = None  # position inside a larger tensor of the file; None if the tensor is stored alone
@@ -74,8 +74,9 @@ def read_directory(directory: Path) -> dict[str, Stored]:
 
 
 def _with_scales(found: dict[str, Stored]) -> dict[str, Stored]:
-    """Sets `scales` of tensors with 8-bit values. In the files of DeepSeek-V3, scales are separate tensors; these are
-    left out of the returned dict. Raises ConfigError if the scales do not have the shape that FORMATS["fp8"] requires.
+    """Returns the tensors, with `scales` set for tensors with 8-bit values. In the files of DeepSeek-V3, scales are
+    separate tensors; the returned dict has no separate entries for scales. Raises ConfigError if the scales do not have
+    the shape that FORMATS["fp8"] requires.
     """
     out = {name: stored for name, stored in found.items() if not name.endswith(SCALES)}
     for name, scales in ((name, stored) for name, stored in found.items() if name.endswith(SCALES)):
