@@ -25,7 +25,7 @@ class Gae:
     gamma: Share = 1.0  # discount factor per action; an action is a token or a turn, see `level`
     lam: Share = 1.0  # lambda of GAE; with gamma = lam = 1, an advantage is the sum of later rewards minus the value
     # "token": each token is an action. "turn": each turn of an agent is an action. The value of a turn is the value of
-    # its first token, the reward of a turn is the sum over its tokens, and all tokens of a turn have its advantage.
+    # its first token, the reward of a turn is the sum over its tokens, and all tokens get the advantage of their turn.
     level: Literal["token", "turn"] = "token"
     whiten: bool = True  # normalise the advantages to mean 0 and variance 1 over the trained tokens of the iteration
     critic_warmup: CountOrZero = 0  # number of a role's first iterations in which only the role's critic is trained

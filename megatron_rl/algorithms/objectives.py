@@ -43,7 +43,7 @@ class Objective:
     """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    # names of inputs besides log-probs: of packed_batch.STATISTICS, of Rollout.values, or "old", "reference", "pairs"
+    # names of inputs besides log-probs: packed_batch.STATISTICS, Rollout.values, or "old", "reference", "pairs"
     needs: frozenset[str] = frozenset()
     uses_advantages: bool = True
     # True if the function itself applies the correction weights, which it finds in batch.values["correction"]
@@ -298,7 +298,7 @@ def distilled_top_k(
         student = student.log_softmax(-1) if rest == "renormalised" else student
     forward = (teacher.exp() * (teacher - student)).sum(-1)
     reverse = (student.exp() * (student - teacher)).sum(-1)
-    if rest == "zero":  # contribution of the tokens that are not candidates: p log p, and p times 100
+    if rest == "zero":  # adds, for tokens that are not candidates, p log p - p * (-100)
         others = -live.entropy - (student.exp() * student).sum(-1)
         reverse = reverse + others + 100 * (1 - masses["student_mass"])
     share = {"forward": 1.0, "reverse": 0.0, "mixed": forward_share}[kl]

@@ -31,11 +31,11 @@ class Agents(OverEpisodes, WithCritics):
     updates: Count  # number of updates in the run
     # number of agents of each role in an episode; the tokenizer of the first role is used for the problems
     agents: Mapping[str, Count] = field(default_factory=lambda: {"agent": 1})
-    trained: Sequence[str] = ()  # roles that are trained; empty means all
+    trained: Sequence[str] = ()  # roles that are trained; empty: all roles
     group_size: Count = 8  # episodes per problem, all with the same environment seed
     # What the reward of a sample is compared with to compute the advantage.
-    # "task": compares a sample with the role's other samples of the same problem.
-    # "episode": compares a sample with the role's other samples of the same episode, for a role with several agents.
+    # "task": compares a sample with all samples of the role for the same problem.
+    # "episode": compares a sample with all samples of the role in the same episode, for a role with several agents.
     # "ema": compares a sample with a moving average of the role's rewards (SPIRAL, arXiv 2506.24119).
     compared: Literal["task", "episode", "ema"] = "task"
     # Advantage estimator if `compared` is "task": a name in algorithms.estimators, or module:name of a function.

@@ -23,7 +23,7 @@ class Rates:
     the last group that was sampled for the problem.
     """
 
-    # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: off
+    # problems with at least this success rate are never used again (ScaleRL, arXiv 2510.13786); null: no limit
     retire_at: Share | None = 0.9
     # problems with at most this success rate, for example 0.0, are skipped for some epochs; null: no problem is skipped
     rest_at: Share | None = None
@@ -143,7 +143,7 @@ class _Chosen:
         return self.source.prompts_per_iteration
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
-        since = dict[str, int]()  # {source: epoch of the first of the problems skipped since the last returned one}
+        since = dict[str, int]()  # {source: epoch of the first problem skipped since the last accepted problem}
         curriculum = self.record.curriculum
         assert curriculum is not None, "Record.over returns a _Chosen only with a curriculum"
 
@@ -153,7 +153,7 @@ class _Chosen:
                 since.pop(_source(row), None)
                 return fits(prompt)
             own, first = curriculum.of(row), since.setdefault(_source(row), epoch)
-            # true once at least one whole epoch has passed after the last resting problem returned
+            # true once all resting problems may be used again and at least one further epoch has been skipped
             if epoch - first > 1 + (0 if own.rest_at is None else own.rest_epochs):
                 raise NothingLeft(
                     f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "

@@ -56,7 +56,7 @@ class OverEpisodes(EpisodeSettings):
     The other episodes of the group are used.
     """
 
-    environment: Use  # an Environment or another EpisodeMaker, as target and args
+    environment: Use  # target: class of the environment (an EpisodeMaker); args: arguments of the class
     # weight of each reward in the total reward, by reward name
     rewards: Mapping[str, FiniteFloat] = field(default_factory=lambda: {OUTCOME: 1.0})
 
@@ -289,7 +289,7 @@ class _Played:
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     count = max(1, len(episodes))
-    # name of the metric -> attribute of Episode
+    # {name of the metric: attribute of Episode}
     names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}
     metrics = {metric: sum(getattr(one, own) for one in episodes) / count for metric, own in names.items()}
     for kind in (Outcome.TIMEOUT, Outcome.ERROR):

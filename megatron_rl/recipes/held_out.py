@@ -120,7 +120,7 @@ def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
         kept = {"text": s.text, "payload": dict(s.rollout.payload)} if isinstance(s, Transcript) else {}
         rows.append(
             {
-                "id": s.rollout.group.partition(":")[2],  # id of the problem, see the group names of rollouts.sample
+                "id": s.rollout.group.partition(":")[2],  # id of the problem; group names are INDEX:ID
                 "tokens": s.rollout.tokens[start:].tolist(),
                 "spans": [(b - a, author) for a, b, author, _ in s.rollout.spans.tolist() if a >= start],
                 "stop": s.rollout.stop.value,

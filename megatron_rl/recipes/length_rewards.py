@@ -74,7 +74,7 @@ class Brevity:
     2505.18086; its code is not released, so the default size of the penalty may differ from the paper's).
     """
 
-    # lambda in the paper: the share of an update's groups to which the penalty applies (the highest success rates)
+    # lambda in the paper: share of an update's groups, those with the highest success rates, that get the penalty
     share: PositiveShare = 0.2
     penalty: PositiveShare = 0.2  # maximum penalty of a correct solution
 

@@ -39,8 +39,8 @@ class RewardModel:
     scale: Literal["none", "sigmoid"] = "none"
     # Weight of the advantages that are computed from scores of the reasoning steps, such as alpha in RL Tango. 0: steps
     # are not scored. Above 0: the reward model must be a process reward model, whose score at the end of a step is the
-    # log-odds that the step is right. It reads the prompt and all steps of the solution, and the setting `reads` has no
-    # effect. If `weight` is above 0 too, the score of a solution is the score of its last step.
+    # log-odds that the step is right. The model reads the prompt and all steps of the solution, and the setting `reads`
+    # has no effect. If `weight` is above 0 too, the score of a solution is the score of the solution's last step.
     step_weight: Share = 0.0
     step_separator: str = "\n"  # text after each step; the same as data.step_separator when the model was trained
 

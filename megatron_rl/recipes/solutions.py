@@ -125,7 +125,7 @@ class _Samples:
     prompts: Sequence[Prompt]
     group_size: int
     then: Then
-    labels: VotedLabels | None  # labels by majority vote; None: the known answers
+    labels: VotedLabels | None  # labels by majority vote; None: known answers are used
     found: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
     solutions: dict[int, Solution] = field(default_factory=dict)  # the samples with a score
     repeated: int = 0  # number of gradings that failed once

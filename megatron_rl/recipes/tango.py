@@ -50,12 +50,12 @@ class BaseTango(WithCritics):
     role stay the same. A frozen verifier has no warm-up. Subclasses define what the generator generates.
     """
 
-    generator_updates: Count = 300  # number of generator updates in the cycles
+    generator_updates: Count = 300  # number of generator updates after all warm-ups
     # Number of generator updates before the verifier's warm-up. In these updates, advantages come from outcomes only,
     # and no solution is verified.
     generator_warmup_updates: CountOrZero = 0
     warmup_updates: CountOrZero = 40  # verifier updates before the first cycle
-    initial_mode: Literal["generator", "verifier"] = "generator"  # whose iterations come first in each cycle
+    initial_mode: Literal["generator", "verifier"] = "generator"  # role that is trained first in each cycle
     generator_iterations: Count = 3  # generator iterations per cycle
     verifier_iterations: CountOrZero = 1  # verifier iterations per cycle; 0 in a shorter last cycle
     group_size: Count = 5  # solutions per problem in a generator iteration
@@ -94,7 +94,7 @@ class BaseTango(WithCritics):
     # Number of correct and of wrong solutions on which the verifier is evaluated, the same ones in every evaluation. 0:
     # the verifier is evaluated on the solutions that the generator writes in the same evaluation.
     balanced_per_class: CountOrZero = 128
-    balanced_rounds: Count = 8  # maximum number of samples per held-out problem to find these solutions
+    balanced_rounds: Count = 8  # maximum number of samples per held-out problem to find balanced_per_class solutions
 
     def __post_init__(self) -> None:
         templates = {"verifier_template": ["question", "solution"]}
@@ -267,9 +267,9 @@ class BaseTango(WithCritics):
             mix = partial(mix_steps, alpha=alphas, steps=self.step_credit)
             read = {self.solver: solutions}
             found = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
-            # a role whose critic warms up has no rollouts
+            # a role whose critic warms up has no rollouts to train on
             return {r: self.share_credit(own, rollouts[self.solver]) if own else [] for r, own in found.items()}
-        # Without a schedule, alpha is process_weight / total, and mixed advantages are multiplied by total.
+        # With alpha_schedule none, alpha is process_weight / total, and mixed advantages are multiplied by total.
         # As in the released code, outcome advantages without step advantages are not scaled.
         total = self.outcome_weight + self.process_weight if self.alpha_schedule == "none" else 1.0
         scored = any(s.annotations_of(STEP).scores is not None for s in solutions)

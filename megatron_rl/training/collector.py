@@ -54,7 +54,7 @@ class ReaderSource:
     ) -> None:  # fmt: skip
         self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of too long prompts
         self._reader, self._turn, self._name, self._draw = reader, turn, name, draw
-        self._first: list[Prompt] | None = None  # result of the first `take`; None before
+        self._first: list[Prompt] | None = None  # result of the first call of `take`; None before
         self._state: Mapping[str, Any] = {}  # the reader's position after the first `take`
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
@@ -448,7 +448,7 @@ class Collector:
                 self._maker.restore(state["data"])
         with self._credits.turn(place):
             if self._credit.after_scores:
-                collected = replace(collected, credited=False)  # even if another process credited the rollouts
+                collected = replace(collected, credited=False)  # `credit` follows, also for a stored iteration
             elif state is not None and collected.credited:
                 self._credit.restore(state["recipe"], iteration.number + 1)
             else:

@@ -56,7 +56,7 @@ class CreditStage:
 
     def state_for(self, number: int) -> State:
         """Returns the recipe's state with which the rollouts of iteration `number` are generated."""
-        states = self._states  # a credit in another thread replaces the mapping
+        states = self._states  # one reference: `apply` in another thread replaces the mapping
         return states[max(number - self._lag, min(states))]
 
     def apply(self, iteration: Iteration, collected: Collected) -> Collected:

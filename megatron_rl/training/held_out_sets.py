@@ -16,7 +16,7 @@ from megatron_rl.types import Prompt
 
 # {name of the set: {role: [P][n] graded answers}}
 Answers = Mapping[str, Mapping[str, list[list[dict[str, Any]]]]]
-# metrics, besides num_*, that are added up over sets
+# metrics that are summed over sets, besides num_*; other metrics are averaged
 COUNTS = ("ungraded", "ungraded_greedy", "replaced", "replaced_greedy", "too_long")
 
 
@@ -27,8 +27,8 @@ class HeldOutSet:
     name: str
     prompts: Sequence[Prompt]
     draws: EvaluationDraws
-    # {field of RolloutContext: value of this set}: grade, threshold, lowest_reward and max_failure_share. Fields that
-    # are missing have the value of the run.
+    # {field of RolloutContext: value for this set}, for grade, threshold, lowest_reward and max_failure_share.
+    # A field that is missing has the run's value.
     grading: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -72,9 +72,9 @@ class Hooks:
     """
 
     log: Callable[..., None]  # logs metrics; arguments: (cycle, scope, metrics, *, iteration)
-    save: Callable[[int], int | None] = lambda number: number  # argument: number of finished iterations
+    save: Callable[[int], int | None] = lambda number: number  # starts a checkpoint; argument: finished iterations
     settle: Callable[[bool], int | None] = lambda wait: None
-    iteration_done: Callable[[int], None] = lambda number: None  # argument: number of finished iterations
+    iteration_done: Callable[[int], None] = lambda number: None  # called with the number of finished iterations
     # returns True if the run should save a checkpoint and exit (signal, time limit, remote request)
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # shows the user a progress message about the current operation
@@ -89,7 +89,7 @@ class Hooks:
     remove_surpassed: Callable[[Sequence[tuple[int, float]]], None] = lambda best: None
     # returns, on the driver, whether each role has an engine with the current weights
     served: Callable[[], bool] = lambda: True
-    # returns a context manager in which an iteration with this index runs; called on every rank
+    # returns a context manager in which the iteration with the given index runs; called on every rank
     around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext()
     # shows the rollouts of an iteration; called on the driver only with (iteration, rollouts by role)
     show: Callable[[Iteration, Mapping[str, Sequence[Rollout]]], None] = lambda iteration, rollouts: None
@@ -229,14 +229,14 @@ def _iteration(
     last = [role for name, _ in found for role in iteration.roles if setup.policy_of[role] == name][-1:]
     for name, signal in found:
         version = progress.updates.get(name, 0)
-        metrics = {"skipped": 0.0 if signal else 1.0}  # without a signal: equal rewards, or no rollouts
+        metrics = {"skipped": 0.0 if signal else 1.0}  # no signal: equal rewards, or no rollouts
         if signal:
             with setup.context.watch("train"), setup.memory.train(name, learning):
                 metrics |= update(setup.world, setup.trainees[name], usable.get(name), rescore=plan.mixed == "rescore")
             progress.updates[name] = version + 1
             clock.wait_for(evaluation)
             _refit(setup, progress, name)
-        metrics["update"] = float(progress.updates.get(name, 0))  # of the policy, including this iteration's
+        metrics["update"] = float(progress.updates.get(name, 0))  # number of the policy's updates so far
         for role in (r for r in iteration.roles if setup.policy_of[r] == name):
             own = collected.rollouts.get(role)
             # a critic with a model of its own gets no ages: another policy, with its own versions, generated the texts
@@ -387,7 +387,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
     context = replace(setup.context, kept=progress.kept)
     evaluate = functools.partial(evaluate_sets, setup.recipe, setup.held_out)
     if plan.evaluate_beside and done < total:
-        # `measure` is only called on the driver, where `iterations` is set
+        # `measure` is called only on the driver, where `setup.iterations` is not None
         measure = (
             functools.partial(evaluate, context)
             if setup.iterations is None

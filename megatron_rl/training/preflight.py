@@ -45,7 +45,7 @@ class PreflightPlan:
     # name of the setting that defines the prompts, such as "evaluation.sets: gsm8k"; not used for prompts of a source
     place: str = "data"
     reward: Reward = field(default_factory=Reward)
-    rewards: Mapping[str, Reward] = field(default_factory=dict)  # {name of a source: reward that the source has itself}
+    rewards: Mapping[str, Reward] = field(default_factory=dict)  # {source name: reward}, for sources with own reward
 
     @property
     def chosen(self) -> dict[str, list[Prompt]]:
@@ -133,7 +133,7 @@ def check_logprobs(
     """
     gaps = {}
     for role, trainee in memory.trainees.items():
-        if trainee.refit is not None:  # None if the policy has no engine, as in a replay
+        if trainee.refit is not None:  # skips policies without an engine, as in a replay
             pair = engine_and_trainer(world, context, memory, role, texts)
             gaps[f"preflight/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
     return gaps

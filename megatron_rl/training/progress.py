@@ -37,7 +37,7 @@ class Progress:
     early_stop: tuple[float, int] | None = None
     # {name of a set: RolloutContext.kept, the JSON values that evaluations store for later evaluations}
     kept: dict[str, Any] = field(default_factory=dict)
-    # metrics of each role's last iteration, on the driver
+    # metrics of each role's last iteration; empty on other ranks than the driver
     last_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:

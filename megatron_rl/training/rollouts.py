@@ -16,7 +16,7 @@ from megatron_rl.types import NO_VERSION, SOURCE, Author, Prompt, Rollout, spans
 
 # allowed difference between the share of tokens that a tandem's senior generated and the expected share
 SHARE_SLACK = 0.2
-# allowed difference in standard deviations of the share; used if it is larger, which is the case for few tokens
+# allowed difference in standard deviations of the share; used where it is above SHARE_SLACK, as with few tokens
 SHARE_DEVIATIONS = 3.0
 # Advantages with a smaller absolute value count as 0. They are rounding errors: the mean of equal rewards may be off by
 # 1e-16, and an estimator such as grpo divides this difference by std + 1e-6 = 1e-6.
@@ -235,7 +235,7 @@ def without_signal(rollouts: Sequence[Rollout], reward: str | None = None) -> fl
     A group has nothing to learn from if all its rollouts have the same `reward`. If `reward` is None, a group has
     nothing to learn from if all its advantages are 0.
     """
-    # by group: for each rollout its reward, or whether it has a nonzero advantage
+    # {group: for each rollout, its reward, or whether it has a nonzero advantage}
     signal: dict[str, list[Any]] = defaultdict(list)
     for rollout in rollouts:
         own = 0.0 if rollout.advantages is None else np.abs(rollout.advantages).max(initial=0.0) > ROUNDING

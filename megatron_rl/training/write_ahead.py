@@ -148,7 +148,7 @@ class LogFile:
         """Returns the value with an address, among the records that the file had when it was opened; None if there is
         no such record.
         """
-        from megatron_rl.message_codec import unpack  # a slow import, which readers of the store do not need
+        from megatron_rl.message_codec import unpack  # slow to import, and not needed to read the iteration store
 
         if self._closed or address not in self._places:
             return None
@@ -175,7 +175,7 @@ class LogFile:
                     while left:
                         left = left[self._file.write(left) :]
             except OSError as error:
-                with contextlib.suppress(OSError):  # what was written is an incomplete transaction, which is not read
+                with contextlib.suppress(OSError):  # an incomplete transaction is not read, so this may fail
                     self._file.truncate(self._end)
                 raise self._error(error) from error
             self._end = self._file.seek(0, os.SEEK_END)
@@ -210,7 +210,7 @@ class LogFile:
     def _recover(self) -> None:
         """Reads the addresses of all records and cuts off what follows the last complete transaction."""
         size, place = self._file.seek(0, os.SEEK_END), 0
-        pending: dict[bytes, tuple[int, int]] | None = {}  # records of the transaction; None if one is damaged
+        pending: dict[bytes, tuple[int, int]] | None = {}  # records of the current transaction; None if damaged
         while (record := self._record(place, size)) is not None:
             address, begin, place, last = record
             if address is None:
