@@ -22,7 +22,7 @@ def aggregate(
     `groups`: [S] group index of each rollout.
     `kind`: how the token losses are averaged.
         token_mean     mean over all tokens: the denominator is their number (DAPO, arXiv 2503.14476)
-        sequence_mean  mean over rollouts of their token means (GRPO, arXiv 2402.03300)
+        sequence_mean  mean over rollouts; the loss of a rollout is the mean over its tokens (GRPO, arXiv 2402.03300)
         prompt_mean    mean over prompts; the loss of a prompt is the mean over the tokens of its group (ScaleRL, arXiv
                        2510.13786)
         constant       sum over tokens / (S x max_tokens), independent of rollout lengths (Dr.GRPO, arXiv 2503.20783)

@@ -1,5 +1,5 @@
-"""Weights of the verifier's advantages by the class (correct or wrong) of the judged solution (arXiv 2505.15034, eq.
-9).
+"""Computes weights for the verifier's advantages: one weight for verifications of correct solutions and one for
+verifications of wrong solutions (arXiv 2505.15034, eq. 9).
 """
 
 from __future__ import annotations

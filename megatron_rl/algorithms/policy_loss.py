@@ -108,8 +108,8 @@ class PolicyLoss:
         }
 
     def _corrected(self, live: Statistics, batch: Batch, gap: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Computes the objective's loss of every token, multiplied by the correction weight. Returns the losses [N] and
-        metrics by name, [N] each.
+        """Computes the objective's loss of every token, multiplied by the weights of the correction and of the
+        off-policy mask. Returns the losses [N] and metrics by name, [N] each.
         """
         weights, corrected = correction_weights(self.config.correction, gap, batch)
         if weights is not None and self._objective.reads_correction:

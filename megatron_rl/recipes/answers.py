@@ -1,4 +1,4 @@
-"""Evaluates a role on a problem set: draws and grades its answers, and computes their metrics."""
+"""Evaluates a role on a problem set: samples and grades the role's answers, and computes metrics of the answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ GradedAnswer = tuple[Rollout, str, bool]  # an answer with the reward `outcome`,
 def accuracies(
     context: RolloutContext, role: str, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, float], list[Solution]]:
-    """Evaluates a role with the samples that `context.evaluation` requests, and with greedy decoding if it requests
-    this too. Returns {metric: value}, and the sampled solutions. Also stores the sampled answers in `context.answers`.
+    """Evaluates a role with the samples that `context.evaluation` requests, and with greedy decoding if
+    `context.evaluation.also_greedy` is True. Returns {metric: value}, and the sampled solutions. Also stores the
+    sampled answers in `context.answers`.
 
     The metrics are those of `answer_values`, such as accuracy, reward, pass@k and maj@n. Greedy decoding adds
     accuracy_greedy and reward_greedy. The metric `ungraded` is the number of answers without a score; they count as
@@ -64,8 +65,9 @@ def answer_metrics(role: str, answers: Sequence[Sequence[Answer]], ks: Sequence[
 
 
 def answers_of(prompts: Sequence[Prompt], graded: Mapping[tuple[int, int], GradedAnswer], n: int) -> list[list[Answer]]:
-    """Returns [P][n] answers to [P] problems in the form of samples of `megatron-rl eval`. `graded`: {(index of the
-    problem, index of the answer): (rollout, text, whether it is correct)}, without the answers that have no score."""
+    """Returns [P][n] answers to [P] problems in the format of the samples of `megatron-rl eval`. `graded`: {(index of
+    the problem, index of the answer): (rollout, text, whether the answer is correct)}, without answers that have no
+    score."""
     return [[_answer(prompt, i, j, graded.get((i, j))) for j in range(n)] for i, prompt in enumerate(prompts)]
 
 

@@ -76,7 +76,7 @@ class Critics:
         refuse(*self._sharing_problems(spec), *self._too_short(spec))
 
     def _sharing_problems(self, spec: RunSpec) -> Iterator[str]:
-        """Yields error messages about critics that share their model with a policy, or should do so (`same_as`)."""
+        """Yields error messages about the setting `same_as` of critics, by which a critic shares a policy's model."""
         for role, critic in self.critic_of.items():
             shared = spec.roles[critic]
             if shared.shares_as_critic and shared.owner != spec.roles[role].owner:
@@ -122,8 +122,8 @@ class Critics:
         weights: Sequence[float] | None = None,
         finish: Callable[[list[Rollout]], list[Rollout]] = list,
     ) -> dict[str, list[Rollout]]:
-        """Returns the rollouts of each trained role with advantages, and the rollouts of its critic. While the critic
-        warms up, the role has no rollouts to train on.
+        """Returns the rollouts of each trained role with advantages, and the rollouts of the role's critic. While the
+        critic warms up, the role has no rollouts to train on.
 
         `reward`, `weights`: see algorithms.gae.assign_gae. `finish`: function that is applied to the role's rollouts
             after the advantages are computed.

@@ -78,7 +78,7 @@ class Record:
 
     def over(self, source: PromptSource) -> PromptSource:
         """Returns a source that yields the problems of `source` without the problems that the curriculum skips. The
-        method `take` of the result raises NothingLeft if all problems of an epoch are skipped.
+        method `take` of the result raises NothingLeft if all problems (of one source) are skipped for good.
         """
         return source if self.curriculum is None else _Chosen(source, self)
 

@@ -153,9 +153,9 @@ class OverEpisodes(EpisodeSettings):
     def measure_episodes(
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], EpisodesGraded]:
-        """Plays as many episodes of each problem as `context.evaluation` requests, and one greedy episode if it
-        requests this too. Returns metrics, and the sampled episodes. Names of metrics of greedy episodes end in
-        _greedy.
+        """Plays as many episodes of each problem as `context.evaluation` requests, and one greedy episode if
+        `context.evaluation.also_greedy` is True. Returns metrics, and the sampled episodes. Names of metrics of greedy
+        episodes end in _greedy.
 
         The metrics are the mean of each reward over the agents of a role, and the number of answers per episode of all
         agents. An agent without a reward, for instance in a failed episode, is included with a reward of 0 and counted
@@ -218,7 +218,7 @@ class OverEpisodes(EpisodeSettings):
 
 def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """Groups the samples of episodes by episode and agent. An agent whose transcript was truncated during the episode
-    has several samples. The order of the agents and of their samples is kept.
+    has several samples. The order of the agents and of their samples is preserved.
     """
     agents: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in rollouts:

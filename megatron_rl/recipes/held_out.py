@@ -63,8 +63,8 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
     """Selects solutions from one round of samples after the other until there are `per_class` correct and `per_class`
     wrong solutions, or no more rounds.
 
-    Skips solutions for which `fits` is False: those too long for the reviewer's prompt. The correct solutions come
-    first in the result.
+    Skips solutions for which `fits` is False, because they are too long for the reviewer's prompt. The correct
+    solutions come first in the result.
     """
     kept: dict[bool, list[Solution]] = {True: [], False: []}
     for solutions in rounds:

@@ -80,8 +80,8 @@ class Brevity:
 
     def rewards(self, groups: Sequence[Group], limit: int) -> list[list[float]]:
         """Returns the length reward of each solution of [P] groups, 0 or below. A correct solution in a selected group
-        has -penalty * sigmoid((length - mean) / std), with mean and std (n) of the lengths of the group's correct
-        solutions (arXiv 2502.04463).
+        gets -penalty * sigmoid((length - mean) / std). The mean and the population std (n) are those of the lengths of
+        the group's correct solutions (arXiv 2502.04463).
 
         The number of selected groups is rounded down, but at least 1. Among groups with the same success rate, earlier
         ones are selected first.
@@ -104,8 +104,8 @@ class Brevity:
 
 @config
 class LengthReward:
-    """Settings of a reward for short solutions, which compares each solution with the others of its group (Kimi k1.5,
-    arXiv 2501.12599, section 2.3.3).
+    """Settings of a reward for short solutions. The length of a solution is compared with the lengths of the other
+    solutions of its group (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
     """
 
     weight: PositiveFloat = 1.0  # factor on the reward; with weight 1, the reward is between -0.5 and 0.5

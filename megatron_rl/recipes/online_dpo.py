@@ -1,5 +1,5 @@
-"""Online DPO (arXiv 2402.04792): one model, a group of samples per problem, of which the best and the worst become a
-preference pair.
+"""Online DPO (arXiv 2402.04792): one model generates a group of samples per problem. The best and the worst sample of a
+group become a preference pair.
 """
 
 from collections.abc import Mapping

@@ -26,7 +26,8 @@ from megatron_rl.training.iteration import (
 
 @dataclass(frozen=True, kw_only=True)
 class Ppo(WithCritics, Grpo):
-    """A recipe that trains `generator` on the outcome of its solutions, and `critic`, a value head, on the returns."""
+    """A recipe that trains `generator` on the outcome of its solutions, and `critic`, a model with a value head, on the
+    returns."""
 
     group_size: Count = 1  # samples per problem
     estimator: EstimatorName = GAE  # gae, or {target: gae, args: {...}} with the arguments of algorithms.gae.Gae

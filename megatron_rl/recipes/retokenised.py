@@ -112,11 +112,11 @@ def score_texts(
     """Scores the responses of rollouts by a teacher with another tokenizer. Returns the teacher's log-probs, [T]
     float32 for each rollout, and the log-ratio of student to teacher of each trained token.
 
-    The teacher log-prob of a token is the student's log-prob of the token, plus the teacher's minus the student's
-    log-prob of the token's chunk. So teacher minus student, from which the objective `distilled` learns, is the same
-    for the token and for the chunk. Tokens without a counterpart get the student's log-prob, so that nothing is learned
-    from them; the metric `unaligned` is the share of these tokens. The log-ratio of a chunk is divided equally among
-    the tokens of the chunk.
+    The teacher's log-prob of a token is defined as the student's log-prob of the token, plus the difference between the
+    teacher's and the student's log-prob of the token's chunk. So the difference between teacher and student, from which
+    the objective `distilled` learns, is the difference for the chunk. Tokens without a counterpart get the student's
+    log-prob, so that nothing is learned from them; the metric `unaligned` is the share of these tokens. The log-ratio
+    of a chunk is divided equally among the tokens of the chunk.
 
     `prompt`: function that returns the text of a problem's prompt.
     """

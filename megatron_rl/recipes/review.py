@@ -37,8 +37,8 @@ class Reviewer:
     correctness: float = 1.0  # weight of the agreement with the graded outcome in the verifier's reward
 
     def prompt(self, context: RolloutContext, solution: Solution) -> Prompt | None:
-        """Returns the verification prompt of a solution, or None if it is too long. The prompt is never truncated,
-        because the instructions are at its end.
+        """Returns the verification prompt of a solution, or None if the prompt is too long. The prompt is never
+        truncated, because the instructions are at its end.
         """
         rollout, steps = solution.rollout, len(solution.rollout.annotations_of(STEP))
         question = str(rollout.payload["question"])

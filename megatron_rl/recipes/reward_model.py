@@ -146,8 +146,8 @@ class RewardModel:
 
         The score of a solution becomes the reward REWARD. With a process reward model, each of its K steps gets the
         reward (2 p - 1) / K, where p is the probability that the step is right. For p = 1 and p = 0, this is the
-        reward for a verdict of Tango's verifier. The steps of a solution whose text was truncated at its beginning get
-        no rewards.
+        reward for a verdict of Tango's verifier. If the end of a step was truncated, no step of the solution gets a
+        reward.
         """
         if self.role not in rollouts:
             return rollouts

@@ -21,8 +21,8 @@ from megatron_rl.types import AGENT, EPISODE, STEP, Annotations, Author, Outcome
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transcript(Solution):
     """The graded conversation of one agent in an episode. Its rollout is the concatenation of all samples of the agent.
-    Turn k is the reasoning step (annotation) k. Tokens between two turns belong to the earlier turn, also if the
-    transcript was truncated.
+    Turn k is the reasoning step (annotation) k. Tokens of the environment between two turns belong to no turn, also if
+    the transcript was truncated.
     """
 
     turns: list[str]  # texts that the agent generated, without the environment's messages
@@ -110,8 +110,8 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Copies payload and annotated turns of the joined rollout `whole` to its samples, and returns the samples. A
-    sample gets the annotations, scores and verdicts of its turns.
+    """Copies payload and annotated turns of the joined rollout `whole` to the `samples` of which it consists, and
+    returns the samples. A sample gets the annotations, scores and verdicts of its turns.
     """
     annotations, parts, start = whole.annotations_of(STEP), [], 0
     for sample in samples:

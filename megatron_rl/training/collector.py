@@ -43,7 +43,7 @@ Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
 class ReaderSource:
     """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader.
 
-    `turn`: returns a context manager inside which the first `take` reads from a reader that other iterations use too.
+    `turn`: returns a context manager. The first `take` reads inside it, from a reader that other iterations use too.
     Later calls of `take` read the data set in a separate random order, which depends on `name`. If `turn` is None, all
     calls of `take` read from the reader. `draw`: weights of the sources and maximum prompt length of the iteration.
     """
@@ -91,8 +91,8 @@ class IterationMaker(ABC):
         may call `make` at once, each for a different iteration.
 
         `recipe_state`: the recipe's state with which rollouts are generated.
-        `turn`: returns a context manager that waits until all earlier iterations have used the prompt readers. When the
-            first such block ends, the positions of the readers are recorded as the positions after the iteration.
+        `turn`: returns a context manager that waits until all earlier iterations have used the prompt readers. When its
+            block ends for the first time, the readers' positions are recorded as the positions after the iteration.
         """
 
     def positions(self) -> State:
@@ -429,8 +429,8 @@ class Collector:
         return True
 
     def _collect(self, iteration: Iteration, place: int) -> _CollectedIteration:
-        """Returns an iteration with its rollouts: from the store if a previous, killed process of the run left its file
-        there, otherwise newly generated. `place`: number of iterations begun before this one.
+        """Returns an iteration with its rollouts: read from the store if a previous, killed process of the run stored
+        the iteration, otherwise newly generated. `place`: number of iterations begun before this iteration.
         """
         positions: State = {}
 

@@ -21,8 +21,8 @@ class RolloutError(RuntimeError):
 
 
 class CreditStage:
-    """Credits the iterations of a run in order: lets the recipe compute the advantages. Stores the recipe's states
-    after the last `lag` + 1 credited iterations.
+    """The stage of a run that credits the iterations in order: lets the recipe compute their advantages. Stores the
+    recipe's states after the last `lag` + 1 credited iterations.
 
     `lag`: rollouts.max_staleness. The rollouts of an iteration are generated with the recipe's state after the credit
         of the iteration that is `lag` + 1 iterations earlier, regardless of which later iterations are already
@@ -37,7 +37,7 @@ class CreditStage:
         recipe_at: Callable[[int], Recipe] | None = None,
     ) -> None:  # fmt: skip
         """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages.
-        `recipe_at`: returns the recipe of an iteration, which has the arguments of its stage; None: always `recipe`."""
+        `recipe_at`: returns the recipe with the arguments of an iteration's stage; None: `recipe` in all iterations."""
         self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
         self.after_scores, self._recipe_at = after_scores, recipe_at
         # {number of credited iterations: state of the recipe after them}, oldest first
@@ -109,8 +109,8 @@ def as_json(state: State) -> State:
 def _problems(
     iteration: Iteration, found: Mapping[str, Sequence[Rollout]], uncredited: Collection[str]
 ) -> Iterator[str]:
-    """Yields why the rollouts of an iteration cannot be trained on, as the rest of a sentence that begins with the
-    iteration. `uncredited`: roles whose loss needs no advantages.
+    """Yields the reasons why the rollouts of an iteration cannot be trained on. A reason is the rest of an error
+    message that begins with the iteration. `uncredited`: roles whose loss needs no advantages.
     """
     if set(found) != set(iteration.roles):
         yield (

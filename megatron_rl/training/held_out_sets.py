@@ -67,8 +67,9 @@ def ranked(
     `settings.metric`) of up to `settings.keep` evaluations, the best first. Of equal values, the earliest comes first.
     An evaluation without a finite value of the metric is not added.
 
-    `best`: the best evaluations before. `done`: number of finished iterations at the new evaluation. `metrics`: metrics
-    of the new evaluation. Raises ConfigError if neither `metrics` nor an earlier evaluation has `settings.metric`.
+    `best`: the list without the new evaluation. `done`: number of finished iterations at the new evaluation. `metrics`:
+    metrics of the new evaluation. Raises ConfigError if neither `metrics` nor an earlier evaluation has
+    `settings.metric`.
     """
     sign, value = -1 if settings.mode == "max" else 1, value_of(metrics, settings, known=bool(best))
     both = [*best, *([] if value is None else [(done, value)])]

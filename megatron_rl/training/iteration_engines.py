@@ -1,5 +1,5 @@
-"""The engines and the grader as one iteration uses them: with the iteration's priority, with a log of finished samples,
-and with sessions that another thread can close.
+"""Wraps engines and the grader for one iteration: requests have the iteration's priority, finished samples are logged,
+and another thread can close the sessions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_rl.training.iteration import Grade
 
 @dataclass(frozen=True)
 class OpenSessions:
-    """The open sessions with engines of all iterations that are being generated. Closing this object closes all
-    sessions, from any thread. Thread-safe.
+    """The open engine sessions of all iterations that are being generated. Closing this object closes all sessions.
+    Thread-safe.
     """
 
     _sessions: weakref.WeakSet[Session] = field(default_factory=weakref.WeakSet)

@@ -203,7 +203,7 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
 def _iteration(
     setup: Setup, plan: Plan, progress: Progress, iteration: Iteration, evaluation: _Evaluation | None
 ) -> None:
-    """Executes one iteration: takes its rollouts, scores and credits them, and updates, in the order of the roles,
+    """Executes one iteration: takes its rollouts, adds scores and advantages, and updates, in the order of the roles,
     every policy whose usable rollouts have a signal (a nonzero advantage). If `evaluation` is given, engines get new
     weights only after the evaluation is complete.
     """
@@ -374,10 +374,10 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, total: int) -
     """Evaluates at the start, after every `plan.evaluate_every` iterations, and at the end. With
     `plan.evaluate_beside`, only begins the evaluation and returns it.
 
-    Without `plan.best`, a checkpoint of the same iteration that is due is saved first. A run resumed from that
-    checkpoint evaluates again with the same metrics, so both runs log the same lines. With `plan.best`, the checkpoint
-    is saved after the evaluation and contains its result. Earlier checkpoints and models that are no longer among the
-    best are removed only when that checkpoint is completely written.
+    Without `plan.best`, a checkpoint that is due after the same iteration is saved before the evaluation. A run resumed
+    from this checkpoint evaluates again with the same metrics, so both runs log the same lines. With `plan.best`, the
+    checkpoint is saved after the evaluation and contains its result. Earlier checkpoints and models that are no longer
+    among the best are removed only when the new checkpoint is completely written.
     """
     if not _evaluation_due(setup, plan, progress, total):
         return None

@@ -93,8 +93,8 @@ def check_reward(
 
 
 def check_rewards(grade: Grade, plan: PreflightPlan) -> dict[str, float]:
-    """Checks the reward function of each source with `check_reward`, and returns the metrics. With several sources, the
-    name of a metric ends in the name of the source. Called on the driver."""
+    """Checks the reward function of each source with `check_reward`, and returns the metrics. The name of a metric of a
+    source ends in the name of the source. Called on the driver."""
     found: dict[str, float] = {}
     for source, own in plan.chosen.items():
         reward = plan.rewards.get(source, plan.reward)

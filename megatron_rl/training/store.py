@@ -78,9 +78,9 @@ class _FileHead:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Numbers of iterations that a stopped run had generated ahead of its last checkpoint. `kept`: number of files that
-    the resumed run uses. `dropped`: number of files that were removed. `begun`: number of iterations that were not
-    complete, and whose finished samples the resumed run uses.
+    """Counts of the iterations that a stopped run had generated ahead of its last checkpoint. `kept`: number of files
+    that the resumed run uses. `dropped`: number of files that were removed. `begun`: number of incomplete iterations
+    whose finished samples the resumed run uses.
     """
 
     kept: int
@@ -236,8 +236,8 @@ def open_replay(place: Path, *, own: Path) -> IterationStore:
     `place`: directory of the run to replay, or its subdirectory `rollouts`.
     `own`: directory of the run that replays.
 
-    Raises FileNotFoundError if `place` has no iteration files, and StoreError if `place` and `own` are the same run,
-    which would overwrite the files that it reads.
+    Raises FileNotFoundError if `place` has no iteration files. Raises StoreError if `place` and `own` are the same run,
+    because the run would overwrite the files that it reads.
     """
     place = Path(place)
     directory = place / ROLLOUTS if (place / ROLLOUTS).is_dir() else place

@@ -1,5 +1,5 @@
-"""One update of a policy: scatters its rollouts to the ranks, computes log-probs under earlier weights if the loss
-needs them, and runs the optimizer steps.
+"""Runs one update of a policy: scatters the policy's rollouts to the ranks, computes log-probs under earlier weights if
+the loss needs them, and runs the optimizer steps.
 """
 
 from __future__ import annotations
