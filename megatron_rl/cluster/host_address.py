@@ -107,7 +107,7 @@ def free_port(host: str) -> int:
 
 
 def first_outgoing_port() -> int:
-    """Returns the lowest port that the system assigns to outgoing connections; 0 if it is not known."""
+    """Returns the lowest port that the system assigns to outgoing connections, or 0 if this port is not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     return 0

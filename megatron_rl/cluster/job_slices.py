@@ -64,7 +64,7 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     """Returns the recorded starts of the run in `directory`, oldest first.
 
     A start whose end was not recorded gets the cause SILENT (ended without a message). The last start may still be
-    running, so it gets SILENT only if `alive` is False.
+    running, so the last start gets SILENT only if `alive` is False.
     """
     # incomplete lines, and lines that are not a valid Slice, are skipped
     lines = json_lines.read(directory / FILE, pydantic.TypeAdapter(Slice).validate_python).values

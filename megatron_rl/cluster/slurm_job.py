@@ -66,8 +66,8 @@ class Leave:
         `directory`: the run directory.
         `say`: callback that reports a message.
         `clock`: returns monotonic time in seconds.
-        `wall`: returns the time of day in seconds since the epoch, as in `job.end`. It is read only once, so that a
-        later change of the node's clock does not end the run.
+        `wall`: returns the time of day in seconds since the epoch, as in `job.end`. It is called only once, so that
+        a later change of the node's clock does not end the run.
         """
         self._directory, self._job, self._say, self._clock = directory, job, say, clock
         self._end = None if job is None or job.end is None else clock() + job.end - wall()

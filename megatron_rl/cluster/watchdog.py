@@ -20,9 +20,9 @@ class Watchdog:
     """The watchdog of one rank, which ends the rank when the run hangs. Every rank has one.
 
     The driver (rank 0) calls `beat` whenever a step of the run, such as an iteration, ends. If any rank hangs, the
-    driver waits for it and the beats stop. The driver also calls `beat` during waits that have a separate timeout, such
-    as the wait for a server (`engine.wait_s`). The other ranks watch a file that the driver touches regularly to show
-    that it is running.
+    driver waits for this rank and the beats stop. The driver also calls `beat` during waits that have a separate
+    timeout, such as the wait for a server (`engine.wait_s`). The other ranks watch a file that the driver touches
+    regularly to show that the driver is running.
     """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
@@ -39,8 +39,8 @@ class Watchdog:
         self._left = _changed_at(self._file)  # modification time of a hang file from an earlier start
 
     def beat(self) -> None:
-        """Records that the run has made progress, or that it waits for something with a separate timeout. Any thread
-        may call it.
+        """Records that the run has made progress, or that the run waits for something with a separate timeout. Any
+        thread may call this method.
         """
         self._last = time.monotonic()
 

@@ -76,8 +76,8 @@ T = TypeVar("T")
 
 
 def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
-    """Returns the answers of all ranks in the order of the requests. `shares`: for each rank, the indices of its
-    requests.
+    """Returns the results of all ranks in the order of the requests. `shares`: for each rank, the indices of the
+    requests that the rank has processed.
     """
     found: dict[int, T] = {}
     for share, answer in zip(shares, answers, strict=True):

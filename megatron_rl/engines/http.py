@@ -52,8 +52,8 @@ class Http:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
-        """`refused`: the error message for a server that rejects the client's credentials; it says what is wrong and
-        what to do.
+        """`refused`: the error message for a server that rejects the client's credentials. The message says what is
+        wrong and what to do.
 
         Raises ConfigError if the URL names no server, or if a header has characters that HTTP does not allow.
         """

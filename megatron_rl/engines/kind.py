@@ -62,8 +62,8 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """A kind of inference server, such as vLLM. The folder megatron_rl/engines/NAME/ defines it as `ENGINE` in kind.py,
-    and its settings in settings.py. The engine's Python package has the same NAME.
+    """A kind of inference server, such as vLLM. In the folder megatron_rl/engines/NAME/, kind.py defines the kind as
+    `ENGINE`, and settings.py defines the settings of the kind. The engine's Python package has the same NAME.
     """
 
     name: str

@@ -243,8 +243,8 @@ class OpenAiServer(Server):
     async def _context_length(self, timeout_s: float) -> float:
         """Returns the model's context length in tokens, or inf if the endpoint does not report it.
 
-        All concurrent callers wait for the same request, and all get its error if it fails. With one request per
-        caller, an endpoint that is slow to refuse would delay the callers one after the other.
+        All concurrent callers wait for the same request. If the request fails, all callers get the error. With one
+        request per caller, an endpoint that is slow to refuse would delay the callers one after the other.
         """
         if self._context is None:
             if self._asking is None or self._asking.done():

@@ -1,5 +1,5 @@
-"""The interface of rollout engines. The embedded engine, server pools, remote endpoints and test doubles implement
-it.
+"""The interface of rollout engines. The embedded engine, server pools, remote endpoints and test doubles implement this
+interface.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Engine(Protocol):
         ...
 
     def tend(self) -> None:
-        """Updates the engine's servers. The driver (rank 0) calls it while it has nothing else to do. A no-op for
-        engines without servers.
+        """Updates the engine's servers. The driver (rank 0) calls this method while the driver has nothing else to do.
+        A no-op for engines without servers.
         """
         ...
 

@@ -147,7 +147,7 @@ class ServerProcess:
 
 def make_token(path: Path) -> str:
     """Returns the job's token, a secret that servers require from clients. The first caller creates the file `path`
-    with a random token; only the file's owner can read it.
+    with a random token. Only the owner of the file can read the file.
 
     Raises PermissionError if the file belongs to another user.
     """

@@ -83,5 +83,5 @@ class SessionBase:
         self._keys.add(key)
 
     def _wake(self) -> None:
-        """Wakes the thread that iterates over `answers`, so that it checks whether it still has to wait."""
+        """Wakes the thread that iterates over `answers`, so that the thread checks whether it still has to wait."""
         self._change.notify_all()

@@ -15,9 +15,9 @@ FAILURES = 2
 
 
 class Addresses:
-    """Monitors servers at fixed URLs, each in a separate thread, and registers those that answer in the server
-    registry. A server that was unreachable is registered as a new incarnation (start), so that it gets requests only
-    after a weight sync (refit).
+    """Monitors servers at fixed URLs, each in a separate thread. The server registry lists a server as long as the
+    server responds. A server that was unreachable is registered as a new incarnation (start), so that it gets requests
+    only after a weight sync (refit).
     """
 
     def __init__(

@@ -158,7 +158,8 @@ def show(status: Status, console: Console) -> None:
 
 
 def stop(directory: Path, *, now: bool) -> str:
-    """Asks the run to save and exit after the current iteration, and cancels its pending jobs. Returns a line to print.
+    """Asks a run to save and exit after the current iteration, and cancels the run's pending jobs. Returns a line to
+    print.
 
     `now`: cancel the running jobs, too. Jobs that make SFT data or evaluations are always cancelled at once. Raises
     ConfigError if `directory` does not exist, and SlurmError if a Slurm command fails.

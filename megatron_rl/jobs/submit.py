@@ -190,7 +190,7 @@ def check_warning(name: str, shape: ScriptShape) -> None:
 
 
 def limit_seconds(limit: str) -> int | None:
-    """Returns a time limit in seconds, or None if it is unlimited. Raises ConfigError for an invalid format.
+    """Returns a time limit in seconds, or None for no limit ("unlimited"). Raises ConfigError for an invalid format.
 
     The formats of sbatch are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
     """
@@ -340,7 +340,7 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
     """Returns the points of a sweep file, each a dict of settings.
 
     The file is a list of points, or a mapping of settings to lists of values, which stands for all combinations of the
-    values. Raises ConfigError if the file is neither, or has more than MAX_ELEMENTS points.
+    values. Raises ConfigError if the file has another form, or more than MAX_ELEMENTS points.
     """
     found = config_files.read_yaml(path)
     if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
@@ -365,8 +365,8 @@ def overrides(point: Mapping[str, Any]) -> list[str]:
 def write(submission: Submission) -> None:
     """Writes the files of a submission, and creates the directories that the jobs write to.
 
-    Raises ConfigError if there is no Slurm, the jobs would have nothing to do, or a job of this directory is pending or
-    running, because its next start would read the new files.
+    Raises ConfigError if there is no Slurm, if the jobs would have nothing to do, or if a job of this directory is
+    pending or running, because the next start of this job would read the new files.
     """
     if submission.finished is not None:
         raise ConfigError(submission.finished)

@@ -268,7 +268,7 @@ class _Peer(asyncio.Protocol):
         self._transport.abort()
 
     def _request(self) -> list[bytes] | None:
-        """Removes the next request from the inbox and returns it, or None if it has not arrived completely.
+        """Removes the next request from the inbox and returns it. Returns None if no complete request has arrived.
 
         Raises WireError for a frame that is too long or has a wrong authentication tag, and for a request that arrives
         while another is being answered.

@@ -71,7 +71,7 @@ def store_signature(secret: bytes, store_nonce: bytes, client_nonce: bytes) -> b
 
 class Seal:
     """The authentication of one direction of a connection. The sender creates frames (messages with an authentication
-    tag) with it, and the receiver checks them.
+    tag) with one Seal, and the receiver checks the frames with another Seal that has the same key.
 
     Each instance counts its frames, so frames must be opened in the order in which they were created.
     """

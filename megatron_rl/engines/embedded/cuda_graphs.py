@@ -190,8 +190,8 @@ class Step:
             self._replay()
 
     def run(self) -> None:
-        """Runs the step. To be capturable as a CUDA graph, it does not synchronize with the device, has no shapes that
-        depend on values, and writes results to fixed addresses.
+        """Runs the step. To be capturable as a CUDA graph, the step does not synchronize with the device, has no shapes
+        that depend on values, and writes results to fixed addresses.
         """
         tokens, positions, keys = self._state
         # The position of a finished or unused row is still incremented, so clamp it to the window.

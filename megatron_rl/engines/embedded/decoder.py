@@ -82,7 +82,8 @@ class Decoder:
         Returns the hidden states [B, h] before the last norm, and the chosen experts per layer [B, k] (filled with the
         placeholder FREE for a dense layer; an empty list for a dense model).
 
-        Reads the first B rows and `window` columns of the cache, and writes the token's keys and values to it in place.
+        Reads the first B rows and `window` columns of the cache, and writes the keys and values of the tokens to the
+        cache in place.
         """
         turns = [one[positions][:, None] for one in self.turns_up_to(window)]  # [B, 1, d / 2] per kind of attention
         index = torch.arange(len(tokens), device=self.device)

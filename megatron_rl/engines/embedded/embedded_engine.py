@@ -40,8 +40,8 @@ class EmbeddedEngine:
 
     `max_batch`: maximum number of rows that are decoded together.
     `tokenizer`: required for stop strings and for Tandem RL.
-    `junior`: a frozen model that generates some of the tokens if `Sampling.tandem` is set. The constructor loads its
-    weights.
+    `junior`: a frozen model that generates some of the tokens if `Sampling.tandem` is set. The constructor loads the
+    junior's weights.
     `tells_experts`: completions contain the experts that the model (the senior of Tandem RL) chose, for router replay.
     Raises ValueError for a model without experts.
     `quantization`: the format in which weight syncs send the weights (a key of weights.quantisation.FORMATS). The
@@ -87,8 +87,8 @@ class EmbeddedEngine:
 
     @property
     def targets(self) -> WeightSlots:
-        """The storage to which a weight sync (refit) writes the new weights. It is allocated at the first access. The
-        engine uses it from the first `commit_refit` on.
+        """The storage to which a weight sync (refit) writes the new weights. The storage is allocated at the first
+        access. The engine uses this storage from the first `commit_refit` on.
         """
         if self._landing is None:
             weights, slots = storage(self.arch, self._dtype, self._device)
@@ -133,8 +133,8 @@ class EmbeddedEngine:
         self.load(hf_model.read_tensors(self._directory), version=0)
 
     def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
-        """Returns a new session. Its `ask` raises the errors of `check_ask`, and its `answers` raises those of
-        `generate_rows`.
+        """Returns a new session. The session's `ask` raises the errors of `check_ask`, and the session's `answers`
+        raises the errors of `generate_rows`.
         """
         return BatchedSession(self.generate_rows, self.check_ask, self._full, log)
 

@@ -131,7 +131,7 @@ class WeightSlot:
         return row - within + within % half * 2 + within // half
 
     def fill(self, tensor: Tensor) -> None:
-        """Copies the whole tensor to its place in the storage."""
+        """Copies the whole Hugging Face tensor to this part of the storage."""
         if self.head_dim is None:
             self.rows.copy_(tensor)
         else:

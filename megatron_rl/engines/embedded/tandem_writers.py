@@ -1,4 +1,4 @@
-"""Tandem RL with two models that generate one text: determines whose turn it is in each row of a batch."""
+"""Tandem RL, in which two models generate one text: determines which model generates the next token of each row."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
 
 
 class Writers:
-    """Chooses between the senior and the junior model in every row of a batch. Holds one pen per row, which knows whose
-    turn it is, and the decoders of both models.
+    """Chooses between the senior and the junior model in every row of a batch. Holds the decoders of both models, and
+    one pen per row. A pen determines which model generates the next token of the row.
     """
 
     def __init__(self, decoders: tuple[Decoder, Decoder], pens: Sequence[Pen]) -> None:

@@ -1,5 +1,5 @@
 """Sends each request to the least loaded server, or to the server that has the request's prefix in its cache. If a
-server fails a request, sends it to another server.
+server fails a request, sends the request to another server.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Outstanding:
         task.add_done_callback(self._done.put)
 
     def wake(self) -> None:
-        """Wakes the caller that waits in `next`, so that it checks whether it still has to wait."""
+        """Wakes the caller that waits in `next`, so that the caller checks whether it still has to wait."""
         self._done.put(None)
 
     def next(self, timeout_s: float) -> concurrent.futures.Future[Any] | None:

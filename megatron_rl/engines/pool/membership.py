@@ -82,8 +82,8 @@ class Members:
     `changed`: called, from any thread, when a server becomes available or unavailable.
     `waits`: called repeatedly while a caller waits because no server is available, so that the run's watchdog knows
     that the run is not hung.
-    `hopeless`: returns the reason why no server will ever be available, or None. If it returns a reason, requests stop
-    waiting and raise EngineError.
+    `hopeless`: callback that returns the reason why no server will ever be available, or None. If the callback returns
+    a reason, requests stop waiting and raise EngineError.
     `fixed`: the servers keep their initial weights, which are version 0.
     """
 
@@ -112,9 +112,9 @@ class Members:
         return [m for m in self.living() if m.version == self.version >= 0]
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns the state of each server by its name (ROLE@NAME if the server is listed under another role): "lives"
-        and "serves" (1 or 0), "version" of its weights (-1 if unknown), and its numbers of "sequences" and "requests"
-        in progress.
+        """Returns {name of a server: state of the server}. The name is ROLE@NAME if the server is listed under another
+        role. The state has "lives" and "serves" (1 or 0), "version" of the weights (-1 if unknown), and the numbers of
+        "sequences" and "requests" in progress.
         """
         with self.change:
             return {

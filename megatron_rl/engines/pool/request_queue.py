@@ -1,4 +1,4 @@
-"""The queue of requests that wait for capacity at a server: by priority, and the longest-waiting first."""
+"""The queue of requests that wait for capacity at a server, ordered by priority and then by time of arrival."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RequestQueue:
             raise
 
     def leave(self, member: Member, sequences: int) -> None:
-        """Releases the capacity of a server that a request reserved, and assigns it to waiting requests."""
+        """Releases the capacity that a request reserved at a server, and assigns this capacity to waiting requests."""
         self._members.count_load(member, -sequences, -1)
         self._shared.leave()
         self.admit()

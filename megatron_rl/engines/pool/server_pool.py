@@ -77,7 +77,7 @@ class ServerEngine:
         return [found[place] for place in range(len(arrays))]
 
     def tend(self) -> None:
-        """No-op, because the servers' weights never change. Pool overrides it."""
+        """No-op, because the servers' weights never change. The subclass Pool overrides this method."""
 
     def close(self) -> None:
         """Aborts the requests in progress. Their callers get EngineError."""
@@ -111,8 +111,8 @@ class Pool(ServerEngine):
     `listed`: role under which the servers are listed, if several roles share them.
     `fixed`: the servers keep their initial weights.
     `refresh`: if set, callback that sends the current weights to the given replicas while the other servers answer
-    requests. All ranks must take part, so the pool calls it only inside calls of the owner thread, when a server lacks
-    the current weights.
+    requests. All ranks must take part in this, so the pool calls `refresh` only inside calls of the owner thread, when
+    a server lacks the current weights.
     `shared`: the GPUs that servers of other roles also use.
     """
 
@@ -259,7 +259,7 @@ class Pool(ServerEngine):
     def _each(
         self, members: Sequence[Member], failing: str, verb: Callable[[Member], None], *, hang_up: bool = False
     ) -> list[Member]:
-        """Runs `_step` on several servers at once. Returns the servers for which it succeeded."""
+        """Runs `_step` on several servers at once. Returns the servers for which `_step` succeeded."""
         done = self._threads.map(lambda member: self._step(member, failing, verb, hang_up=hang_up), members)
         return [member for member, well in zip(members, done, strict=True) if well]
 
@@ -275,7 +275,7 @@ class Pool(ServerEngine):
 
     def _step(self, member: Member, failing: str, verb: Callable[[Member], None], *, hang_up: bool) -> bool:
         """Runs one request of a weight sync, sleep or wake-up on a server. Returns whether the request succeeded. A
-        server that fails it gets no requests until it has received the weights again.
+        server that fails this request gets no further requests until it has received the weights again.
 
         `failing`: what the server failed to do, for the log. `hang_up`: whether a failure also aborts the server's
         requests in progress, so that these requests are sent to other servers.

@@ -249,7 +249,7 @@ class SglangServer(Server):
 
     def _flush(self) -> None:
         """Empties the KV cache. Retries until the last batch has finished, at most FLUSH_S seconds. The timeout
-        parameter of SGLang's route is not used, because with it SGLang also waits for requests that a pause retracted.
+        parameter of SGLang's route is not used, because it makes SGLang wait also for requests that a pause retracted.
         """
         end = time.monotonic() + FLUSH_S
         while True:

@@ -1,11 +1,11 @@
 """The routes of a vLLM server for rollouts and scoring. A request contains tokens. The response contains tokens and
 log-probs in binary form.
 
-vLLM has a similar route (`/inference/v1/generate`). For short completions of a small model, its web layer (validation,
-an object for every token, metrics of routes) costs more than the engine itself (docs/reference/benchmarks.md). These
-routes therefore call vLLM's public engine client, which does its own checks. They are installed as middleware, one of
-vLLM's extension points (`--middleware`). The module runs inside the server and imports neither torch nor the rest of
-this project.
+vLLM has a similar route (`/inference/v1/generate`). For short completions of a small model, vLLM's web layer
+(validation, an object for every token, metrics of routes) costs more than the engine itself
+(docs/reference/benchmarks.md). Therefore, the routes of this module call vLLM's public engine client, which checks
+requests too. The routes are installed as middleware, one of vLLM's extension points (`--middleware`). The module runs
+inside the server. It does not import torch, and imports only auth_middleware.py and frames.py of this project.
 """
 
 from __future__ import annotations

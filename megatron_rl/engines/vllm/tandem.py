@@ -122,8 +122,8 @@ class Text:
 
 
 class Authors(LogitsProcessor):
-    """A logits processor for Tandem RL. In rows where the next token is the junior's, it replaces the logits by the
-    junior's logits. In requests without `extra_args["tandem"]`, the senior generates all tokens.
+    """A logits processor for Tandem RL. In rows where the junior generates the next token, the processor replaces the
+    logits by the junior's logits. In requests without `extra_args["tandem"]`, the senior generates all tokens.
     """
 
     @classmethod

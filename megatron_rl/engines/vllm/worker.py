@@ -1,4 +1,6 @@
-"""The part of a refit that runs inside vLLM's worker processes. vLLM loads it through `--worker-extension-cls`."""
+"""The part of a refit (weight sync) that runs inside vLLM's worker processes. vLLM loads this module through
+`--worker-extension-cls`.
+"""
 
 from __future__ import annotations
 
@@ -222,7 +224,7 @@ class Extension:
         return None if found is None else fingerprint(found.boundaries(Rule(**rule)))
 
     def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
-        """Returns, by the key of each request since the last call, which model generated each token (True: the senior).
+        """Returns {key of a request: author of each token (True for the senior)} of the requests since the last call.
         Requests are recorded only after a call with `keep`. Used in tests.
         """
         found = self._authors()
