@@ -18,7 +18,7 @@ from megatron_rl.types import FREE, Author, Rollout
 
 
 class Partitioner(Protocol):
-    """The methods of a policy that are needed to split rollouts over its data-parallel replicas."""
+    """The methods that a policy must have so that rollouts can be split over its data-parallel replicas."""
 
     @property
     def replays(self) -> bool:
@@ -27,7 +27,8 @@ class Partitioner(Protocol):
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if the policy computes a prompt only once for all rollouts of a micro-batch that begin with it."""
+        """True if the policy computes a prompt only once for all rollouts of a micro-batch that begin with this
+        prompt."""
         ...
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
@@ -51,7 +52,7 @@ class ReplicaShares:
     shared: np.ndarray  # [S] int64, number of leading tokens shared with the previous rollout of the same micro-batch
 
     def buffer(self, replica: int) -> np.ndarray:
-        """Returns the byte buffer with the rollouts of a replica, which is sent to its ranks."""
+        """Returns the rollouts of a replica as a byte buffer. The buffer is sent to the replica's ranks."""
         order, outline = self.orders[replica], self.outline
         out = np.empty(outline.sizes[replica], np.uint8)
         own = {
@@ -67,8 +68,8 @@ class ReplicaShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Counts of tokens, spans and labels of each rollout, in arrays of shape [S]. The first token of a rollout is not
-    predicted by any position, so it is not counted as a label.
+    """Counts of tokens, spans (runs of tokens with the same author) and labels (predicted tokens) of each rollout, in
+    arrays of shape [S]. The first token of a rollout is not predicted by any position, so it is not counted as a label.
     """
 
     lengths: np.ndarray  # int64, number of tokens
@@ -158,8 +159,8 @@ def split_over_replicas(
 def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
     """Finds which of the S rollouts begin with the same prompt tokens, regardless of their group.
 
-    The prompt consists of the tokens before the first token that a model generated. It never includes the last token of
-    a rollout.
+    The prompt consists of the tokens before the first token that a model generated. The prompt never includes the last
+    token of a rollout.
     """
     lengths = np.fromiter((max(0, min(r.start, len(r.tokens) - 1)) for r in rollouts), np.int64, len(rollouts))
     known: dict[bytes | int, int] = {}
@@ -172,7 +173,7 @@ def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
 
 def in_pairs(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Returns the rollouts sorted by group, so that the two rollouts of each group are adjacent. Groups are in the
-    order of their first rollouts, and the order within a group is kept. Raises ValueError if a group does not have
+    order of their first rollouts, and the order within a group is preserved. Raises ValueError if a group does not have
     exactly two rollouts.
     """
     groups: dict[tuple[str, str], list[Rollout]] = {}

@@ -1,6 +1,6 @@
 """Splits a batch of sequences into micro-batches within a token budget, and balances the computational cost over
 micro-batches and data-parallel replicas. Sequences with the same prompt stay together if the prompt is computed once
-for all of them. Sequences that a loss compares, such as the two of a preference pair, always stay together.
+for all of them. Sequences that a loss compares, such as the two rollouts of a preference pair, always stay together.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def micro_batches(
     prefixes: Prefixes | None = None,
     groups: np.ndarray | None = None,
 ) -> Shares:
-    """Splits sequences of [S] lengths into M micro-batches per replica, each with at most `max_tokens` tokens.
+    """Splits S sequences of the given lengths into M micro-batches per replica, each with at most `max_tokens` tokens.
 
     The number of micro-batches is the smallest multiple of `multiple` that the budget allows (approximately, within
     1/64, if there are more than 64). Sequences are assigned in order of decreasing length, each to the cheapest
@@ -163,9 +163,8 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
 def _whole_groups(
     sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, groups: np.ndarray, max_tokens: int
 ) -> list[_Family]:
-    """Returns one family for each group of sequences. [S] sizes and group indices -> families in the order of the group
-    indices. A prefix is counted once for adjacent sequences of a group. Raises ValueError if a group exceeds
-    `max_tokens`.
+    """Returns one family for each group of sequences, in the order of the group indices. `sizes` and `groups` are [S].
+    A prefix is counted once for adjacent sequences of a group. Raises ValueError if a group exceeds `max_tokens`.
     """
     order = np.argsort(groups, kind="stable")
     numbers, bounds = prefixes.numbers[order], np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
@@ -229,8 +228,8 @@ def _imbalance(loads: Sequence[float]) -> float:
 
 def _deal(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[int] | None:
     """Assigns sequences to `count` bins (micro-batches) of at most `max_tokens` tokens. The longest sequence comes
-    first; each goes to the cheapest bin with enough free tokens. Returns the bin of each sequence, [S], or None if some
-    sequence does not fit into any bin.
+    first; each sequence goes to the cheapest bin with enough free tokens. Returns the bin of each sequence, [S], or
+    None if some sequence does not fit into any bin.
 
     A bin with too few free tokens for the current sequence is set aside until a later sequence is short enough for the
     bin. Lengths decrease, so each bin is set aside at most once per sequence that it holds.

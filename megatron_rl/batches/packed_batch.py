@@ -47,19 +47,20 @@ class Batch:
     engine_logprobs: Tensor
     advantages: Tensor  # [N] float32, advantage of the label; zeros if the loss does not use advantages
     cu_seqlens: Tensor  # [S + 1] int64, cumulative sequence lengths, from 0
-    # [N] float32, the trainer's log-probs at the start of the update; None: the current forward pass's
+    # [N] float32, the trainer's log-probs at the start of the update; None: the loss takes the current log-probs
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
     values: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # further inputs of the loss by name: [N] or [N, k], float32 or int32
     experts: Tensor | None = None  # [N, L, k] int16: ids of the experts that the engine chose, FREE if unknown
-    # [S] int64, number of leading tokens shared with the previous sequence, which are computed only once
+    # [S] int64, number of leading tokens shared with the previous sequence; shared tokens are computed once
     shared: Tensor | None = None
 
     @property
     def counted(self) -> Tensor:
-        """[N] bool, True if the label is in the loss: trained labels, and labels of a partner if they have a weight."""
+        """[N] bool, True if the label is in the loss: trained labels, and a partner's labels if they have a weight
+        above 0."""
         return self.weights > 0
 
     @property
@@ -123,8 +124,8 @@ class Batch:
         return Batch(values=values, **own)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:
-        """Returns a batch of one sequence of `length` tokens without labels in the loss. Its `values` and optional
-        log-probs have the same keys and fields as in this batch; `experts` and `shared` are None.
+        """Returns a batch of one sequence of `length` tokens without labels in the loss. The dummy batch has zeros for
+        the optional log-probs and `values` that this batch has. Its `experts` and `shared` are None.
         """
         none = torch.zeros(length)
         empty = torch.zeros(length, dtype=torch.int64)
@@ -249,7 +250,8 @@ def at(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def reads_logprobs(needs: frozenset[str]) -> bool:
-    """Returns whether a loss with these `needs` reads log-probs. The loss of a model that has only a head does not."""
+    """Returns whether a loss with these `needs` reads log-probs. The loss of a model that has only a head reads no
+    log-probs."""
     return VALUE not in needs or "logprobs" in needs
 
 

@@ -75,8 +75,8 @@ class Micro(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """The rollouts of one replica as flat arrays. A micro-batch is a slice of the arrays; its batch is created when it
-    is needed.
+    """The rollouts of one replica as flat arrays. A micro-batch is a slice of the arrays, and the `Batch` of a
+    micro-batch is created on demand.
 
     The tensors have one value per position, as in `Batch`. They are None or empty on ranks that do not compute the
     loss.
@@ -90,7 +90,7 @@ class Work:
     engine_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None  # [N] float32, log-probs under the policy at the start of the update
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs under the frozen reference
-    # by name: [N] float32, statistics computed under earlier weights
+    # statistics that were computed under earlier weights, by name: [N] float32
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod

@@ -51,7 +51,8 @@ class Form:
         """Yields (name, dtype, shape) of the arrays in buffer order. Wider types come first, so that all arrays are
         aligned.
 
-        Arrays over tokens have one extra entry, so that the values shifted by one position are a view of the array.
+        Arrays over tokens, except `experts`, have one extra entry, so that the values shifted by one position are a
+        view of the array.
         """
         sequences, spans, tokens, micro_batches = counts
         yield "tokens", np.int32, (tokens + 1,)

@@ -1,1 +1,1 @@
-"""The Megatron-core actor: the only package that imports megatron.core."""
+"""Training and log-prob computation with Megatron-core. This is the only package that imports megatron.core."""

@@ -10,11 +10,11 @@ from torch.optim.adamw import adamw
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with Transformer Engine's state layout, which ZeRO-1 checkpoints need: the moments are in the state of each
+    """An Adam optimizer whose state has the same layout as in Transformer Engine: the moments are in the state of each
     parameter, and `step` is in the parameter group.
 
-    torch's AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic is
-    the same as in torch's Adam and AdamW.
+    torch's AdamW stores `step` per parameter, and Megatron's distributed optimizer (ZeRO-1) cannot restore such a
+    `step` from a checkpoint. The arithmetic is the same as in torch's Adam and AdamW.
 
     `fused`: whether one kernel updates many parameters at once, as in torch's AdamW. Default: True on CUDA, False on
     other devices. On CUDA the fused kernel moves 28 bytes per float32 parameter instead of 80, and needs no temporary

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 MAX_PADDING = 1.15  # maximum ratio of a bucket's token count including padding to the count without padding
-# On a CPU, bfloat16 attention is computed in float32 if the (padded) sequences have fewer keys than this.
+# On a CPU, bfloat16 attention is computed in float32 if the padded sequences have fewer keys than WIDENED.
 # With fewer keys, torch's backward pass is up to three times slower in bfloat16 (benchmarks/attention.py).
 WIDENED = 384
 
@@ -106,8 +106,8 @@ ALONE = Context()
 
 @dataclass
 class SequenceLayout(PackedSeqParams):
-    """How a micro-batch's tokens form sequences, with the rotary tables and masks of each kind of attention, for
-    example full and sliding-window attention.
+    """The layout of a micro-batch: how the tokens form sequences, with the rotary tables and masks of each kind of
+    attention, for example full and sliding-window attention.
 
     `buckets` is empty if `runs` is set, because one flash attention call then computes all sequences.
     """
@@ -254,8 +254,8 @@ def _group_buckets(
     """Returns the attention buckets of one group of sequences.
 
     Without context parallelism there is one bucket. With context parallelism, this rank has two chunks of every
-    sequence, and there is one bucket for the first and one for the second chunks. A query attends to the keys up to the
-    query's position.
+    sequence, and there is one bucket for all first chunks and one bucket for all second chunks. A query attends to the
+    keys up to the query's position.
     """
     if context.size == 1:
         both = grid([rows[i] for i in group])
@@ -348,8 +348,8 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
     """Causal attention with rotary embedding. It is computed by torch's scaled_dot_product_attention, or by one call of
     torch's variable-length flash attention for all sequences.
 
-    `features` gives the kind of attention of each layer. With multi-latent attention, queries and keys arrive already
-    rotated.
+    `features` gives the kind of attention of each layer. With multi-latent attention, rotary embedding is already
+    applied to the queries and keys that this module receives.
     """
 
     def __init__(self, config: Any, layer_number: int, *, features: Features, **unused: Any) -> None:
@@ -358,7 +358,7 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
         self.window = features.kinds[self.kind].window
         self.rotates = not config.multi_latent_attention
         self.group, self.axis = parallel_state.get_tensor_model_parallel_group(), {"softmax_offset": 0}
-        self.softmax_offset: torch.nn.Parameter | None = None  # [H] attention sinks; Megatron-core's name for them
+        self.softmax_offset: torch.nn.Parameter | None = None  # [H] attention sinks, under Megatron-core's name
         if features.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))

@@ -28,7 +28,7 @@ def one_save() -> Iterator[None]:
 
     Megatron-core has one queue for all saves of a process and assigns the oldest result in the queue to any save that
     it polls. If two roles save at once and the second save finishes first, each save would get the file offsets of the
-    other: the checkpoints would have correct checksums and be unreadable.
+    other save. The checkpoints would then have correct checksums and be unreadable.
 
     Signals are blocked inside the context. The writer processes are forked inside the context and inherit the blocked
     signals. A signal to the whole process group must not kill a writer in the middle of a file. A writer is killed,

@@ -24,8 +24,8 @@ class JointNorm(TensorSharded):
     [..., heads of this rank, d].
 
     Each rank holds the weight elements that belong to its heads. `qk_layernorm` in Megatron-core's config must be
-    False: core would treat the weight, which has the name of a per-head norm, as replicated, and would sum its gradient
-    over ranks.
+    False: otherwise Megatron-core would treat the weight as replicated, because the weight has the name of a per-head
+    norm, and would sum the weight's gradient over ranks.
     """
 
     def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:

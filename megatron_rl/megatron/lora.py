@@ -167,7 +167,8 @@ class RoleAdapters:
         self._changes = {name: change for layer, own in self._layers for name, change in self._of_layer(layer, own)}
 
     def show(self) -> None:
-        """Makes the model use this role's adapters in its forward pass and list them among its parameters."""
+        """Makes the model use this role's adapters in the forward pass and list the adapters among the model's
+        parameters."""
         for layer, own in self._layers:
             layer.lora = own
 

@@ -495,5 +495,5 @@ def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> Non
 
 
 def _submodules(spec: Any) -> Any:
-    """Returns the submodules of a module spec, which is a `functools.partial` in Megatron-core 0.19."""
+    """Returns the submodules of a module spec. In Megatron-core 0.19 the spec is a `functools.partial`."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -63,12 +63,12 @@ class PolicyMemory:
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        # `asleep`: gradients and optimizer state are not on the device. `away`: the weights are not on the device.
+        # `asleep`: True while gradients and optimizer state are off the device. `away`: True while the weights are.
         self.asleep = self.away = False
         # The next three lists are filled when the weights leave the device for the first time.
         self._held: list[Tensor] = []  # tensors that own the device storage of the weights
         self._pieces: list[Tensor] = []  # flat views of `_held`, at most BLOCK bytes each
-        self._host: list[Tensor] = []  # host copies of the pieces; kept because pinned memory is slow to allocate
+        self._host: list[Tensor] = []  # host copies of `_pieces`; never freed: pinned memory is slow to allocate
 
     def sleep(self, *, weights: bool = False) -> None:
         """Frees the gradients' device memory and moves the optimizer state to host memory, until `wake` is called. With
@@ -113,7 +113,7 @@ class PolicyMemory:
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
         """Context manager that moves the weights to the device for the block. If the weights were in host memory before
-        the block, they return there when the block ends."""
+        the block, they are moved back to host memory when the block ends."""
         away = self.away
         self._bring_weights()
         try:

@@ -43,7 +43,7 @@ def wrap(
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
-        # Megatron-core's config has an equivalent setting, but that setting makes the output layer need apex's kernel.
+        # set per module: the setting in Megatron-core's config would make the output layer need apex's kernel
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
         elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):

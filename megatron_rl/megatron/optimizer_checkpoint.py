@@ -53,7 +53,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Torn:
-    """A row of a parameter whose optimizer state is split over more than one data-parallel rank."""
+    """A parameter row that crosses a boundary between ranks: its optimizer state is split over several data-parallel
+    ranks."""
 
     parameter: Tensor
     piece: int  # index of the Piece that contains the row
@@ -78,7 +79,7 @@ class Bucket:
             for rank in range(first // self.part + 1, -(-end // self.part)):
                 edge = rank * self.part
                 if edge < last:
-                    continue  # this boundary is in the same row as the previous boundary
+                    continue  # this boundary between ranks is in the same row as the previous boundary
                 number, piece = next(
                     (i, p) for i, p in enumerate(pieces[parameter]) if edge - first < p.start + p.rows * p.width
                 )
@@ -241,7 +242,7 @@ def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
     axis = whole.prepend_axis_num
     offset = list(whole.global_offset)
     offset[axis] += first
-    # Megatron-core needs all axes in the shape of a tensor without axis_fragmentations, also the prepended axes.
+    # If axis_fragmentations is None, Megatron-core requires a shape that includes the prepended axes.
     data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])
     assert isinstance(whole.replica_id, tuple)
     return replace(

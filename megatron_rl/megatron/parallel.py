@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 @dataclass(frozen=True)
 class Groups:
     """The process groups of one parallel layout. Megatron-core reads its process groups from module globals; the
-    context manager `active()` sets the globals to these groups and restores them."""
+    context manager `active()` sets the globals to these groups and restores the previous values afterwards."""
 
     layout: Layout
     tp: Any  # process group of the tensor-parallel ranks
@@ -50,7 +50,7 @@ class Groups:
 
     @property
     def shard(self) -> Shard:
-        """This rank's tensor-parallel and expert-tensor-parallel position, which determines its part of each
+        """This rank's tensor-parallel and expert-tensor-parallel position, which determines the rank's part of each
         parameter."""
         etp = self.layout.expert_tp
         return Shard(self.layout.tp, self.tp.rank(), etp, self.experts.rank() % etp)
@@ -61,7 +61,7 @@ class Groups:
 
     @property
     def answers(self) -> bool:
-        """True on the first tensor rank of the last pipeline stage, which returns the log-probs of its tokens."""
+        """True on the first tensor rank of the last pipeline stage. This rank returns the log-probs of its tokens."""
         return self.is_last_stage and self.tp.rank() == 0
 
     @property

@@ -220,9 +220,9 @@ def _places(part: Batch, lengths: list[int]) -> Tensor:
 
 
 def _rows(part: Batch, places: Tensor) -> Tensor:
-    """Inverts `places`: returns a tensor [N] that has, for every packed position, the index of this position in the
-    flattened `places`. In every copy of a shared prefix, a token gets the index that it has in the first copy. Tokens
-    on another rank get -1."""
+    """Inverts `places`, the packed positions of this rank's tokens. Returns a tensor [N] with the index of every packed
+    position in the flattened `places`. In every copy of a shared prefix, a token gets the index that it has in the
+    first copy. Tokens on another rank get -1."""
     flat = places.flatten()
     held = (flat >= 0).nonzero()[:, 0]
     rows = torch.full((len(part.tokens),), -1)

@@ -105,7 +105,7 @@ def install() -> None:
 def _silence_warnings() -> None:
     """Silences Megatron-core's import-time warnings that Transformer Engine is missing.
 
-    The project logs at start-up which backend is used.
+    Instead, the project logs at start-up which backend is used.
     """
     if is_active():
         with contextlib.redirect_stderr(io.StringIO()):  # on import, every rank would print that no GPU was found
@@ -148,7 +148,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _patch_cuda() -> None:
-    """Replaces the functions of torch.cuda that Megatron-core calls by no-ops, constants and CPU equivalents."""
+    """Patches the torch.cuda functions that Megatron-core uses: they become no-ops, constants or CPU equivalents."""
     cuda: Any = torch.cuda
     cuda.current_device, cuda.device_count = _constant(CPU), _constant(1)
     nothing = ("synchronize", "empty_cache", "set_device", "manual_seed_all", "ipc_collect", "reset_peak_memory_stats")
@@ -241,7 +241,7 @@ def _replace_torch_optimizer() -> None:
         from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not is_active() and clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
-        # returns a tensor [1] with the norm over all tensors, on the tensors' device, and None
+        # like core's function, returns the norm over all tensors (a tensor [1] on their device) and None
         clip_grads.l2_norm_impl = lambda size, flag, tensors, *unused: (
             torch.stack(torch._foreach_norm(tensors[0])).norm().view(1),
             None,
@@ -353,7 +353,7 @@ def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mend_names() -> None:
-    """Fixes two names in Megatron-core.
+    """Fixes the values of two module variables in Megatron-core.
 
     `te_general_gemm`: the router of core 0.16.1 checks whether `te_general_gemm` is None, but core defines the name
     only if Transformer Engine is installed; see also `_adding_bias`.

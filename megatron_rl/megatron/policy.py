@@ -36,8 +36,8 @@ class MegatronPolicy(RoleModel):
 
     `memory` moves tensors between device and host memory. `state` saves and loads checkpoints. `export` provides the
     weights for inference engines and files. A policy with `trainable=False` has no optimizer and no gradient buffers.
-    The reference policy is the policy's initial weights (`model.path`). One copy of the reference weights is kept in
-    host memory and is swapped in for a forward pass.
+    The reference policy has the policy's initial weights (`model.path`) until `reset_reference` is called. One copy of
+    the reference weights is kept in host memory and is swapped in for a forward pass.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MegatronPolicy(RoleModel):
             lengths,
             max_tokens=self.role.micro_batch_tokens * layout.cp,
             replicas=self.groups.dp_size,
-            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule needs a multiple of the stage count
+            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule needs a multiple of pp micro-batches
             cost=self._cost,
             prefixes=prefixes,
             groups=groups,
@@ -217,8 +217,9 @@ class MegatronPolicy(RoleModel):
 
     @contextlib.contextmanager
     def _weights_in_use(self, reference: bool) -> Iterator[None]:
-        """Context manager that swaps the reference weights in for the block if `reference`. When the block ends, the
-        policy's weights are restored bit for bit. Raises RuntimeError if the policy has no reference weights."""
+        """Context manager that makes the model use the reference weights inside the block, if `reference` is True. When
+        the block ends, the policy's weights are restored bit for bit. Raises RuntimeError if the policy has no
+        reference weights."""
         if not reference:
             yield
             return

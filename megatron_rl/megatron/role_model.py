@@ -85,8 +85,8 @@ class RoleModel:
     def _gathers_late(self) -> bool:
         """True if the new weights of an optimizer step are all-gathered during the next step's forward pass.
 
-        False for adapters: adapters are small, and no forward hook could wait for their weights, because adapter
-        modules are not called.
+        False for adapters: adapters are small, and no forward hook could wait for the adapters' weights, because
+        adapter modules are not called.
         """
         return self.role.optimizer.overlap and self.adapters is None
 

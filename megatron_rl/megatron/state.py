@@ -85,8 +85,8 @@ class PolicyState:
         """Raises ConfigError on every rank if only one of the checkpoint in `directory` and the role has a head, or if
         the checkpoint's adapter does not match the role's LoRA settings and base model.
 
-        Without this check, Megatron-core would load an output layer's weight into a head, because it accepts a
-        different number of rows.
+        Without this check, Megatron-core would load an output layer's weight into a head, because Megatron-core accepts
+        a different number of rows.
         """
         role, control, problem = self._model.role, self._model.groups.control, None
         adapter = directory / lora_adapters.DIRECTORY
@@ -100,8 +100,8 @@ class PolicyState:
     def _to_load(self, directory: Path) -> dict[str, Any]:
         """Returns the sharded state dict that Megatron-core fills from the checkpoint in `directory`.
 
-        Transformer Engine's extra state for 8-bit products is omitted if the checkpoint does not contain it, as in
-        checkpoints written by the torch layers.
+        Transformer Engine's extra state for 8-bit matrix products is omitted if the checkpoint does not contain this
+        state, for example because a model with torch layers wrote the checkpoint.
         """
         state = self._sharded(loading=True)
         if self._model.fused:

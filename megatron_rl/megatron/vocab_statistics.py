@@ -97,7 +97,7 @@ class _Products:
         self._hidden, self._weight, self._rows = hidden, weight, rows
         self._start = self._stop = 0  # range of hidden states whose logit gradients are collected and not yet summed
         self._joined: Tensor | None = None  # collected logit gradients; None if gradients are not collected
-        self._total: Tensor | None = None  # sum of the products: float32, or the weight's dtype after a single product
+        self._total: Tensor | None = None  # sum of matrix products: float32, or the weight's dtype after only one
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
             self._total = torch.zeros_like(weight, dtype=torch.float32)
         else:
@@ -129,7 +129,8 @@ class _Products:
         return F.pad(total, (0, 0, 0, padding)) if padding else total
 
     def _sum(self) -> None:
-        """Computes the product of the collected logit gradients and their hidden states, and adds it to the sum."""
+        """Computes the matrix product of the collected logit gradients and their hidden states, and adds it to the
+        sum."""
         assert self._joined is not None
         product = self._joined[: self._stop - self._start].T @ self._hidden[self._start : self._stop]
         self._total = product if self._total is None else self._total.float().add_(product)
@@ -185,7 +186,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
         gradients = by_name(head.names, grad)  # the gradient of vocab_mean is ignored: vocab_mean is not differentiable
         grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
         grad_hidden = torch.empty_like(hidden)
-        # A frozen output layer (LoRA) needs no weight gradient, which would be as large as the layer, in float32.
+        # A frozen output layer (LoRA) needs no weight gradient, a float32 tensor in the shape of the layer's weight.
         chunks = _chunks(hidden, weight, head)
         by_weight = _Products(hidden, weight, head.rows, chunks) if ctx.needs_input_grad[1] else None
         # [n, 1 + k] gradients with respect to log-probs of `ids`
@@ -194,7 +195,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
         by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
         if by_entropy is not None and not head.triton and not by_entropy.any():
-            by_entropy = None  # checking for zeros is faster than computing with them
+            by_entropy = None  # checking whether all gradients are 0 is faster than computing with them
         scratch = _Scratch(chunks, head.rows, hidden.device)
         for number, rows in enumerate(chunks):
             of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
@@ -304,8 +305,8 @@ def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[
 
 
 def _over_ranks(own: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
-    """Converts the result of `_sums` to the maximum over all ranks. Returns (maximum logit of each row over all ranks
-    [n], this rank's sums over x = logit minus this maximum)."""
+    """Converts the result of `_sums`, which refers to this rank's maximum logits, to the maximum logits over all ranks.
+    Returns (maximum logit of each row over all ranks [n], this rank's sums over x = logit minus this maximum)."""
     if head.group.size() == 1:
         return own, sums
     peak = own.clone()

@@ -28,14 +28,14 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row:
-    """Returns the `Row` (description of a Megatron parameter) for a norm's weight [width], which every rank holds
-    whole."""
+    """Returns the `Row` (description of a Megatron parameter) for a norm's weight [width]. The weight is replicated on
+    every rank."""
     return single(name, tensor, (width, 1), Whole(), fused=fused)
 
 
 def single(name: str, tensor: str, shape: tuple[int, int], partition: Partition, **more: Any) -> Row:
     """Returns the `Row` (description of a Megatron parameter) for a parameter that is made of one Hugging Face tensor
-    [rows, columns] and has the name of this tensor in engines."""
+    [rows, columns]. In engines, the parameter has the name of this tensor."""
     return Row(**{"name": name, "sources": (Source(tensor, *shape),), "partition": partition, "engine": tensor, **more})
 
 

@@ -45,8 +45,8 @@ EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 
 
 
 def requires_keys(model_type: str, where: str) -> AbstractContextManager[None]:
-    """Context manager that converts a KeyError to a ConfigError, which says that the config.json named `where` lacks a
-    key of this model type."""
+    """Context manager that converts a KeyError to a ConfigError. The message says that the config.json named `where`
+    lacks a key that a model of type `model_type` must have."""
     return refusing(lambda error: f"{where}: {error} is missing, which a {model_type} model must have", KeyError)
 
 

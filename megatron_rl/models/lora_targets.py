@@ -69,7 +69,8 @@ def not_plain(told: Mapping[str, Any]) -> list[str]:
     """Returns the keys of peft's adapter_config.json whose values may make the adapted weight different from W + alpha
     / r B A.
 
-    These are all keys that are neither known to be harmless nor off (null, false or empty).
+    These are all keys except those that are known to be harmless, are off (null, false or empty), or have a value
+    listed in `_PLAIN`.
     """
     return [key for key, value in told.items() if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)]
 

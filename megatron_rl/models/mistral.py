@@ -1,6 +1,7 @@
 """Mistral 7B and models of the same architecture, if they have no sliding window shorter than their context.
 
-Older chat templates refuse a system message. All of them refuse two consecutive messages of the same role.
+Older chat templates refuse a system message. All Mistral chat templates refuse two consecutive messages of the same
+role.
 """
 
 from collections.abc import Mapping

@@ -137,7 +137,8 @@ class EngineVocabulary:
 
 @dataclass(frozen=True)
 class QueryGroups:
-    """A partition of query, key and value in one Megatron tensor, ordered by key/value head.
+    """The partition with which Megatron shards the parameter that joins query, key and value, ordered by key/value
+    head.
 
     The parameter consists of groups, one for each key/value head. The rows of a group are the query heads that use this
     key/value head, then the key head, then the value head. A rank holds one contiguous run of rows. If there are fewer
@@ -161,8 +162,8 @@ class QueryGroups:
 
 @dataclass(frozen=True)
 class EngineHeads:
-    """The partition of query, key and value in one parameter that engines use. The rows on a rank are the rank's query
-    heads, then its key heads, then its value heads.
+    """The partition with which engines shard the parameter that joins query, key and value. The rows on a rank are the
+    rank's query heads, then its key heads, then its value heads.
 
     Key/value heads are repeated if there are fewer key/value heads than ranks.
     """

@@ -1,7 +1,7 @@
 """Dense Qwen3 models.
 
-The chat template opens a thinking block, as its `enable_thinking` option says. It removes the thinking of earlier turns
-when a dialogue is rendered again.
+The chat template opens a thinking block, as its `enable_thinking` option says. The template removes the thinking of
+earlier turns when a dialogue is rendered again.
 """
 
 from megatron_rl.models.family import Family

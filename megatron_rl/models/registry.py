@@ -1,4 +1,5 @@
-"""Finds the model families by listing the files of this folder, and reads a config.json with the family it names.
+"""Finds the model families by listing the files of this folder, and reads a config.json with the family that the file
+names.
 
 Families from a user's package are registered by name (`add`).
 """

@@ -11,8 +11,8 @@ from megatron_rl.config.schema import Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
-# Kinds of rotary embedding whose frequencies do not depend on the sequence length. The trainer and the embedded engine
-# compute the frequencies once. The frequencies of longrope depend on the sequence length.
+# Kinds of rotary embedding whose frequencies do not depend on the sequence length, unlike those of longrope.
+# The trainer and the embedded engine compute the frequencies once.
 ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
 
 

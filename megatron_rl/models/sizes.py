@@ -61,7 +61,7 @@ class Sizes:
 
     @property
     def attention_weights(self) -> int:
-        """Returns the number of attention weights of one layer, without norms and biases."""
+        """Returns the number of elements of the weight matrices of one layer's attention, without norms and biases."""
         if not self.kv_rank:
             return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         queries = (self.q_rank or self.hidden) * self.heads * self.head_dim + self.hidden * self.q_rank
@@ -84,8 +84,8 @@ class Sizes:
         return tp if self.kv_rank else max(1, tp // self.kv_heads)
 
     def with_head(self, head: Head | None) -> Self:
-        """Returns the sizes of the same transformer with a head in place of the output layer. Without a head, returns
-        these sizes."""
+        """Returns the sizes of the same transformer with a head in place of the output layer. If `head` is None,
+        returns these sizes unchanged."""
         return self if head is None else replace(self, head=head, tied=False)
 
     def is_sparse(self, layer: int) -> bool:
@@ -156,7 +156,8 @@ class AttentionKind:
 class Features:
     """The features of a model's arithmetic that differ between families, or between the models of a family.
 
-    Megatron-core settings, planning, the embedded engine and config checks use them. The defaults are Llama's.
+    Megatron-core settings, planning, the embedded engine and config checks depend on these features. The defaults are
+    the values of Llama.
     """
 
     norm_eps: float = 1e-6
@@ -176,7 +177,7 @@ class Features:
     latent_eps: float = 1e-6  # epsilon of the norms of the latents in latent attention
     embedding_scale: float = 1.0  # factor of token embeddings, rounded to the model's dtype
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
-    pattern: tuple[int, ...] = ()  # for each layer, the index in `kinds` of its attention; empty: 0 for all layers
+    pattern: tuple[int, ...] = ()  # for each layer, the index in `kinds` of the layer's attention; empty: all 0
     routing: Routing | None = None  # None if the model has no experts
 
     def kind_of(self, layer: int) -> int:

@@ -1,6 +1,7 @@
 """Triton kernels of the root-mean-square norm: a forward kernel, and a backward kernel with partial weight gradients.
 
-torch has fused kernels for an ordinary weight. These kernels can also multiply by 1 + weight without float32 copies.
+torch has fused kernels for norms that multiply by the weight. The kernels of this module can also multiply by 1 +
+weight, without float32 copies.
 """
 
 # pyright rules are off: calls of Triton kernels have more arguments (such as num_warps) than the type hints allow.

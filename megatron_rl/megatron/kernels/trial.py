@@ -27,8 +27,8 @@ FAILURES = (
     *(AssertionError, ImportError, TypeError, ValueError),  # errors of an incompatible Triton version
 )
 Kernel = Callable[..., tuple[Tensor, ...]]
-# Test case: (name, kernel, function with equivalent torch operations, inputs). Both functions return the same number of
-# tensors.
+# Test case: (name, kernel, function with equivalent torch operations, inputs).
+# Both functions return the same number of tensors.
 Case = tuple[str, Kernel, Kernel, Sequence[Tensor]]
 
 

@@ -77,7 +77,7 @@ def attend(
         runs.most_queries,
         runs.most_keys,
         scale=scale,
-        # number of keys before and after the query's position; -1: all
+        # how many keys before and after its own position a query attends to; -1: all keys
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
