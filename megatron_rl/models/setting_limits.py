@@ -11,8 +11,9 @@ from megatron_rl.config.schema import Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
-# Kinds of rotary embedding whose frequencies do not depend on the sequence length, unlike those of longrope.
+# Kinds of rotary embedding whose frequencies are the same for all sequences up to max_position_embeddings.
 # The trainer and the embedded engine compute the frequencies once.
+# longrope is left out, because its frequencies depend on the sequence length.
 ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
