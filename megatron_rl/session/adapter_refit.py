@@ -9,14 +9,14 @@ from pathlib import Path
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.world import World
 
-KEPT = 2  # adapter versions kept on disk: the newest, and the previous version, which running requests may still use
+KEPT = 2  # adapter versions kept on disk: the newest, and the previous one, which running requests may still use
 
 
 class AdapterFiles:
-    """The trainer's side of weight syncs by adapter files in peft format, `directory`/v{version}. Every rank has an
-    instance. The servers must be able to read `directory`."""
+    """The trainer's side of weight syncs that send LoRA adapters as files in peft format, `directory`/v{version}. Every
+    rank has an instance. The servers must be able to read `directory`."""
 
-    address = ("", 0, "")  # placeholder for the address of a weight store, because adapters are sent without a store
+    address = ("", 0, "")  # placeholder for the address of a refit store, because adapter files need no store
 
     def __init__(self, world: World, policy: MegatronPolicy, directory: Path) -> None:
         self._world, self._policy, self._directory = world, policy, directory
@@ -26,8 +26,9 @@ class AdapterFiles:
         self._policy.export.write_adapter(self._directory / f"v{version}")
 
     def __call__(self, version: int, replicas: Sequence[int]) -> dict[str, float]:
-        """Deletes the adapters that are at least KEPT versions older than `version`, and returns the adapter's size as
-        metrics, or {} on ranks other than 0. The servers load the files by themselves."""
+        """Deletes adapters that are at least KEPT versions older than `version`. The servers load the files themselves.
+
+        Returns metrics with the size of the adapter of `version` on rank 0, and {} on other ranks."""
         if self._world.rank != 0:
             return {}
         for place in self._directory.glob("v*"):

@@ -1,4 +1,4 @@
-"""Builds the parts of a training run from its specification: prompt readers, policies, rollout context, trainees."""
+"""Builds the parts of a training run from the specification: prompt readers, policies, rollout context, trainees."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ from megatron_rl.vocabulary import vocabulary_of
 def prompts(
     spec: RunSpec, tokenizers: Mapping[str, Any]
 ) -> tuple[dict[str, PromptReader | MixedReader], dict[str, list[Prompt]], dict[str, dict[str, Any]]]:
-    """Returns (prompt reader of each role, prompts of each set of the evaluations by its name, information about each
-    data set).
+    """Returns three mappings: {role: prompt reader}, {name of an evaluation set: prompts}, and {"rows of SETTING":
+    {path, row count and sha256 of the data set}}, with keys such as "rows of data".
 
-    Roles without separate data share a reader. The information is a dictionary with the path, row count and sha256 of
-    the data set, under the key "rows of SETTING", such as "rows of data". Raises ConfigError if a set contains no data
-    or has a form that the recipe or the tokenizer cannot use, and DataError if too many rows are bad, too many prompts
-    are too long, or a prompt cannot be encoded.
+    Roles without separate data share a reader. Raises ConfigError if a set contains no data or has a form that the
+    recipe or the tokenizer cannot use, and DataError if too many rows are bad, too many prompts are too long, or a
+    prompt cannot be encoded.
     """
     recipe, data = spec.recipe, spec.data
     role = next(iter(recipe.roles()))
@@ -62,7 +61,8 @@ def prompts(
 
 
 def grade_with(spec: RunSpec, pools: GradePools) -> Grade:
-    """Returns the grader of a run, which grades the problems of a source with the source's own reward, if any."""
+    """Returns the grader of a run. It grades the problems of a source with the source's reward if the source has one,
+    and all other problems with the run's reward."""
     graders = {name: pools.of(own.reward).grade for name, own in spec.data.sources.items() if own.reward}
     return by_source(graders, pools.of(spec.reward).grade)
 
@@ -70,7 +70,10 @@ def grade_with(spec: RunSpec, pools: GradePools) -> Grade:
 def preflight_plan(
     spec: RunSpec, reader: PromptReader | MixedReader, held_out: Mapping[str, Sequence[Prompt]]
 ) -> PreflightPlan | None:  # fmt: skip
-    """Returns the checks before the first update, or None if they are disabled. `reader`: the first role's prompts."""
+    """Returns the plan of the preflight (the checks before the first update), or None if the preflight is disabled.
+
+    `reader`: the prompt reader of the first role. `held_out`: {name of an evaluation set: prompts}.
+    """
     settings = spec.loop.preflight
     if not settings.enabled:
         return None
@@ -85,10 +88,10 @@ def preflight_plan(
 
 
 def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
-    """Returns the model of each role that has a separate policy. Collective.
+    """Loads the model of each role that has a separate policy, and returns {role: policy}. Collective.
 
-    Models of roles with the setting `sleep` are returned offloaded from the GPU. Roles with LoRA adapters on the same
-    model and parallel layout share one base model.
+    Policies of roles with the setting `sleep` are offloaded from the GPU. Roles with LoRA adapters on the same model
+    and parallel layout share one base model.
     """
     trained, owner = spec.trained_policies, owners(spec.roles)
     out: dict[str, MegatronPolicy] = {}
@@ -115,10 +118,10 @@ def uncredited(spec: RunSpec) -> frozenset[str]:
 def context(
     spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, watch: Stopwatch
 ) -> RolloutContext:  # fmt: skip
-    """Returns the engines, tokenizers and grader with which the recipe collects rollouts. Roles that share a policy
-    share an engine.
+    """Returns the engines, tokenizers, sampling parameters and grader with which the recipe collects rollouts. Roles
+    that share a policy share an engine.
 
-    `engines` may lack engines on ranks other than the driver (rank 0), which generates the rollouts.
+    `engines` may be incomplete on ranks other than the driver (rank 0), because the driver generates the rollouts.
     """
     return RolloutContext(
         engines={
@@ -144,8 +147,8 @@ def context(
 
 
 def tandem_of(role: RoleConfig) -> TandemSampling | None:
-    """Returns the sampling parameters with which a trained and a frozen model generate a response in turns (Tandem RL),
-    or None if the role has no `tandem`."""
+    """Returns the sampling parameters for Tandem RL, in which a trained and a frozen model generate each response in
+    turns. Returns None if the role has no `tandem`."""
     if role.tandem is None:
         return None
     rule = {
@@ -157,8 +160,8 @@ def tandem_of(role: RoleConfig) -> TandemSampling | None:
 
 
 def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
-    """Returns everything that is needed to train a role: its policy, loss, batch settings, and `refit`, which sends new
-    weights to the engine."""
+    """Returns everything that is needed to train a role: the policy, the loss, the batch settings, and `refit`, which
+    sends new weights to the role's engine (None for a role without an engine)."""
     return Trainee(
         policy=policy,
         loss=loss_of(role),

@@ -22,12 +22,12 @@ MARGIN_S = 60.0  # added to engine.start_timeout_s: seconds to end a server that
 class ColocatedServers:
     """The servers of a run that share the trainer's GPUs. Implements training.device_memory.ColocatedEngines.
 
-    Every rank has an instance. `pools`, the server pools by role, is non-empty on the driver (rank 0) only.
-    `supervisors` are the supervisor processes that this rank started, which restart dead servers.
+    Every rank has an instance. `pools` is {role: server pool} on the driver (rank 0), and empty on other ranks.
+    `supervisors` are the processes that this rank started to supervise servers; they restart dead servers.
 
-    A sleeping server has released its GPU memory. The steps to put all servers to sleep: the supervisors stop starting
-    servers and wait for starts in progress; the pools send the sleep requests; the supervisors end the servers that are
-    not asleep, and start them again after the trainer has released the GPUs.
+    A sleeping server has released its GPU memory. All servers are put to sleep in three steps. First, the supervisors
+    stop starting servers and wait for starts in progress. Second, the pools send sleep requests. Third, the supervisors
+    end the servers that are not asleep; they start these servers again after the trainer has released the GPUs.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ColocatedServers:
             pool.sleep_all = self._sleep_all
 
     def sleep(self, refitted: Collection[str]) -> None:
-        """Makes all servers release their GPU memory. See ColocatedEngines.sleep. Collective."""
+        """Makes all servers release their GPU memory. `refitted`: see ColocatedEngines.sleep. Collective."""
         self._world.from_driver(self._sleep, frozenset(refitted))
 
     def wake(self) -> None:
@@ -74,8 +74,8 @@ class ColocatedServers:
             pool.wake()
 
     def _sleep_all(self) -> None:
-        """Puts all servers to sleep and wakes them, so that servers that were restarted during an iteration receive the
-        current weights.
+        """Puts all servers to sleep and wakes them again. Servers that were restarted during an iteration thereby
+        receive the current weights.
 
         Aborts the requests that the servers are processing."""
         self._sleep(frozenset())
@@ -85,8 +85,8 @@ class ColocatedServers:
         return self._world.call_all(f"colocated/{verb}", [[*argument]] * self._world.size)
 
     def _settle(self, _: Sequence[str]) -> list[str]:
-        """Stops this rank's supervisors from starting servers. Returns a text `ROLE ID` for each running server, where
-        ID is the id of this start of the server."""
+        """Stops this rank's supervisors from starting servers. Returns a text `ROLE ID` for each running server. ID
+        identifies the start of the server; a restarted server has a new ID."""
         for supervisor in self._supervisors:
             supervisor.line.say(SETTLE)
         found = []
@@ -96,8 +96,8 @@ class ColocatedServers:
         return found
 
     def _hold(self, asleep: Sequence[str]) -> list[str]:
-        """Has this rank's supervisors end the servers that are not asleep. `asleep`: ids of the starts of the sleeping
-        servers."""
+        """Makes this rank's supervisors end the servers that are not asleep. `asleep`: the IDs of the sleeping servers,
+        as returned by `_settle`."""
         for supervisor in self._supervisors:
             supervisor.line.say(HOLD, *asleep)
         for supervisor in self._supervisors:
@@ -116,9 +116,9 @@ class ColocatedServers:
         return []
 
     def _answer(self, supervisor: Supervisor) -> list[str]:
-        """Returns a supervisor's next answer.
+        """Returns the words of a supervisor's next answer, or an empty list if the supervisor has exited.
 
-        Raises EngineError if the supervisor does not answer in time, because its server may still use the GPU's
+        Raises EngineError if the supervisor does not answer in time: the supervisor's server may then still use GPU
         memory."""
         try:
             return supervisor.line.answer(self._timeout_s)
@@ -133,10 +133,10 @@ class ColocatedServers:
 def start_servers(
     engines: EngineSpec, settings: Servers, rank: int, make: Callable[[str, int, Sequence[int]], Supervisor]
 ) -> list[Supervisor]:
-    """Starts the servers of this rank's GPU and returns their supervisors.
+    """Starts the servers whose first GPU is this rank's GPU, and returns their supervisors.
 
-    Servers of different roles start one after the other, because vLLM, while it starts, attributes memory that other
-    processes allocate on the GPU to itself. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
+    Servers of different roles start one after the other: while vLLM starts, it counts memory that other processes
+    allocate on the GPU as its own. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
     ConfigError for a server whose GPUs are not all on this host.
     """
     started = []
@@ -146,7 +146,7 @@ def start_servers(
         coming = [make(name, replica, _gpus(settings)) for replica in own]
         for supervisor in coming:
             supervisor.line.say(SETTLE)
-            # after a timeout, the later code that waits for the server reports the error
+            # A timeout is ignored here: the later code that waits for the server reports the error.
             with contextlib.suppress(TimeoutError):
                 supervisor.line.answer(settings.start_timeout_s + MARGIN_S)
             supervisor.line.say(RELEASE)
@@ -155,7 +155,8 @@ def start_servers(
 
 
 def _gpus(settings: Servers) -> Sequence[int]:
-    """Returns the `tp` GPU indices of a server, starting at this rank's GPU, among the GPUs visible to this process."""
+    """Returns the indices of a server's `tp` GPUs among the GPUs visible to this process: this rank's GPU and the next
+    tp - 1 GPUs. Returns () without GPUs."""
     if not torch.cuda.is_available():
         return ()
     first, seen = torch.cuda.current_device(), torch.cuda.device_count()

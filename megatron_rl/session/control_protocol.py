@@ -1,12 +1,13 @@
-"""The message protocol between a run and the supervisors of the servers that share its GPUs, over one socket each.
+"""The message protocol between a run and the supervisor processes of the servers that share the run's GPUs.
 
-The run sends orders, and the supervisor answers:
+The run has one socket to each supervisor. A supervisor manages one server. Each start of the server has an id, called
+incarnation. The run sends orders, and the supervisor answers:
 
-- `settle`: start no server from now on. Once no start is in progress, the answer is `serves INCARNATION`, or `serves`
-  if no server is running.
-- `hold A B ...`: end the server unless its incarnation id is one of A, B, ..., which are asleep. The answer is `held`,
-  once the server has ended or if it is asleep.
-- `release`: servers may be started again. There is no answer.
+- `settle`: do not start the server from now on. Once no start is in progress, the supervisor answers
+  `serves INCARNATION`, or `serves` if the server is not running.
+- `hold A B ...`: end the server unless its incarnation is one of A, B, ..., the incarnations that are asleep. The
+  supervisor answers `held` once the server is asleep or has ended.
+- `release`: the server may be started again. The supervisor does not answer.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 SETTLE, HOLD, RELEASE, SERVES, HELD = "settle", "hold", "release", "serves", "held"
-# states of a server that is starting, and of no server; a running server's state is its id
+# States of a server: STARTING, or NONE if there is no server. The state of a running server is the server's id.
 STARTING, NONE = "starting", ""
 
 
 class ControlChannel:
-    """A supervisor's side of the protocol by which the run controls servers that share its GPUs.
+    """A supervisor's side of the protocol by which a run controls the servers that share the run's GPUs.
 
     One thread reads the run's orders. Another thread runs the server and asks this object whether the server may start
-    or must end. The event `stop` is set when the input from the run ends.
+    or must end. The event `stop` is set when the run closes the socket or exits.
     """
 
     def __init__(self, stop: threading.Event) -> None:
@@ -42,7 +43,7 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
-        """Context manager in which the server runs. Entering it waits until a server may start or `stop` is set."""
+        """Context manager for one run of the server. Waits on entry until the server may start or `stop` is set."""
         with self._change:
             while self._held and not self.stop.is_set():
                 self._change.wait(1.0)
@@ -78,8 +79,8 @@ class ControlChannel:
                 self._change.notify_all()
 
     def _obey(self, words: list[str], run: Connection) -> None:
-        """Executes an order of the run. A separate thread sends the answer, so that this thread can detect the end of
-        the input."""
+        """Executes an order of the run. Another thread waits and sends the answer, so that this thread can read further
+        orders and detect the end of the input."""
         verb, asleep = (words or [""])[0], frozenset(words[1:])
         with self._change:
             self._number += 1
@@ -94,7 +95,8 @@ class ControlChannel:
                 threading.Thread(target=self._answer, args=(run, number, done), daemon=True).start()
 
     def _answer(self, run: Connection, number: int, done: Callable[[], bool]) -> None:
-        """Waits until the order `number` is done, and then sends the answer, unless a newer order has arrived."""
+        """Waits until the order with the sequence number `number` is done, and then sends the answer. If a newer order
+        arrives before, sends no answer."""
         with self._change:
             self._change.wait_for(lambda: done() or self._number != number or self.stop.is_set())
             if self._number != number or self.stop.is_set():

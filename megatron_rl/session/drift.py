@@ -1,5 +1,5 @@
-"""`megatron-rl drift`: a run at learning rate 0, in which the gap between the log-probs of engine and trainer must not
-grow."""
+"""`megatron-rl drift`: a run at learning rate 0, in which the gap between the engine's and the trainer's log-probs must
+not grow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_rl.world import World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
-# The mean log-prob gap is said to grow if its least-squares line rises by more than this many standard errors.
+# The mean log-prob gap counts as growing if its least-squares line rises by more than this many standard errors.
 SIGMAS = 3.0
 ROUNDING = 1e-6  # in nats; a rise of the mean log-prob gap below this value is float32 rounding error
 
@@ -107,9 +107,9 @@ def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, vers
     """
     gap = np.abs(engine - trainer).astype(np.float64)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    # [N] index of the quarter of each token
+    # [N] index of the quarter of the response in which each token is
     place = (np.arange(len(gap)) - np.repeat(starts[:-1], counts)) * QUARTERS // np.repeat(counts, counts)
-    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # sum of the log-prob gaps of each non-empty response
+    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # sum of the tokens' gaps in each non-empty response
     mean = float(gap.mean())
     return Gap(
         version=version,
@@ -123,13 +123,14 @@ def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, vers
 
 
 def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
-    """Returns the verdict on a role: whether its log-prob gap grows, and whether it is above `limit`.
+    """Returns the verdict on a role: whether the log-prob gap between engine and trainer grows, and whether it is above
+    `limit`.
 
-    `gaps`: the role's statistics, one for each weight sync, in order, at least two. `limit`: largest allowed mean gap
-    in nats."""
+    `gaps`: statistics after each weight sync of the role, in order; at least two. `limit`: largest allowed mean gap in
+    nats."""
     middle = (len(gaps) - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(len(gaps)))
-    # weight of each mean gap in the rise of the least-squares line
+    # The rise of the least-squares line is a weighted sum of the mean gaps; `shares` are the weights.
     shares = [(i - middle) * (len(gaps) - 1) / spread for i in range(len(gaps))]
     growth = sum(share * gap.mean for share, gap in zip(shares, gaps, strict=True))
     error = math.sqrt(sum((share * gap.error) ** 2 for share, gap in zip(shares, gaps, strict=True)))
@@ -152,20 +153,18 @@ class Probes:
         self, world: World, context: RolloutContext, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
     ) -> None:
         self._world, self._context, self._memory, self._trained, self._texts = world, context, memory, trained, texts
-        # policy -> rollouts sampled by the last call of `round`, for the next update
+        # {policy: rollouts sampled by the last call of `round`}; the next update is trained on these rollouts
         self._drawn: dict[str, list[Rollout]] = {}
         self.gaps: dict[str, list[Gap]] = {name: [] for name in memory.trainees}
 
     def round(self, name: str, version: int) -> None:
-        """Updates a policy on the rollouts of the previous call, sends its weights to its engine, samples new rollouts,
-        and measures the log-prob gap.
-
-        Collective. With `version` 0, no update is done.
+        """Updates a policy on the rollouts of the previous call, sends the policy's weights to its engine, samples new
+        rollouts, and measures the log-prob gap. With `version` 0, no update is done. Collective.
         """
         trainee = self._memory.trainees[name]
         if version and name in self._trained:
             with self._memory.train(name, [name]):
-                # alternating advantages 1 and -1: their gradients would change the weights at a nonzero learning rate
+                # Advantages alternate between 1 and -1, so that the update computes gradients that are not 0.
                 drawn = [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(self._drawn.get(name, []))]
                 update(self._world, trainee, drawn if self._world.rank == 0 else None)
         assert trainee.refit is not None
@@ -238,7 +237,8 @@ def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
 
 
 def _conclude(driver: Driver, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]]) -> int:
-    """Says the verdict on each role, and writes drift.json. Returns the exit status. Used on the driver (rank 0)."""
+    """Prints the verdict on each role, and writes drift.json. Returns the exit status: 0 if all roles pass, otherwise
+    1. Called on the driver (rank 0)."""
     limit, target = spec.loop.preflight.gap_limit, driver.directory.path / FILE_NAME
     verdicts = {name: judge(own, limit) for name, own in gaps.items()}
     for name, verdict in verdicts.items():

@@ -35,7 +35,7 @@ from megatron_rl.world import World
 
 @dataclass(frozen=True)
 class OpenModels:
-    """The opened models of an evaluation. A model with several roles is opened once. Used on the driver (rank 0)
+    """The opened models of an evaluation. A model that has several roles is opened once. Used on the driver (rank 0)
     only."""
 
     engines: Mapping[Model, Engine]
@@ -47,11 +47,11 @@ def open_models(
     engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> OpenModels:  # fmt: skip
-    """Opens the engines of the specification `engines`. Also loads the models `read`, whose token distributions are
-    compared, on the driver (rank 0).
+    """Opens the engines of the specification `engines`, and loads the models `read` on the driver (rank 0) to compare
+    their token distributions.
 
-    Embedded engines are loaded in this process. Servers are started and end when `stack` closes. `environment`: the
-    environment of the servers. Collective.
+    Embedded engines are loaded in this process. Servers are started, and end when `stack` closes. `environment`:
+    environment variables of the servers. Collective.
     """
     models = {name: role.model for name, role in engines.opened.items()}
     tokenizers = {model: tokenizer_of(model) for model in dict.fromkeys([*models.values(), *read])}
@@ -74,12 +74,12 @@ def open_fixed_engines(
     engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str], *, local_rank: int = 0,
 ) -> dict[str, Engine]:  # fmt: skip
-    """Returns the engine of each role, with the weights of the role's model directory.
+    """Returns {role: engine} with the weights of the roles' model directories. Collective.
 
     The engines are used on the driver (rank 0). If the engines are servers, other ranks get an empty dict. Servers that
     this function starts end when `stack` closes. If servers are on several hosts (`engines.hosts`), the rank with
-    `local_rank` 0 of each host starts an equal share of them. `environment`: the environment of the servers.
-    Collective. Raises ConfigError for settings that cannot be used, and StartError for a server that does not start.
+    `local_rank` 0 of each host starts an equal share of the servers. `environment`: environment variables of the
+    servers. Raises ConfigError for invalid settings, and StartError for a server that does not start.
     """
     settings, out = engines.settings, dict[str, Engine]()
     if isinstance(settings, Embedded):
@@ -88,7 +88,7 @@ def open_fixed_engines(
             own.load_pretrained()
             out[name] = DataParallelEngine(world, name, own)
         return out
-    alone = settings.host == LOCAL and engines.hosts > 1  # an address that the driver on another host cannot reach
+    alone = settings.host == LOCAL and engines.hosts > 1  # the driver on another host cannot reach LOCAL
     host = address_among_ranks(environment) if alone else own_address(settings.host)
     starter = _Starter(engines, replace(settings, host=host), stack, environment)
     urls = settings.urls if engines.hosts == 1 or settings.urls else starter.on_hosts(world, local_rank)
@@ -111,7 +111,7 @@ def open_fixed_engines(
 
 
 def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, **more: Any) -> EmbeddedEngine:
-    """Returns the embedded engine of a model (an engine in this process), before its weights are loaded. `more`:
+    """Returns an embedded engine (an engine in this process) for a model, whose weights are not loaded yet. `more`:
     further arguments of EmbeddedEngine."""
     graphs = not isinstance(settings, Embedded) or settings.cuda_graphs
     return EmbeddedEngine(
@@ -121,7 +121,8 @@ def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, 
 
 
 def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
-    """Returns what a client must know about the model of a server: end tokens, vocabulary size and boundary tokens."""
+    """Returns facts about a server's model that the server's client needs: end tokens, vocabulary size, and the tokens
+    at which Tandem RL may change the author."""
     directory = hf_model.local_directory(role.model.path)
     architecture, own = hf_model.read_architecture(directory), tokenizer.eos_token_id
     ends = hf_model.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
@@ -131,7 +132,8 @@ def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
 
 @dataclass(frozen=True)
 class _Starter:
-    """Starts servers on this host, which end when `stack` closes. `environment`: the environment of the servers."""
+    """Starts servers on this host. The servers end when `stack` closes. `environment`: the servers' environment
+    variables."""
 
     engines: EngineSpec
     settings: Servers
@@ -139,7 +141,7 @@ class _Starter:
     environment: Mapping[str, str]
 
     def start(self, role: str, replicas: Iterable[int], facts: ModelFacts) -> list[Server]:
-        """Starts servers of a role, waits until they are ready, and returns their clients."""
+        """Starts the servers `replicas` of a role one after the other. Returns their clients when all are ready."""
         servers = []
         for replica in replicas:
             own = visible_gpus(gpus_of(self.engines, self.settings, role, replica), self.environment)
@@ -152,9 +154,9 @@ class _Starter:
         return servers
 
     def on_hosts(self, world: World, local_rank: int) -> dict[str, list[str]]:
-        """Starts an equal share of the servers on each host. Returns the addresses of all servers by role. Collective.
+        """Starts an equal share of the servers on each host. Returns {role: addresses of all its servers}. Collective.
 
-        Raises ConfigError on the driver if the ranks are not on `engines.hosts` hosts."""
+        Raises ConfigError on the driver (rank 0) if the ranks are not on exactly `engines.hosts` hosts."""
         share, roles = self.settings.replicas // self.engines.hosts, self.engines.server_roles
 
         def start(host: int) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The evaluations of a training run: their sets with graders, their result files, and the best models."""
+"""The evaluations of a training run: the problem sets and their graders, the result files, and the best models."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from megatron_rl.types import Prompt
 def held_out_sets(
     spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], stack: contextlib.ExitStack
 ) -> list[HeldOutSet]:  # fmt: skip
-    """Returns the sets of a run's evaluations. `prompts`: the prompts of each set by name; sets without prompts are
+    """Returns the problem sets of a run's evaluations. `prompts`: {name of a set: prompts}; a set without an entry is
     left out.
 
-    Sets whose reward settings differ from the run's are graded in separate pools of worker processes, one pool for all
-    sets with equal reward settings. The first evaluation starts the workers, and closing `stack` ends them.
+    Sets with the run's reward settings are graded by the run's grader. Other sets are graded in pools of worker
+    processes, one pool for all sets with equal reward settings. The first evaluation starts the workers, and closing
+    `stack` ends them.
     """
     pools, out = GradePools(stack), []
     for own in spec.data.held_out:
@@ -53,8 +54,9 @@ def held_out_sets(
 def write_results(
     directory: RunDirectory, sets: Sequence[EvaluatedSet], number: int, answers: Answers, *, seed: int
 ) -> None:  # fmt: skip
-    """Writes RUN/evaluations/iteration_000012.json and .jsonl, in the form of `megatron-rl eval`: the metrics with
-    their intervals, and all answers. Used on the driver. `number`: number of finished iterations."""
+    """Writes the results of an evaluation: the metrics with confidence intervals to a file such as
+    RUN/evaluations/iteration_000012.json, and all answers to the file with the suffix .jsonl. Both have the format of
+    `megatron-rl eval`. `number`: number of finished iterations. Called on the driver (rank 0)."""
     place = directory.evaluations / f"iteration_{number:06d}.json"
     samples, found = Samples(None, ""), list[SetMetrics]()
     for own in sets:
@@ -70,8 +72,8 @@ def write_results(
 
 
 def show_answers(tracker: Tracker, number: int, answers: Answers) -> None:
-    """Sends up to `tracker.num_samples` answers of each set to the metric sinks: correct and wrong answers in equal
-    numbers where there are enough of both. `number`: number of finished iterations.
+    """Sends up to `tracker.num_samples` answers to each set to the metric sinks (such as W&B): as many correct as wrong
+    answers if there are enough of both. `number`: number of finished iterations.
     """
     for name, by_role in answers.items():
         rows = [row for groups in by_role.values() for group in groups for row in group]
@@ -82,11 +84,12 @@ def show_answers(tracker: Tracker, number: int, answers: Answers) -> None:
 def keep_best(
     directory: RunDirectory, number: int, best: Sequence[tuple[int, float]], export: Callable[[Path], None]
 ) -> None:  # fmt: skip
-    """Exports the current models to RUN/best/iteration_000012 if their evaluation is among the best. Collective.
+    """Exports the current models to a directory such as RUN/best/iteration_000012 if their evaluation is among the
+    best. Collective.
 
-    `number`: number of finished iterations. `best`: (number of finished iterations, value of the metric) of the best
-    evaluations. `export`: collective function that writes the models below a directory. The weights before the first
-    iteration are not exported, because they are the weights of the model that the run was given.
+    `number`: number of finished iterations. `best`: (number of finished iterations, value of the metric) for each of
+    the best evaluations. `export`: collective function that writes the models into a directory. The models before the
+    first iteration are not exported, because their weights are those of the run's initial model.
     """
     if number and any(one[0] == number for one in best):
         export(directory.best / f"iteration_{number:06d}")
@@ -96,19 +99,23 @@ def remove_surpassed(
     directory: RunDirectory, checkpoints: Checkpoints, best: Sequence[tuple[int, float]]
 ) -> None:  # fmt: skip
     """Removes checkpoints that are no longer protected, and exported models that are no longer among the best.
-    `best`: (number of finished iterations, value of the metric) of the best evaluations. Used on the driver.
+
+    `best`: (number of finished iterations, value of the metric) for each of the best evaluations. Called on the driver
+    (rank 0).
     """
     checkpoints.prune()
     kept = {f"iteration_{number:06d}" for number, _ in best}
     for folder in directory.best.glob("iteration_*"):
         if folder.name not in kept:
-            shutil.rmtree(folder, ignore_errors=True)  # another process may read it; the next removal tries again
+            shutil.rmtree(folder, ignore_errors=True)  # fails if another process reads it; the next call tries again
 
 
 def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """Returns the entry `best` of the run's summary: for each of the best evaluations, the best first, the number of
-    finished iterations, the metric and its value, and the directories of the checkpoint and of the exported models.
-    Directories are null for the evaluation before the first iteration, whose model is the model that the run was given.
+    """Returns the entry `best` of the run's summary: a list of the best evaluations, the best first.
+
+    Each item has the number of finished iterations, the metric's name and value, and the directories of the checkpoint
+    and of the exported models. Both directories are null for the evaluation before the first iteration, because the
+    run's initial model is not saved again.
     """
     return [
         {

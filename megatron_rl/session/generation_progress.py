@@ -1,8 +1,8 @@
-"""The progress files of `megatron-rl generate`: partial responses, and a mark that the output is complete.
+"""The progress files of `megatron-rl generate`: the responses so far, and a file that marks the output as complete.
 
-Both files contain digests of the inputs that determine the responses. Settings of where and how the responses are
-computed (engine memory, GPUs, number of ranks) are not part of the digests, so a run with other such settings resumes
-from the existing files.
+Both contain digests of the inputs that determine the responses. Settings that only determine where and how responses
+are computed (engine memory, GPUs, number of ranks) are not part of the digests. A run in which only these settings have
+changed resumes from the existing files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.run.checkpoint import read_json, write_json
 
 PARTS = "parts"  # directory of the responses generated so far; removed when the output files are complete
 MARK = "finished.json"  # file in the output directory that marks the output as complete
-_ELSEWHERE = ("output", "engine", "launch", "job")  # names of settings that do not affect the responses
+_ELSEWHERE = ("output", "engine", "launch", "job")  # sections that are left out, because they change no response
 # Settings that affect a response only through its prompt, or that affect only the processing after generation.
 _BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
 _AFTERWARDS = ("validation_share", "keep_truncated", "reward")
@@ -31,7 +31,7 @@ def parts_digest(
     """Returns a digest of everything that determines the responses to `prompts`.
 
     `settings`: the resolved config of `generate` as plain values. `inputs`: digests of all files that are read
-    (run.input_digests); only those of the model files are used. `chunk`: number of prompts that are sampled with one
+    (run.input_digests); only the digests of model files are used. `chunk`: number of prompts that are sampled with one
     seed.
     """
     told = _deciding(settings, without=(*_ELSEWHERE, *_BY_PROMPT, *_AFTERWARDS))
@@ -65,7 +65,7 @@ def finished(settings: Mapping[str, Any], problems: str | None = None) -> bool:
         found = read_json(output / MARK)
         same = found["settings"] == _settings_digest(settings) and problems in (None, found["problems"])
         return same and all((output / name).is_file() for name in found["files"])
-    # the file that marks the output as complete is missing or damaged
+    # MARK, the file that marks the output as complete, is missing or damaged.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -75,8 +75,8 @@ def _settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _deciding(settings: Mapping[str, Any], *, without: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings without the keys in `without`, plus the engine settings that affect response length or the
-    model."""
+    """Returns the settings that determine the responses: all sections except those in `without`, plus the engine's
+    `max_model_len` and `args`."""
     told = {name: value for name, value in settings.items() if name not in without}
     return told | {"engine": [settings["engine"].get("max_model_len"), settings["engine"].get("args", [])]}
 

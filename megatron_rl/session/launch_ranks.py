@@ -1,4 +1,5 @@
-"""Starts the ranks of a run as child processes, or finds this rank's place in the environment of torchrun or srun."""
+"""Starts the ranks of a run as child processes, or reads this process's rank from the environment that torchrun or srun
+set."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from megatron_rl.cluster.slurm_job import SlurmJob, job_from
 from megatron_rl.run.parent_death import end_with_parent
 
 LOCAL = "127.0.0.1"
-GRACE_S = 30.0  # after a rank has failed: seconds between asking the other ranks to exit and killing them
+GRACE_S = 30.0  # after a rank has failed: seconds between SIGTERM and SIGKILL to the other ranks
 LOOK_S = 1.0  # maximum number of seconds until the launcher notices that a rank has ended
 FIRST_RANK_S = 2.0  # seconds to wait for rank 0 to exit after another rank has failed
 
@@ -38,7 +39,7 @@ class Place:
     world_size: int
     local_rank: int
     address: str  # address of the host of rank 0; if `port` is None, address of this host
-    # Port number that only identifies this start of the ranks.
+    # Port number that only serves to identify this start of the ranks; None: the Slurm step identifies the start.
     # Rank 0 listens on another port that is free, and writes its number to a file that all ranks can read.
     port: int | None
     job: SlurmJob | None = None
@@ -54,12 +55,12 @@ class Place:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Returns the rank of this process and the address of rank 0, as set by torchrun or srun; None if neither started
-    it.
+    """Returns the rank of this process and the address of rank 0, as set by torchrun or srun. Returns None if neither
+    torchrun nor srun started this process.
 
-    Ranks find rank 0 through a file in the run directory. Rank 0 listens at MASTER_ADDR if it is set, and otherwise, as
-    with srun, at the address of its host. MASTER_PORT is part of the file's name. Raises ValueError if torchrun's
-    environment lacks MASTER_ADDR or MASTER_PORT, or if only one of the two is set.
+    Ranks find rank 0 through a file in the run directory. MASTER_PORT is part of the file's name. Rank 0 listens at
+    MASTER_ADDR if it is set, and otherwise at the address of rank 0's host. Raises ValueError if torchrun's environment
+    lacks MASTER_ADDR or MASTER_PORT, or if only one of the two is set.
     """
     job = job_from(environment)
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -82,13 +83,13 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str]) -> int:
     """Returns the number of ranks that are known to run on this host, read from the variables of torchrun or srun.
 
-    `place`: the rank of this process. None if no launcher started it; the command then starts `nproc` ranks on this
-    host.
+    `place`: the rank of this process, or None if no launcher started this process. In this case the command itself
+    starts `nproc` ranks on this host, and the result is `nproc`.
     """
     if place is None:
         return nproc
     said = environment.get("LOCAL_WORLD_SIZE", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    # in a value of Slurm such as 8(x4),2 the first number is the rank count on the node of rank 0
+    # In SLURM_STEP_TASKS_PER_NODE, such as 8(x4),2, the first number is the rank count on the node of rank 0.
     found = re.match(r"\d+", said)
     own = int(found[0]) if found is not None and place.rank == place.local_rank else 0
     return min(place.world_size, max(own, place.local_rank + 1))
@@ -102,13 +103,13 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
     """Runs `rank` in `nproc` child processes, the ranks of one run, and waits for them.
 
-    Returns 0, or the exit status of a failed rank. `fork`: if true, the children inherit the modules that this
-    process has imported; do not use it if this process may have initialized a GPU. If false, each child imports its
-    modules itself, and `rank` must be picklable.
+    Returns 0, or the exit status of a failed rank. `fork`: if True, the children inherit the modules that this process
+    has imported; use False if this process may have initialized a GPU. If False, each child imports its modules itself,
+    and `rank` must be picklable.
 
     If one rank fails, the other ranks receive SIGTERM, and SIGKILL after GRACE_S. If this process is killed, all ranks
-    receive SIGTERM. The ranks then save a checkpoint, and the same command resumes the run. SIGINT, SIGTERM and SIGUSR1
-    are forwarded. A rank receives Ctrl-C twice, from the terminal and forwarded, and counts both as one
+    receive SIGTERM; they save a checkpoint, and the same command resumes the run. This process forwards SIGINT, SIGTERM
+    and SIGUSR1 to the ranks. A rank receives Ctrl-C twice, from the terminal and from this process, and counts it once
     (`run.run_directory.Interrupts`).
     """
     port = str(free_port(LOCAL))
@@ -125,7 +126,7 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
         if (loopback := loopback_interface()) is not None:
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
         children.append(context.Process(target=_run_rank, args=(rank, variables, os.getpid()), name=f"rank {number}"))
-    gc.freeze()  # the ranks' garbage collectors skip existing objects, so their memory pages stay shared
+    gc.freeze()  # garbage collection in forked ranks skips existing objects, so that their memory pages stay shared
     with started_without_thread_caches():
         for child in children:
             child.start()
@@ -146,11 +147,11 @@ def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: i
 def _wait(children: Sequence[BaseProcess]) -> int:
     """Waits until all ranks have exited or one has failed. Ends the other ranks after a failure.
 
-    Returns 0, or the exit status of a rank that was killed by a signal, otherwise of rank 0 if it failed, otherwise of
-    another failed rank. Rank 0 takes precedence because an error of rank 0 makes the other ranks fail with a different
-    status."""
+    Returns 0 if no rank failed. Otherwise returns the exit status of one failed rank: of a rank that was killed by a
+    signal if there is one, otherwise of rank 0 if it failed, otherwise of any failed rank. Rank 0 takes precedence,
+    because an error of rank 0 makes the other ranks fail with a different status."""
     while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
-        # not without a time limit: processes that a rank forked and left behind keep its sentinel (a pipe) open
+        # The wait has a timeout: a process that a dead rank left behind may keep the rank's sentinel (a pipe) open.
         connection.wait([child.sentinel for child in running], timeout=LOOK_S)
     if any((child.exitcode or 0) > 0 for child in children):
         children[0].join(FIRST_RANK_S)

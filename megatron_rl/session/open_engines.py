@@ -1,6 +1,6 @@
 """Opens the engines of a training run, and the refits that transfer the trainer's weights to the engines.
 
-Engines are embedded in the ranks, pools of server processes, or third-party endpoints.
+An engine is embedded in the ranks, a pool of server processes, or a third-party endpoint.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from megatron_rl.world import World, all_gather
 
 @dataclass
 class RunEngines:
-    """The engines of a run, and the refits: functions that send a policy's weights to its engine. Both are keyed by
-    role.
+    """The engines of a run, and the refits: functions that send a policy's weights to the policy's engine. `engines`
+    and `refits` are keyed by role.
 
     Server pools and endpoints are in `engines` on the driver (rank 0) only. Refits are collective.
     """
@@ -63,18 +63,20 @@ class RunEngines:
         return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
 
     def occupied_s(self) -> float | None:
-        """Returns the seconds for which the places of the servers' batches were occupied so far, as a mean over all
-        places; None without servers."""
+        """Returns the seconds for which a slot of the servers' batches was occupied so far, as a mean over all slots.
+        Returns None without servers."""
         members = [pool.members for pool in self.pools.values()]
         places = sum(one.limits.places for one in members)
         return sum(one.occupied_s() for one in members) / places if places else None
 
     def served(self) -> bool:
-        """Returns whether every role with servers, and with weights, has a server that holds the current weights."""
+        """Returns whether every server pool has a server that holds the pool's current weights. Pools that have not
+        received weights yet are skipped."""
         return all(pool.members.serving() for pool in self.pools.values() if pool.version >= 0)
 
     def tend(self) -> None:
-        """Sends the current weights to servers that were restarted. Called while the driver (rank 0) waits."""
+        """Sends the current weights to servers that were restarted. The driver (rank 0) calls this method while it
+        waits for rollouts."""
         for engine in self.engines.values():
             engine.tend()
 
@@ -92,7 +94,7 @@ class _Session:
     leave: Callable[[], bool]  # returns True if the run was asked to exit and should not wait for servers
 
     def adapters(self, role: str) -> Path:
-        """Returns the directory of the versions of a role's LoRA adapter that its servers load."""
+        """Returns the directory from which the servers of a role load the versions of the role's LoRA adapter."""
         return (self.driver.directory.path / ENGINES / "adapters" / role).resolve()
 
 
@@ -152,7 +154,7 @@ def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngine
         world = policy.export.trainer_layout.world
         layout = EngineLayout(replicas=world, whole=True, quantization=settings.quantization)
         hosts = all_gather(socket.gethostname(), policy.groups.control)
-        # network address at which the other ranks and the servers reach rank 0
+        # network address at which the other ranks reach rank 0
         host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
         side = _trainer_side(session, name, policy, layout, host, endpoint=own)
 
@@ -166,9 +168,9 @@ def _trainer_side(
     session: _Session, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str, *,
     endpoint: EmbeddedEngine | None = None,
 ) -> TrainerSide:  # fmt: skip
-    """Creates the object with which the trainer sends a role's weights to its engine. Collective.
+    """Creates the object with which the trainer sends a role's weights to the role's engine. Collective.
 
-    `host`: address at which the store for the connections of trainer and engine listens."""
+    `host`: address at which the refit store listens, through which the trainer and the engine connect."""
     topology = Topology(
         sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
         dtype=session.engines.roles[name].model.dtype,
@@ -183,7 +185,7 @@ def _trainer_side(
 
 def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines) -> None:
     """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0), and the
-    refit of each role, which sends the trainer's weights to its servers."""
+    refit of each role with a policy, which sends the trainer's weights to the role's servers."""
     engines, driver = session.engines, session.driver
     started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
     if settings.start:
@@ -222,9 +224,10 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
 
 
 def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
-    """Moves all policies from the GPUs to host memory, and starts the servers that use this rank's GPU. Collective.
+    """Moves all policies from the GPUs to host memory, and starts the servers whose first GPU is this rank's GPU.
+    Collective.
 
-    Appends the processes that supervise the servers to `started`, keyed by role."""
+    Appends the server supervisors of each role to `started[role]`."""
     for policy in session.policies.values():
         policy.memory.sleep(weights=True)
     session.world.barrier()  # a server measures the free GPU memory when it starts
@@ -243,7 +246,7 @@ def _pool(
 ) -> Pool:
     """Returns the pool of the servers that generate for a role. The role may share the servers with other roles.
 
-    Servers of a role without a policy keep the weights that they were started with."""
+    Servers of a role without a policy keep the weights that they load at their start."""
     engines, directory = session.engines, session.driver.directory.path / ENGINES
     role = engines.roles[name]
     token = make_token(token_file(engines, settings))
@@ -258,7 +261,7 @@ def _pool(
     )  # fmt: skip
     if settings.urls:
         session.stack.callback(Addresses(ServerRegistry(directory), name, settings.urls[name], client).close)
-    # if other ranks started some of the servers, this rank cannot know whether they may still start
+    # If other ranks started some of the servers, this rank cannot know whether those servers may still start.
     known = started if len(started) == settings.replicas else []
     pool.members.hopeless = functools.partial(hopeless, known, session.leave)
     pool.members.waits = session.driver.watch.beat

@@ -1,4 +1,4 @@
-"""Reports the events of a run to the program that started it. Each reply says whether the run should stop."""
+"""Reports the events of a run to the parent program, which started the run and may ask it to stop in each reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.training.loop import Hooks, Progress
 
 @dataclass(kw_only=True)
 class Listener:
-    """The connection to the parent program, over a Unix socket, on the driver.
+    """The connection of the driver (rank 0) to the parent program, over a Unix socket.
 
     If the parent program has exited, the run saves a checkpoint and exits."""
 
@@ -33,8 +33,9 @@ class Listener:
         """Sends an event to the parent program and waits for the reply. Sets `stopped` if the reply asks to stop, and
         `gone` if the connection is lost.
 
-        The events are "begin" (iterations, iteration), "metrics" (iteration, cycle, scope, metrics), "iteration"
-        (iteration), "save" (iteration) and "error" (type, message). `iteration`: number of iterations done.
+        The events and their values are "begin" (iterations, iteration), "metrics" (iteration, cycle, scope, metrics),
+        "iteration" (iteration), "save" (iteration) and "error" (type, message). The value `iterations` is the number of
+        iterations of the run, and `iteration` is the number of iterations done.
         """
         with self._lock:
             try:
@@ -45,7 +46,8 @@ class Listener:
 
 
 def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: int) -> Hooks:
-    """Returns the hooks of the training loop, extended to report each event to `listener`. Used on the driver (rank 0).
+    """Returns the hooks (callbacks) of the training loop, extended to report each event to `listener`. Used on the
+    driver (rank 0).
 
     A stop request of the parent program after the last of `iterations` iterations has no effect."""
 

@@ -15,7 +15,7 @@ from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.run_setup import Driver
 from megatron_rl.world import World
 
-REFITS = 3  # maximum number of attempts to have at least one server receive the new weights
+REFITS = 3  # maximum number of attempts of a weight sync until at least one server has received the new weights
 
 
 class PoolRefit:
@@ -28,8 +28,8 @@ class PoolRefit:
         settings: RefitConfig, *,
         present: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`side`: sends the weights, or writes them to files. `present`: returns a context manager that keeps the
-        policy's weights on the GPU inside its block."""
+        """`side`: the object that sends the weights, or writes LoRA adapters to files. `present`: returns a context
+        manager that keeps the policy's weights on the GPU inside the manager's block."""
         self._world, self._role, self._side, self._pool = world, role, side, pool
         self._driver, self._timeout_s, self._present = driver, settings.timeout_s, present
         self._staged = settings.staged and isinstance(side, TrainerSide)
@@ -41,15 +41,16 @@ class PoolRefit:
     def __call__(self, version: int) -> None:
         """Transfers the weights of `version` to the servers. Collective.
 
-        Waits until at least one server is available, unless servers cannot be started now. Raises EngineError if no
-        server becomes available in time, or if no server receives the weights in REFITS attempts.
+        Waits until at least one server is available. Returns at once if all servers share the trainer's GPUs and are
+        dead, because they can restart only later. Raises EngineError if no server becomes available in time, or if no
+        server receives the weights in REFITS attempts.
         """
         why, start = None, time.perf_counter()
         if isinstance(self._side, AdapterFiles):  # the servers load the files as soon as the weight sync begins
             self._side.write(version)
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version, None, self._staged)
-            if not replicas:  # all servers share the trainer's GPUs and are dead: they get the weights when restarted
+            if not replicas:  # all servers share the trainer's GPUs and are dead; they get the weights at their restart
                 return
             metrics, why = self._attempt((version, replicas))
             if self._world.from_driver(self._end, version, start, metrics, self._staged):
@@ -60,7 +61,8 @@ class PoolRefit:
         )
 
     def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
-        """Transfers the weights to the servers once. Called on every rank. `order`: (version, indices of the servers).
+        """Tries once to transfer the weights to the servers. Called on every rank. `order`: (version of the weights,
+        indices of the servers).
 
         Returns (metrics, None), or ({}, error message) if the transfer failed."""
         version, replicas = order
@@ -75,10 +77,11 @@ class PoolRefit:
         return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s, staged=staged)
 
     def _end(self, version: int, start: float, metrics: Mapping[str, float], staged: bool = False) -> bool:
-        """Waits until the servers have the weights, and records the metrics of the refit if at least one server has
-        them. Returns whether one has. `start`: when the refit began, for a `side` that does not measure its seconds.
-        `staged`: the servers have received the weights while they generated, unless `metrics` is empty, and replace
-        their weights now. Used on the driver (rank 0)."""
+        """Waits until the servers have the weights. Returns whether at least one server has them, and records the
+        refit's metrics in this case. Called on the driver (rank 0).
+
+        `start`: time at which the refit began; used if `metrics` has no duration. `staged`: True if the servers receive
+        weights while they generate; they replace their weights now, unless `metrics` is empty (a failed transfer)."""
         assert self._pool is not None
         if staged and not metrics:
             return False

@@ -1,11 +1,11 @@
-"""The restart policy of a server that dies: the maximum number of restarts and the delay before each."""
+"""The restart policy for a server that dies: the maximum number of restarts and the delay before each restart."""
 
 from __future__ import annotations
 
-# seconds of delay before the second consecutive restart of a server, and before any restart at most
+# Delay before the second consecutive restart of a server, and maximum delay before any restart, in seconds
 WAIT_S, LONGEST_WAIT_S = 10.0, 300.0
-HEALTHY_S = 3600.0  # seconds that a server must answer before a death so that the restart count is reset
-DOUBLINGS = 30  # maximum number of times that the delay is doubled, which avoids float overflow
+HEALTHY_S = 3600.0  # the restart count is reset if a server has answered for this many seconds before it dies
+DOUBLINGS = 30  # maximum number of times that the delay is doubled; the limit avoids float overflow
 
 
 class Restarts:

@@ -37,10 +37,10 @@ def run(
     """Runs one server and restarts it when it dies. Returns 0 if the command was asked to exit, 1 if the server died
     too often.
 
-    `gpus`: indices of the GPUs of this host for the server; if empty, the GPUs that engine.gpus assigns to it.
-    `with_parent`: a parent process sends orders on standard input, and the server ends when standard input ends.
-    Raises ConfigError for settings that cannot be used and for damaged weights. Raises StartError if the server died
-    too often and its last start failed.
+    `gpus`: indices of the GPUs of this host that the server uses; if empty, the server uses its GPUs in engine.gpus.
+    `with_parent`: True if a parent process sends orders on standard input; the server then ends when standard input is
+    closed. Raises ConfigError for invalid settings and for damaged weights. Raises StartError if the server died too
+    often and its last start failed.
     """
     settings = engines.settings
     if isinstance(settings, Embedded):
@@ -57,14 +57,14 @@ def run(
     if not with_parent:  # with a parent, the run that started this process has already checked the models
         refuse_damaged_models([engines.roles[role]])
     settings = replace(settings, host=own_address(settings.host))
-    # raises at once if the server's interpreter is missing; otherwise every restart would fail
+    # Raises at once if the server's Python interpreter is missing. Without this check, every restart would fail.
     kind_of(settings).interpreter(settings)
     own = visible_gpus(gpus or gpus_of(engines, settings, role, replica), environment)
     server = _Serving(engines, settings, role, replica, {**environment, **own})
     stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
     if with_parent:
         server.orders = ControlChannel(stop)
-        # the descriptor and not sys.stdin, whose lock the reading thread would hold at exit
+        # Reads the file descriptor directly: a thread that reads sys.stdin would hold the lock of sys.stdin at exit.
         server.orders.listen(sys.stdin.fileno())
     return _keep_alive(server, Restarts(settings.restarts), stop, f"{role}-{replica}")
 
@@ -82,7 +82,7 @@ def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, nam
             healthy_s = server.serve(stop)
         except StartError as error:
             failure = error
-        except OSError as error:  # for example a full disk, on which there may be space again at the next start
+        except OSError as error:  # for example, a full disk, which may have free space again at the next start
             failure = StartError(f"{name} could not be started: {error}")
         if stop.is_set():
             return 0
@@ -115,7 +115,7 @@ class _Serving:
         self._engines, self._settings, self._role, self._replica = engines, settings, role, replica
         self._environment = environment
         self.log = log_of(engines, role, replica)
-        self.orders = ControlChannel(threading.Event())  # receives orders from the parent only if `run` calls `listen`
+        self.orders = ControlChannel(threading.Event())  # without orders, unless `run` sets a channel to the parent
 
     def serve(self, stop: threading.Event) -> float:
         """Starts the server, and runs it until it ends, `stop` is set, or it hangs.
@@ -158,8 +158,8 @@ class _Serving:
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
     """Returns an event that is set by SIGTERM, SIGINT or SIGHUP, or when `over()` returns True.
 
-    If `with_parent` is True, `over` is not called. The caller sets the event when the parent closes the pipe of its
-    orders."""
+    If `with_parent` is True, `over` is not called. The caller must then set the event when the parent process closes
+    the connection on standard input."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

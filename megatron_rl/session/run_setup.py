@@ -55,7 +55,7 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 from megatron_rl.user_code import told, traceback_of
 from megatron_rl.world import DriverError, World
 
-# timeout of a collective operation; long, because the other ranks wait while rank 0 computes rewards
+# Timeout of a collective operation. It is long, because all other ranks wait while rank 0 computes rewards.
 TIMEOUT = timedelta(hours=2)
 CHANGED = "changed since the newest checkpoint, and used from here on:"
 MEET = timedelta(minutes=10)  # timeout for all ranks to start
@@ -71,15 +71,15 @@ class Saves(Protocol):
 class Driver:
     """A rank's access to the run directory, the metrics and the console of the run.
 
-    `tracker` and `console` are None except on rank 0. The methods that use `tracker` or `console` are no-ops on the
-    other ranks.
+    `tracker` and `console` are None on all ranks but rank 0. The methods that use `tracker` or `console` are no-ops on
+    these ranks.
     """
 
     directory: RunDirectory
     checkpoints: Checkpoints
     resumed: Checkpoint | None  # checkpoint to resume from; None for a new run
     record: InputRecord  # record of the files that the run reads, used on rank 0
-    finished: bool  # whether an earlier start of the run finished all iterations and recorded the end of the run
+    finished: bool  # whether an earlier start of the run has finished the run and recorded this in summary.json
     watch: Stopwatch
     leave: Leave  # decides whether the run should save and exit; called on rank 0
     tracker: Tracker | None = None
@@ -102,7 +102,7 @@ class Driver:
             self.say(f"{CHANGED} {change}")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         devices = [torch.cuda.get_device_name(i) for i in range(count)]
-        # in a thread, because reading the versions of all packages takes half a second
+        # Runs in a thread, because reading the versions of all packages takes half a second.
         threading.Thread(target=record_start, args=(self.directory, dict(self.record.inputs), devices)).start()
 
     def refitted(self, metrics: Mapping[str, Any]) -> None:
@@ -119,8 +119,8 @@ class Driver:
             self.console.message(text)
 
     def done(self, text: str) -> None:
-        """Prints a message for each damaged file of the run's record, and then that the run is done. `text`: the
-        result."""
+        """Prints a message for each damaged file in the run directory, and then the message that the run is done.
+        `text`: the result that the last message names."""
         if self.console is not None:
             for sentence in RunRecord(self.directory.path).look():
                 self.say(f"damage: {sentence}")
@@ -136,11 +136,11 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     """Context manager that initializes torch's process group: NCCL and gloo with GPUs, gloo only without GPUs.
 
     Reduces the log output of libraries. Without GPUs, sets one torch thread per process. `shared`: directory that all
-    ranks can access, in which they find rank 0. `deterministic`: makes torch use deterministic kernels and warn
-    otherwise.
+    ranks can access; rank 0 writes its address to a file in this directory. `deterministic`: if True, torch uses
+    deterministic kernels, and warns about operations that have none.
     """
     limit_arenas()
-    # called only if the setting changes, because the call imports torch's compiler, which takes seconds
+    # Called only if the setting changes, because the call imports torch's compiler, which takes seconds.
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
@@ -175,7 +175,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     try:
         yield world
     except BaseException:
-        # the group is not destroyed with several ranks, so that a failed rank does not wait for the others
+        # With several ranks the group is not destroyed: a failed rank would have to wait for the other ranks.
         if world.size == 1:
             dist.destroy_process_group()
         raise
@@ -202,7 +202,7 @@ def open_driver(
 ) -> Iterator[Driver]:  # fmt: skip
     """Context manager that opens a new or existing run directory and selects the checkpoint to resume from.
 
-    Inside the block, a watchdog monitors whether this rank makes progress. Collective.
+    Inside the block, a watchdog ends this rank if the run makes no progress for run.hang_after_s seconds. Collective.
     """
     with contextlib.ExitStack() as stack:
         own = spec.directory
@@ -224,7 +224,7 @@ def _opened(
     newest = _newest(world, checkpoints) if spec.run.resume != "never" else None
     done = newest.number if newest else 0
     summary = world.from_driver(directory.read_summary)
-    # resume = must continues a run that ended early, for example after patience was raised
+    # With resume = must, a run that stopped early goes on, for example after early_stop.patience was raised.
     ends = (total_iterations, None if spec.run.resume == "must" else summary.get("stopped_early"))
     finished = done in ends and bool(summary.get("finished"))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
@@ -265,10 +265,10 @@ def _opened(
 
 @contextlib.contextmanager
 def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[None]:
-    """Context manager that records an error that its block raises.
+    """Context manager that records an error raised in its block.
 
     Writes the message to `failed` in summary.json, which `megatron-rl status` shows, and the traceback to driver.log.
-    Converts SystemExit, which only user code raises here, to RuntimeError: otherwise user code could end the run with
+    Converts SystemExit, which only user code raises here, to RuntimeError. Otherwise, user code could end the run with
     a misleading exit status, such as success."""
     directory.update_summary({FAILED: None})
     try:
@@ -283,8 +283,8 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
 
 
 def _newest(world: World, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Returns the newest checkpoint whose files match their checksums; None if there is none. Collective: each rank
-    reads and checks a part of the files."""
+    """Returns the newest checkpoint whose files match their checksums, or None if there is no such checkpoint.
+    Collective: each rank reads and checks a part of the files."""
 
     def wrong_here(path: str) -> list[str]:
         return file_checksums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
@@ -300,16 +300,17 @@ def _newest(world: World, checkpoints: Checkpoints) -> Checkpoint | None:
 class Saver:
     """Saves checkpoints of all policies and the run's state atomically. Every method is collective.
 
-    With `background`, all checkpoints but the first are written, and their checksums computed, while training
-    continues. The first checkpoint is always written synchronously. Its duration is used to decide when to exit before
-    a Slurm job's time limit.
+    With `background`, training continues while a checkpoint is written and its checksums are computed. The first
+    checkpoint is always written synchronously, to measure the duration, from which the run decides how long before a
+    Slurm job's time limit it exits.
     """
 
     def __init__(
         self, world: World, driver: Driver, policies: Mapping[str, Saves], *, background: bool,
         present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
-        """`present`: returns a context manager that keeps a policy, given by its name, on the GPU inside its block."""
+        """`present`: function that returns, for the name of a policy, a context manager in whose block the policy is on
+        the GPU."""
         self._present = present
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
         self._due: int | None = None  # number of the checkpoint that is being written; None if there is none
@@ -392,8 +393,8 @@ class Saver:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Returns the root cause of an error. For a CheckpointException, which collects errors of several ranks, returns
-    the root cause of the first."""
+    """Returns the root cause of an error. For a CheckpointException, which collects the errors of several ranks,
+    returns the root cause of the first error."""
     if isinstance(error, CheckpointException) and error.failures:
         return _root(next(iter(error.failures.values()))[0])
     below = error.__cause__ or error.__context__

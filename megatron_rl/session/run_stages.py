@@ -18,8 +18,9 @@ def in_stages(
     spec: RunSpec, policies: Mapping[str, MegatronPolicy], memory: DeviceMemory, *,
     say: Callable[[str], None], around: Around,
 ) -> Around:  # fmt: skip
-    """Returns the callback `around` of the training loop (see loop.Hooks), which first gives the policies the settings
-    of the iteration's stage, and replaces references that are due (loss.reset_reference_every)."""
+    """Returns a callback `around` for the training loop (see loop.Hooks). Before an iteration, this callback applies
+    the settings of the iteration's stage to the policies, and replaces the reference models that are due
+    (loss.reset_reference_every). The iteration then runs inside the context manager of the given `around`."""
     now = spec
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Starts one server of a run and connects to it, for `train`, `serve`, `eval` and `generate`.
 
-Cheap to import, because every supervisor imports it.
+This module must be fast to import, because the supervisor process of every server imports it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENGINES, TOKEN = "engines", "token"  # folder of the server registry in a run di
 
 
 def token_file(engines: EngineSpec, settings: Servers) -> Path:
-    """Returns the path of the file with the authentication token that the servers require in requests."""
+    """Returns the path of the file with the authentication token that every request to the servers must contain."""
     return Path(settings.token_file) if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
 
 
@@ -37,7 +37,7 @@ def log_of(engines: EngineSpec, role: str, replica: int) -> Path:
 def connect(
     settings: Servers, token: str, refit_timeout_s: float, facts: ModelFacts | None = None
 ) -> Callable[[Listing], Server]:
-    """Returns a function that creates a client of a server from the server's entry in the registry."""
+    """Returns a function that creates a client for a server, given the server's entry in the server registry."""
     client, known = kind_of(settings).client, facts or ModelFacts()
     return lambda listing: client(listing.url, token, settings, refit_timeout_s, known)
 
@@ -49,9 +49,9 @@ def start_server(
     """Starts a server of a role. Returns (process of the server, client of the server). The server may not be ready
     yet.
 
-    `settings`: the settings of `engines` with `host` set to the address to listen at. `environment`: the server's
-    environment variables, including its visible GPUs. Raises ConfigError for settings that cannot be used, and
-    StartError if the server cannot be started.
+    `settings`: the settings of `engines`, with `host` replaced by the address at which the server listens.
+    `environment`: the server's environment variables, including CUDA_VISIBLE_DEVICES. Raises ConfigError for invalid
+    settings, and StartError if the server cannot be started.
     """
     kind, own = kind_of(settings), engines.roles[role]
     model = local_model(f"roles.{role}.model.path", own.model.path)
@@ -108,8 +108,8 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
 
 
 def gpus_of(engines: EngineSpec, settings: Servers, role: str, replica: int) -> Sequence[int]:
-    """Returns the GPU indices of one server: its `tp` entries of engine.gpus, which lists the GPUs of all servers of a
-    host, ordered by role and then by replica.
+    """Returns the GPU indices of one server: the server's `tp` entries of engine.gpus. The setting engine.gpus lists
+    the GPUs of all servers of a host, ordered by role and then by replica.
 
     Raises ConfigError if two servers share a GPU, or if there are too few GPUs.
     """

@@ -71,7 +71,8 @@ def end_supervisors(started: Mapping[str, Sequence[Supervisor]]) -> None:
 def hopeless(supervisors: Sequence[Supervisor], leave: Callable[[], bool]) -> str | None:
     """Returns the reason why it is useless to wait for a server, or None if a server may still start.
 
-    It is useless if the run was asked to exit, or if all `supervisors` (at least one) have exited."""
+    Waiting is useless if the run was asked to exit (`leave` returns True), or if all `supervisors` (at least one) have
+    exited."""
     if leave():
         return "asked to leave while it waited for a server: the same command goes on from the last checkpoint"
     if not supervisors or not all(supervisor.ended() for supervisor in supervisors):

@@ -52,7 +52,7 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import World
 
-# Settings in the section `run` of the config that do not affect the rollouts.
+# Settings in the config's section `run` that do not affect rollouts: stored rollouts are reused if these have changed.
 FREE_RUN_SETTINGS = (
     "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s", "profile",
 )  # fmt: skip
@@ -61,10 +61,10 @@ FREE_RUN_SETTINGS = (
 def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
     """Runs `megatron-rl train`. Every rank calls it.
 
-    `fresh`: ignores rollouts that an earlier start of the run stored and did not train on, and generates them again.
-    `events`: path of the socket of a parent program that receives the run's events (session.parent_events). Returns 0
-    if all iterations are done or the parent program asked to stop, and 130 if a signal asked to exit (everything is
-    saved)."""
+    `fresh`: if True, rollouts that an earlier start of the run stored and did not train on are generated again.
+    `events`: path of the Unix socket of a parent program that receives the run's events (session.parent_events).
+    Returns 0 if all iterations are done or the parent program asked to stop. Returns 130 if the run was asked to exit
+    before, for example by a signal; the run then has saved everything."""
     with open_world_for(spec, place) as world:
         listener = Listener.at(events) if events is not None and world.rank == 0 else None
         return _run(spec, place, world, fresh=fresh, listener=listener)
@@ -72,7 +72,7 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """The parts of a training run that are opened before its engines, and the position from which the run goes on."""
+    """The parts of a training run that are opened before the engines, and the progress from which the run continues."""
 
     spec: RunSpec
     world: World
@@ -80,10 +80,10 @@ class _Parts:
     interrupts: Interrupts
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
-    held_out: Mapping[str, list[Prompt]]  # prompts of the sets of the evaluations by name
+    held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
-    recipe_states: list[dict[str, Any]]  # value of CreditStage.states in the checkpoint; empty in a new run
+    recipe_states: list[dict[str, Any]]  # the recipe's saved states (CreditStage.states); empty in a new run
 
 
 def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Listener | None) -> int:
@@ -98,7 +98,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         pools = GradePools(stack)
         if world.rank == 0:
             for reward in spec.rewards.values():
-                pools.of(reward).start()  # its worker processes import the function while the models are loaded here
+                pools.of(reward).start()  # workers import the reward function while this process loads the models
         for line in explain_recipe(spec):
             driver.say(line)
         if world.rank == 0:
@@ -139,8 +139,8 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
-    """Returns {"cluster": name of the cluster, "predicted": predicted rates of the run for each
-    rollouts.max_staleness}, or {"not_predicted": reason} if the rates cannot be predicted.
+    """Returns {"cluster": name of the cluster, "predicted": [predicted throughput of the run for each value of
+    rollouts.max_staleness]}, or {"not_predicted": reason} if the throughput cannot be predicted.
     """
     device = ""
     if torch.cuda.is_available():
@@ -206,8 +206,8 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
 
 
 def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, reset_every: int | None) -> None:
-    """Restores a policy from the checkpoint with which the run resumes, and its reference from the checkpoint of the
-    last iteration at which the reference was replaced. Collective."""
+    """Restores a policy from the checkpoint from which the run resumes. Restores the policy's reference model from the
+    checkpoint of the last iteration at which the reference was replaced. Collective."""
     assert driver.resumed is not None, "the run resumes"
     paths, number = [driver.resumed.path / name], driver.resumed.number
     if reset_every is not None and (last := number - number % reset_every) not in (0, number):
@@ -227,7 +227,7 @@ def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, re
 def _finish(parts: _Parts, *, finished: bool) -> None:
     """Exports the trained models at the end of a run, and prints the paths of the outputs. Collective.
 
-    `finished`: True if all iterations are done, and False if the parent program stopped the run before."""
+    `finished`: True if all iterations are done, False if the parent program stopped the run early."""
     driver, progress, run = parts.driver, parts.progress, parts.driver.directory.path
     _export(parts, run)
     if driver.tracker is not None:
@@ -246,7 +246,7 @@ def _finish(parts: _Parts, *, finished: bool) -> None:
 
 
 def _export(parts: _Parts, place: Path) -> None:
-    """Exports the trained models to `place`/models, and adapters to `place`/adapters. Collective."""
+    """Exports the trained models to the directory `place`/models, and LoRA adapters to `place`/adapters. Collective."""
     for name in parts.spec.trained_policies:
         policy = parts.policies[name]
         with policy.memory.present():
@@ -255,8 +255,8 @@ def _export(parts: _Parts, place: Path) -> None:
 
 
 def _report(run: Path) -> str:
-    """Writes the HTML report of a run. Returns a line with the report's path; if the report cannot be written, a line
-    with the error."""
+    """Writes the HTML report of a run. Returns a line of text with the report's path, or with the error if the report
+    cannot be written."""
     from megatron_rl.report.pages import write_report  # imported here because it is only needed at the end of a run
 
     try:
@@ -269,8 +269,8 @@ def _report(run: Path) -> str:
 def freeze_garbage_collector() -> Iterator[None]:
     """Context manager that excludes existing objects, such as libraries and models, from garbage collection.
 
-    Without it, the garbage collector scans these objects at least once per iteration, which blocks all threads for half
-    a second.
+    Otherwise the garbage collector would scan these objects at least once per iteration, which blocks all threads for
+    half a second.
     """
     gc.collect()
     gc.freeze()
@@ -285,8 +285,8 @@ def _collector(
 ) -> Collector:
     """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
 
-    `turns`: the grader of `context`, which serves earlier iterations first. `idle`: function that the collector calls
-    while it waits."""
+    `turns`: the grader of `context`; it grades the rollouts of earlier iterations first. `idle`: function that the
+    collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
@@ -320,8 +320,8 @@ def _store(parts: _Parts, *, fresh: bool) -> IterationStore:
     """Opens the store of rollouts, grouped by training iteration, and prints how many iterations are reused. Used on
     the driver (rank 0).
 
-    Rollouts that were generated with other settings, code, prompts or data, or stored in another file format, are not
-    reused. Settings that only describe the machine may differ. If `fresh` is True, no rollouts are reused.
+    Rollouts are not reused if they were stored in another file format, or generated with different settings, code,
+    prompts or data. Settings that only describe the machine may differ. If `fresh` is True, no rollouts are reused.
     """
     driver = parts.driver
     store = IterationStore(
@@ -346,10 +346,10 @@ def _store(parts: _Parts, *, fresh: bool) -> IterationStore:
 
 
 def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
-    """Returns a fingerprint of everything that rollouts may depend on.
+    """Returns a fingerprint (digest) of everything that may affect rollouts.
 
-    The fingerprint covers the settings (except settings of the machine and of saving), the `inputs` that the run reads,
-    and the code of this package.
+    The fingerprint covers the settings (except settings about the machine or about saving), the `inputs` that the run
+    reads, and the code of this package.
     """
     plain = {name: section for name, section in settings.items() if name not in ("launch", "sinks", "job")}
     plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
@@ -375,9 +375,9 @@ def _plan(parts: _Parts) -> loop.Plan:
 
 
 def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> loop.Hooks:
-    """Returns the callbacks with which the training loop logs, saves and learns that the run should stop.
+    """Returns the callbacks with which the training loop logs, saves, and checks whether the run should stop.
 
-    `collector`: on the driver (rank 0) only, whose state is saved; None on the other ranks."""
+    `collector`: on the driver (rank 0), the collector whose state checkpoints contain; None on other ranks."""
     driver, trained = parts.driver, {name: parts.policies[name].state for name in parts.spec.trained_policies}
     saver = Saver(parts.world, driver, trained, background=parts.spec.run.async_save, present=memory.weights)
 
@@ -400,7 +400,7 @@ def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> 
             evaluations.show_answers(driver.tracker, number, answers)
 
     def keep_best(number: int, best: Sequence[tuple[int, float]]) -> None:
-        """Exports the current models if they are among the best. `remove_surpassed` removes the best until now."""
+        """Exports the current models if they are among the best. `remove_surpassed` later removes surpassed models."""
         own, settings = driver.directory, parts.spec.loop.evaluation.best
         assert settings is not None, "the loop calls keep_best only if evaluation.best is set"
         driver.checkpoints.protected |= {one[0] for one in best}
@@ -430,10 +430,10 @@ def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
-    """Returns the run's summary.
+    """Returns the run's summary. `seconds`: wall-clock seconds of the run.
 
-    It has the metrics of the first and last evaluation as NAME_start and NAME_end, the update count of each policy and
-    the wall-clock seconds."""
+    The summary contains the metrics of the first and last evaluation as NAME_start and NAME_end, the update count of
+    each policy, and `seconds`."""
     metrics: dict[str, Any] = {
         "finished": False,
         "updates": dict(progress.updates),

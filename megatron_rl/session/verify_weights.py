@@ -1,6 +1,6 @@
 """Rejects models whose weight files do not match their SHA256SUMS file, for every command that loads models.
 
-Cheap to import, because every supervisor of a server imports it.
+This module must be fast to import, because the supervisor process of every server imports it.
 """
 
 from __future__ import annotations
