@@ -1,4 +1,4 @@
-"""Pickles functions and objects that are not importable from a module to files named by a digest of their content."""
+"""Pickles functions and objects that cannot be imported from a module. A digest of the content is in the file name."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def findable(module: types.ModuleType) -> bool:
 def digest(value: Any) -> str:
     """Returns a reproducible digest of a value's pickle: the same program gives the same digest in every process.
 
-    The output of cloudpickle differs between processes: sets have no fixed order, equal texts are one object or two,
-    functions contain their file and lines, and classes have random ids. The digest ignores these differences.
-    Exceptions that are raised during pickling pass through.
+    The output of cloudpickle differs between processes: sets have no fixed order, two equal texts may be one object or
+    two objects, functions contain their file and line numbers, and classes have random ids. The digest ignores these
+    differences. Exceptions that are raised during pickling are not caught.
     """
     sink = io.BytesIO()
     _Canonical(sink).dump(value)
@@ -88,7 +88,7 @@ class _Canonical(cloudpickle.Pickler):
         """Returns the value that is pickled instead of an object; None to pickle the object itself."""
         kind = type(obj)
         if kind is str:
-            return obj + "."  # a new object, which is pickled in full and not as a reference to an earlier one
+            return obj + "."  # a new object, which is pickled in full and not as a reference to an earlier object
         if kind is bytes:
             return obj + b"."
         if kind is tuple:

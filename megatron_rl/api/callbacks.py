@@ -17,14 +17,14 @@ class RunState:
     run: Path  # the run's directory
     iterations: int  # number of iterations of the whole run
     iteration: int = 0  # number of completed iterations
-    # Index of the recipe's cycle (one item of its schedule) in the last metrics line; after an evaluation, number of
-    # cycles that have begun
+    # Index, in the newest metrics line, of the recipe's cycle (a cycle is one item of the recipe's schedule).
+    # After an evaluation, this is the number of cycles that have begun.
     cycle: int = 0
-    # Metrics lines since this start in the format of `TrainResult.history`: iteration, cycle, scope, and each metric by
-    # its name.
+    # Metrics lines since this start of the run, in the format of `TrainResult.history`.
+    # A line has the keys iteration, cycle and scope (a role, eval or preflight), and the name of each metric.
     history: list[dict[str, Any]] = field(default_factory=list)
-    last: dict[str, dict[str, float]] = field(default_factory=dict)  # {scope: its newest metrics}
-    saved: int | None = None  # number of iterations in the newest complete checkpoint of this start; None if none
+    last: dict[str, dict[str, float]] = field(default_factory=dict)  # {scope: newest metrics of the scope}
+    saved: int | None = None  # iterations in the newest complete checkpoint since this start; None if there is none
     stopping: bool = False  # whether a callback has called `stop`
 
     def stop(self) -> None:
@@ -51,8 +51,8 @@ class Callback:
         """Is called after every iteration, including its update. `state.last` has the iteration's metrics."""
 
     def on_log(self, state: RunState) -> None:
-        """Is called after every line of metrics: each role of an iteration, an evaluation, the preflight.
-        `state.history[-1]` is the line."""
+        """Is called after every line of metrics. A line has the metrics of one role in an iteration, of an evaluation,
+        or of the preflight (the checks before training). `state.history[-1]` is the line."""
 
     def on_save(self, state: RunState) -> None:
         """Is called when a checkpoint is complete. `state.saved` is the number of iterations in it; the checkpoint is

@@ -61,17 +61,17 @@ def first_row(source: Settings) -> Mapping[str, Any] | None:
 
 
 def prompt_columns(source: Settings, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns {field of a prompt, such as QUESTION or MESSAGES: the set's column that it is read from}; {} if there is
-    no such column."""
+    """Returns {field of a prompt, such as QUESTION or MESSAGES: column of the set that has the field's value}. Returns
+    {} if the row has no prompt."""
     return prompt_fields(PromptSet(path="", fields=dict(source.get("fields", {}))), row) or {}
 
 
 def column_fields(functions: Sequence[CalledFunction], source: Settings, row: Mapping[str, Any] | None) -> Settings:
-    """Returns {column: column} for the columns of a set that reward functions need.
+    """Returns {column: column} for the columns of a problem set that reward functions need, as a part of data.fields.
 
     These are the columns that the functions have as parameters, and all columns of `row` for a function with
-    `**columns`. Columns that `source` names in `fields` are left out. `row`: the first row, or None if it is not known.
-    Raises ConfigError if the row lacks a required column.
+    `**columns`. Columns that `source` already names in `fields` are left out. `row`: the first row of the set, or None
+    if it is not known. Raises ConfigError if the row lacks a required column.
     """
     known = {**dict(source.get("fields", {})), **dict.fromkeys(_FOUND)}
     wanted = {name: one for one in functions for name in one.columns if name not in known}
@@ -94,8 +94,8 @@ def reward_settings(given: Reward, directory: Path) -> tuple[dict[str, Any], lis
     """Returns the config section `reward` for reward functions, and the list of functions with their parsed signatures.
 
     `given`: a name package.module:name, a function, a list of names, functions and pairs (function, weight), or the
-    section itself. A function that ranks can import is referred to by name; any other function, such as one in a
-    notebook, is pickled to `directory`. Raises ConfigError if a function cannot be called or pickled.
+    section itself. A function that the processes of the run can import is referred to by name. Any other function, such
+    as one in a notebook, is pickled to `directory`. Raises ConfigError if a function cannot be called or pickled.
     """
     if isinstance(given, Mapping):
         return dict(given), []
@@ -135,8 +135,8 @@ def _called(given: Any, taken: Sequence[str]) -> tuple[Any, CalledFunction]:
 
 
 def _place(function: Any, directory: Path, name: str) -> dict[str, str]:
-    """Returns the setting by which ranks load a function: {"target": package.module:name} if another process can import
-    it, otherwise {"pickled": file}. The file is written by this call."""
+    """Returns the setting with which the processes of the run load a function: {"target": package.module:name} if
+    another process can import the function, otherwise {"pickled": file}. This call writes the file."""
     if isinstance(function, str):
         return {"target": function}
     if isinstance(function, types.FunctionType) and not function.__module__.startswith("__"):
@@ -167,7 +167,7 @@ def _jsonl(rows: Any, name: str) -> str:
 
 
 def _refuse_column(row: Mapping[str, Any], where: str, encode: Callable[[Any], str]) -> None:
-    """Raises ConfigError with the name of the first column of a row that has no form in JSON."""
+    """Raises ConfigError with the name of the first column of a row whose value cannot be converted to JSON."""
     for column, value in row.items():
         try:
             encode({column: value})

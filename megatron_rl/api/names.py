@@ -1,4 +1,4 @@
-"""The short names of settings that a Trainer accepts as keyword arguments, and the corresponding names of TRL."""
+"""Converts the keyword arguments of a Trainer to settings. An error message for a name of TRL gives the name here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
     """Converts a Trainer's keyword arguments to settings.
 
     `given`: short names, sections (`run={...}`) and dotted keys (`**{"run.seed": 1}`). `target`: the recipe's class.
-    `roles`: the recipe's roles. Raises ConfigError for an unknown name, with the most similar name, and for an invalid
-    value.
+    `roles`: the recipe's roles. Raises ConfigError for an invalid value and for an unknown name. The message about an
+    unknown name suggests the most similar name.
     """
     sections = {field.name for field in dataclasses.fields(TrainConfig)}
     found: dict[str, Any] = {}

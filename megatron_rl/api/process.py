@@ -1,4 +1,4 @@
-"""Runs a command of megatron-rl in a separate process, shows its output, and answers its events.
+"""Runs a command of megatron-rl in a separate process, shows its output, and replies to the events that it sends.
 
 The process imports megatron-rl and nothing of the calling program. A script therefore needs no `if __name__` guard, and
 the memory, signals and GPU of a notebook's kernel are not affected.
@@ -31,7 +31,7 @@ Event = dict[str, Any]
 
 
 class RunFailed(RuntimeError):
-    """A run ended with an error. `kind`: class name of the error in the run, such as RewardFailure; "" if unknown."""
+    """Raised when a run ends with an error. `kind`: class name of this error, such as RewardFailure; "" if unknown."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -41,8 +41,9 @@ class RunFailed(RuntimeError):
 def start(words: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
     """Starts `megatron-rl *words` with this process's module search path.
 
-    `output`: file descriptor for its standard output and error; None: those of this process. The process has a separate
-    session, so it does not receive Ctrl-C of the terminal; `run` forwards it.
+    `output`: file descriptor for the new process's standard output and error; None: the new process uses the standard
+    output and error of this process. The new process has a separate session, so it does not receive Ctrl-C of the
+    terminal; `run` forwards Ctrl-C.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
     return subprocess.Popen(
@@ -103,7 +104,7 @@ class _Call:
         self._told, self._shown = told, show
         in_notebook = type(sys.stdout).__module__.startswith("ipykernel.")
         self._screen = _NotebookOutput() if in_notebook else sys.stdout
-        # The output, the socket for events, and its connections, each with the method that reads from it
+        # Watches the output, the socket for events, and its connections. Each is registered with its read method.
         self._sources = stack.enter_context(selectors.DefaultSelector())
         if told is not None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_"))
@@ -169,7 +170,8 @@ class _Call:
             program.send_bytes(json.dumps({"stop": stop}).encode())
 
     def _drop(self, kind: type) -> None:
-        """Closes the sources of a kind: int is the output, Connection the connections of the run's processes."""
+        """Closes the sources of one type: `int` closes the output's file descriptor, `Connection` the event connections
+        of the run's processes."""
         for source in [key.fileobj for key in self._sources.get_map().values() if isinstance(key.fileobj, kind)]:
             self._sources.unregister(source)
             if isinstance(source, int):

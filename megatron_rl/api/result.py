@@ -20,12 +20,12 @@ class TrainResult:
     run: Path  # the run's directory
     finished: bool  # whether all iterations are done; if not, `train()` continues the run
     failed: str | None  # reason why the last start of the run failed, in one line; None if it did not fail
-    # Metrics of the whole run: ROLE_METRIC_start and ROLE_METRIC_end of the first and last evaluation, iterations,
-    # updates by policy, seconds.
+    # Summary of the run: number of iterations, number of updates of each policy, wall-clock seconds, and evaluations.
+    # ROLE_METRIC_start is a metric of the first evaluation, ROLE_METRIC_end of the last evaluation.
     metrics: Mapping[str, Any]
-    # Lines of metrics.jsonl as flat dicts: iteration, cycle, scope (a role, eval or preflight), and each metric by its
-    # name. Indices of iterations and cycles start at 0; an evaluation has the indices of the last iteration before the
-    # evaluation, and -1 before the first iteration. Intended for pandas.DataFrame(result.history).
+    # Lines of metrics.jsonl as flat dicts for pandas.DataFrame(result.history).
+    # A line has iteration, cycle, scope (a role, eval or preflight), and the metrics. The indices start at 0.
+    # An evaluation has the iteration and the cycle of the last iteration before it; -1 before the first iteration.
     history: list[dict[str, Any]]
     models: Mapping[str, Path]  # {policy: Hugging Face directory of the trained model}
 

@@ -123,21 +123,21 @@ class Trainer:
         self, dataset: data_files.Rows | str | Path | None = None, *, n: int | None = None,
         temperature: float | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """Evaluates the first role's model with the run's reward: the trained model, or the initial one before
-        training.
+        """Evaluates the model of the recipe's first role with the run's reward: the trained model or, before training,
+        the initial model.
 
         `dataset`: the problems; None: the config's evaluation.sets. `n`: samples of each problem; None: evaluation.n
-        for the config's sets, and 1 for `dataset`. `temperature`: None for greedy decoding if n is 1, and for
+        for the config's sets, and 1 for `dataset`. `temperature`: None selects greedy decoding if n is 1, and
         evaluation.temperature otherwise. Returns `accuracy` (the fraction of correct answers), `reward` (the mean) and
-        the other metrics of `megatron-rl eval`. With greedy decoding, `accuracy` is what a run calls accuracy_greedy.
-        Raises ConfigError if there is no data or the recipe plays episodes of an environment, and RunFailed if the
-        evaluation fails.
+        the other metrics of `megatron-rl eval`. The `accuracy` of greedy decoding is the metric that a training run
+        calls accuracy_greedy. Raises ConfigError if there is no data or the recipe plays episodes of an environment,
+        and RunFailed if the evaluation fails.
         """
         config = self.config.resolve()
         sets, run = self._asked(dataset), config.directory
         n = (config.evaluation.n if dataset is None else 1) if n is None else n
         default = 0.0 if n == 1 else config.evaluation.temperature
-        number = len([*(run / "evaluations").glob("[0-9]*.json")]) + 1  # beside iteration_N.json of the training
+        number = len([*(run / "evaluations").glob("[0-9]*.json")]) + 1  # training writes iteration_N.json files there
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings() | {
             "sets": sets, "n": n, "limit": config.evaluation.limit, "template": self._template(), "output": str(output),
@@ -152,9 +152,10 @@ class Trainer:
         self, prompts: Sequence[str | Sequence[Mapping[str, str]]], *, n: int = 1, max_tokens: int | None = None,
         temperature: float | None = None,
     ) -> list[str] | list[list[str]]:  # fmt: skip
-        """Generates answers of the first role's model: the trained model, or the initial one before training.
+        """Generates answers with the model of the recipe's first role: the trained model or, before training, the
+        initial model.
 
-        A prompt is a text, which is formatted as the training problems are, or a list of messages. Returns one text for
+        A prompt is a text, which is formatted like a training problem, or a list of messages. Returns one text for
         each prompt, or a list of `n` texts for each prompt if n is above 1. Raises ConfigError if a prompt is invalid,
         and RunFailed if the generation fails.
         """
@@ -200,8 +201,8 @@ class Trainer:
         process.run([command, str(file)], show=False)
 
     def _model_settings(self) -> dict[str, Any]:
-        """Returns the settings of `eval` and `generate` for the first role's model: the trained model if there is
-        one."""
+        """Returns the settings of the model for the commands `eval` and `generate`. The model is that of the recipe's
+        first role: the trained model if there is one, otherwise the initial model."""
         config = self.config.resolve()
         role = next(iter(plugins.build(config.recipe).roles()))
         own, policy = self.config.get(f"roles.{role}", {}), config.roles[role].same_as or role
@@ -213,8 +214,8 @@ class Trainer:
         return found | {name: self.config.get(name, {}) for name in ("engine", "launch")}
 
     def _template(self) -> str | None:
-        """Returns the prompt template of the recipe, or None if the recipe has no template. Raises ConfigError if the
-        recipe plays episodes of an environment."""
+        """Returns the path or name of the recipe's prompt template, or None if the recipe has no such argument. Raises
+        ConfigError if the recipe plays episodes of an environment."""
         recipe = self.config.resolve().recipe
         arguments = fields_of(recipe.target)
         if "environment" in arguments:
@@ -239,8 +240,8 @@ class Trainer:
         return [{"name": "eval"} | shared | own]
 
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
-        """Returns all prompts as conversations if one of them, or the training problems (of the first source), are
-        conversations; otherwise as texts."""
+        """Returns all prompts in the same form. They become conversations if any prompt is a conversation, or if the
+        training problems (those of the first source) are conversations. Otherwise, they stay texts."""
         source = self.config.get("data")
         source = {**source, **next(iter(source["sources"].values()))} if "sources" in source else source
         columns = data_files.prompt_columns(source, data_files.first_row(source) or {})
@@ -268,8 +269,8 @@ def _callback(given: Any) -> Callback:
 
 
 def _with_recipe(base: Config, recipe: Any) -> Config:
-    """Returns a config with the given recipe (default: the recipe of `base`, or else grpo). If `base` has the same
-    recipe, the arguments in `base` are kept."""
+    """Returns the config `base` with the given recipe. If `base` has the same recipe, its arguments in `base` are kept.
+    `recipe`: None selects the recipe of `base`, or grpo if `base` has no recipe."""
     former = base.get("recipe.target")
     if recipe is None and former is not None:
         return base
@@ -309,9 +310,9 @@ def _data(base: Config, sets: Sequence[Any] | None, dataset: Any, held_out: Any,
 
 
 def _of_columns(config: Config, called: Sequence[CalledFunction], target: str) -> Settings:
-    """Returns the settings that follow from the columns of the problem sets: `fields` of each set with the columns that
-    the reward functions need, and the template `plain` if no template is set and the prompts are complete texts in a
-    column `prompt`, which TRL passes to the model unchanged."""
+    """Returns the settings that follow from the columns of the problem sets. The first is `fields` of each set, with
+    the columns that the reward functions need. The second is the template `plain`, if no template is set and the
+    prompts are texts in a column `prompt`, which TRL passes to the model unchanged."""
     found: dict[str, Any] = {}
     source, sets = config.get("data", {}), config.get("evaluation.sets") or []
     if called and source and (fields := data_files.column_fields(called, source, data_files.first_row(source))):

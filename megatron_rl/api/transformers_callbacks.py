@@ -11,7 +11,7 @@ from megatron_rl.api.callbacks import Callback, RunState
 from megatron_rl.config.base import ConfigError
 from megatron_rl.run.metrics import EVAL
 
-# events of Transformers that are called
+# methods of a Transformers callback that are called
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
 
