@@ -25,7 +25,7 @@ CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
 INSTRUCTIONS = "megatron_rl.rewards.instructions:grade"
 # RL Tango's prompt template for all benchmarks: its training prompt without the word "mathematical"
-# (released code, data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
+# The source is generate_prompt in data_preprocess/prepare_eval_benchmarks.py of RL Tango's released code.
 GENERAL = "tango_general"
 PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
 ASK_OUTPUT = "What does f({input}) return? Answer with a Python literal."
@@ -43,7 +43,7 @@ class Benchmark:
 
     name: str
     title: str
-    hub: str | None  # name of the data set on the Hugging Face hub; None: the rows are read from `data_dir` alone
+    hub: str | None  # name of the data set on the Hugging Face hub; None: the rows can only be read from `data_dir`
     # Function that converts a row to the question, the answer and other values for the grader.
     # The function returns None for a row that does not belong to the benchmark.
     read: Callable[[DataRow], Values | None]
@@ -123,7 +123,7 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
     places += [] if found.hub is None else [base / found.hub]
     place = next((p for p in places if p.exists()), None)
-    if place is None:  # another job may still write it, or it is on another host
+    if place is None:  # the file may be written later by another job, or may be on another host
         return PromptSet(path=str(places[1]), split=found.split, subset=found.subset, file=found.file, limit=limit)
     # only a folder from `megatron-rl fetch` has the splits of the hub
     own = place.is_dir() and (found.hub is None or place != base / found.hub)
@@ -172,7 +172,8 @@ def solution(row: DataRow) -> Values:
 def _plain(row: DataRow) -> Values:
     """Converts a row to a question and its answer. The columns may have any of several usual names.
 
-    If the row has no answer, the last \\boxed{} of its solution is used. Raises DataError for a row without either.
+    If the row has no answer, the last \\boxed{} of its solution is used. Raises DataError for a row without a question,
+    and for a row with neither an answer nor a boxed answer in a solution.
     """
     question = _first(row, "question", "problem", "Question", "Problem")
     context = row.get("context")

@@ -18,9 +18,9 @@ _PROMPT = "prompt"
 # Keys of the reference answer in a row; the first key that exists is used
 _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")
 _OF_VERL = ("data_source", "extra_info")  # verl's columns for the reward function
-# Names of values that a run itself gives a problem or an answer
+# Names of values that the run itself adds to a problem or an answer; columns with these names are not passed on
 _OF_RUN = (SOURCE, TEMPLATE, AGENT, EPISODE, WRITTEN_BY, "correct", "grading", "review", "verdicts")
-_OF_REWARDS = ("answers",)  # names that a reward of the package reads, only if data.fields has them
+_OF_REWARDS = ("answers",)  # names that a built-in reward function reads; passed on only if data.fields has them
 _SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
 _UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
 # Keys of a message that determine whether its turn is trained: the keys of OpenAI, axolotl and ms-swift, in this order.
@@ -33,8 +33,8 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 
     `source`: the problem set, after `data_settings.resolve`. The prompt is the first of the following that the row has:
     a conversation in `prompt` (TRL, verl), a text in `question`, a text in `prompt`, a conversation in `messages` or
-    `conversations`. The answer is the first of the keys in _ANSWERS; if there is none, the result has no answer field.
-    Returns None if the row has no prompt.
+    `conversations`. The answer is read from the first key of _ANSWERS that the row has; without such a key, the result
+    has no answer field. Returns None if the row has no prompt.
     """
     fields = dict(source.fields)
     if MESSAGES not in fields and QUESTION not in fields:
@@ -47,7 +47,7 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
         else:
             return None
     if MESSAGES in fields:
-        # The ready-made settings set this field; the question of a conversation is its last user message
+        # Ready-made settings (data.settings) may set QUESTION; the question of a conversation is its last user message
         fields.pop(QUESTION, None)
     if ANSWER not in fields:
         found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
@@ -56,10 +56,11 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 
 
 def passed_on(source: PromptSet, row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the columns that prompt templates, reward functions and environments get in addition to `fields`: all
-    other columns of the row, without conversations, nulls, values that JSON cannot represent, and names that the run
-    or a reward of the package uses. The columns in _OF_VERL are never left out. Returns {} if the data set has
-    ready-made settings."""
+    """Returns the columns that prompt templates, reward functions and environments get in addition to `fields`.
+
+    These are the other columns of the row, without conversations, nulls, values that JSON cannot represent, and columns
+    whose names the run or a built-in reward function uses. The columns in _OF_VERL are never left out. Returns {} if
+    the data set has ready-made settings (data.settings)."""
     if source.settings is not None:
         return {}
     left_out = {*fields, *fields.values(), *_OF_RUN, *_OF_REWARDS}
@@ -77,11 +78,11 @@ def is_conversation(value: Any) -> bool:
 
 
 def read_messages(value: Any, key: str) -> list[Message]:
-    """Returns a row's messages as mappings with `role` and `content`, a text. `key`: the key of the messages in the
+    """Returns a row's messages as mappings with `role` and `content` (a text). `key`: the key of the messages in the
     row.
 
-    ShareGPT's `from` and `value` are converted. Null entries, which Parquet adds, are removed. Raises DataError if a
-    message is malformed.
+    ShareGPT's `from` and `value` are converted to `role` and `content`. Null entries, which Parquet adds, are removed.
+    Raises DataError if a message is malformed.
     """
     if not isinstance(value, (list, tuple)) or not value:
         shown = "not there" if isinstance(value, NotThere) else f"{_shown(value)}, not a list of messages"
@@ -173,8 +174,8 @@ def _message(one: Any, key: str) -> Message:
 
 
 def _faults(message: Mapping[str, Any], key: str) -> Iterator[str]:
-    """Yields an error message for each invalid value in a message whose content is a text. `key`: location of the
-    message in the row."""
+    """Yields an error message for each invalid value in a message, after its content has been converted to a text.
+    `key`: location of the message in the row."""
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
         yield f"{key}.role is {role!r}: give one of {', '.join(ROLES)}"

@@ -1,4 +1,4 @@
-"""Rows of problems that reasoning-gym generates. The training and held-out splits share no problem."""
+"""Generates rows of problems with reasoning-gym. The training split and the held-out split have no common problem."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_rl.config.schema import Generated, PromptSet
 from megatron_rl.data.rows import DataError
 from megatron_rl.rewards.reasoning_gym import COMPOSITE, GIVEN, digest, open_dataset, reference
 
-HELD_OUT = 5  # one question in HELD_OUT belongs to the split `test`
-# Number of problems that are drawn for each problem wanted, and a constant number of further draws. The sum is enough
-# unless many questions repeat. The number of draws depends only on the config, because some data sets of the library
-# give other problems when their size changes.
+HELD_OUT = 5  # on average, one of HELD_OUT questions belongs to the split `test`
+# To get `size` problems of a split, _DRAWS[split] * size + _MORE problems are generated.
+# This number is large enough unless many questions repeat. It depends only on the config, because some data sets of
+# reasoning-gym generate other problems when their size changes.
 _DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
 _MORE = 100
 # exceptions that data sets of the library raise for arguments with which no problem can be generated
@@ -24,11 +24,12 @@ BROKEN = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeE
 def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (location, row) of the problems of a path `reasoning_gym:NAME`.
 
-    A row is {question, entry}, and answer if the library has answers. The rows are a function of NAME, data.generated
-    and data.split. Draw i is problem i of the library's data set with the seed data.generated.seed. The SHA-256 of a
-    question decides whether it belongs to `test` or `train`, for all seeds, settings and data sets, so the two splits
-    have no question in common. The split `all` is the library's data set unchanged. Raises ConfigError if the data set
-    cannot be made, and DataError if too few draws belong to the split.
+    A row has the keys question, entry (from which the grader generates the problem again) and, if the data set has
+    answers, answer. The rows depend only on NAME, data.generated and data.split. Draw i is problem i of reasoning-gym's
+    data set with the seed data.generated.seed. The SHA-256 of a question alone determines whether the question belongs
+    to `test` or `train`, so the two splits have no question in common, also with other seeds, settings or data sets.
+    The split `all` has all problems. Raises ConfigError if the data set cannot be made, and DataError if too few draws
+    belong to the split.
     """
     made = source.generated or Generated()
     name = generated_name(source.path) or ""

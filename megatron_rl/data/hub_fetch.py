@@ -39,12 +39,11 @@ from megatron_rl.run.file_checksums import digests, keep
 Kind = Literal["model", "dataset"]
 Config = TrainConfig | SftConfig | EvalConfig | GenerateConfig
 KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
-# File next to the downloaded files with the repository, the commit, and each file's size and SHA-256. Sizes and
-# checksums are written at the end of the download. Its name begins with a dot because the library `datasets` loads
-# every
-# other JSON file of a folder as rows.
+# File beside the downloaded files that records the repository, the commit, and the size and SHA-256 of each file.
+# The sizes and checksums are written at the end of the download.
+# The name begins with a dot, because the library `datasets` loads all other JSON files of a folder as rows.
 RECORD = ".fetched.json"
-# Folder in which the library huggingface_hub keeps NAME.metadata for each downloaded file NAME
+# Folder in which the library huggingface_hub stores NAME.metadata for each downloaded file NAME
 BROUGHT = ".cache/huggingface/download"
 DATASETS = "datasets"  # subfolder for all data sets, in the folder that is passed to `fetch`
 WEIGHTS = "*.safetensors"
@@ -53,8 +52,8 @@ FILES: dict[Kind, Sequence[str]] = {  # patterns of the files to download: neith
     "dataset": ("*.parquet", "*.jsonl", "*.json", "*.csv", "README.md"),
 }
 LEFT_OUT: dict[Kind, Sequence[str]] = {"model": ("*/*",), "dataset": (".*",)}  # model files are in the top folder
-# Connection errors. The library's base class of HTTP errors depends on its version and is therefore not imported. When
-# one of several downloads fails, the library closes its client, and the other downloads raise RuntimeError.
+# Connection errors. The name of huggingface_hub's base class of HTTP errors depends on the version of the library.
+# When one of several downloads fails, the library closes its HTTP client, and the other downloads raise RuntimeError.
 BROKEN: tuple[type[BaseException], ...] = (OSError, RuntimeError, HfHubHTTPError.__mro__[1])
 AGAIN = "what is there stays: give the same command again, and it goes on"
 
@@ -102,7 +101,7 @@ def wanted_by(config: Config) -> list[Wanted]:
     """Returns the repositories of the hub that a config names, each once. Names of existing local files and directories
     are left out.
 
-    Of a model that an endpoint serves, or that starts with random weights, only the config and tokenizer are wanted.
+    If an endpoint serves a model, or the model starts with random weights, only its config and tokenizer are wanted.
     """
     found: dict[tuple[str, Kind], Wanted] = {}
     for key, name, kind, weights in _named(config):
@@ -182,7 +181,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
         for name in wrong:
             (folder / name).unlink()
         raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
-    # Files of an earlier commit; the library `datasets` would load their rows as well
+    # Removes files of an earlier commit, because the library `datasets` would load their rows as well
     for name in before.difference(names):
         (folder / name).unlink(missing_ok=True)
         (folder / BROUGHT / f"{name}.metadata").unlink()
@@ -193,7 +192,8 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
 
 
 def _there(wanted: Wanted, folder: Path) -> Fetched | None:
-    """Returns the repository as a Fetched if all of its files are in a folder, otherwise None. Needs no network."""
+    """Returns the repository as a Fetched if all of its files are already in `folder`, otherwise None. Needs no
+    network."""
     known = _record(folder)
     files, commit = known.get("files", {}), known.get("commit", "")
     if not files or wanted.revision not in (None, commit):

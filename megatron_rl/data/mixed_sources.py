@@ -16,9 +16,10 @@ GOLDEN, SIZE = 0x9E3779B97F4A7C15, 1 << 64
 class MixedReader:
     """An endless, deterministic stream of prompts from several sources. Has the same methods as a PromptReader.
 
-    Number n of a Weyl sequence, whose beginning depends on the seed, selects the source of draw n in proportion to the
-    weights. So the shares of the sources in any run of consecutive draws are those of the weights, up to a few draws,
-    and weights may change after any draw. Each source has its own order and its own epochs.
+    Number n of a Weyl sequence, whose first number depends on the seed, selects the source of draw n in proportion to
+    the weights. In any sequence of consecutive draws, the shares of the sources are therefore proportional to the
+    weights, up to a few draws. The weights may change after any draw. Each source has a separate order and separate
+    epochs.
     """
 
     def __init__(self, readers: Mapping[str, PromptReader], weights: Mapping[str, float], *, seed: int | str) -> None:
@@ -33,8 +34,8 @@ class MixedReader:
 
     def take(self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY) -> list[Prompt]:
         """Returns `count` prompts of the stream for which `fits` returns True. A prompt that does not fit is replaced
-        by the next prompt of the same source. A source of which no problem is left is omitted until the end of the
-        call. Raises NothingLeft if no source is left, and DataError if all prompts of a source are too long.
+        by the next prompt of the same source. A source is omitted until the end of the call if a curriculum skips all
+        of its problems. Raises NothingLeft if no source is left, and DataError if all prompts of a source are too long.
         """
         left = {name: weight for name, weight in (draw.weights or self._weights).items() if weight > 0}
         out: list[Prompt] = []
@@ -67,7 +68,7 @@ class MixedReader:
 
     @property
     def longest(self) -> int:
-        """Returns the number of tokens of the longest prompt among those that are measured."""
+        """Returns the number of tokens of the longest prompt that was measured (see PromptReader.lengths)."""
         return max(reader.longest for reader in self._readers.values())
 
     def state_dict(self) -> dict[str, Any]:

@@ -133,17 +133,17 @@ def asked(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How a stage of the run takes prompts from a reader."""
+    """The settings with which a stage of the run takes prompts from a reader."""
 
-    weights: Mapping[str, float] | None = None  # weights of the sources; None: those of the reader
-    max_prompt_tokens: float = math.inf  # longer prompts are dropped, as those above the reader's own maximum
+    weights: Mapping[str, float] | None = None  # weights of the sources; None: the weights of the reader
+    max_prompt_tokens: float = math.inf  # longer prompts are dropped; the maximum of the reader applies as well
 
 
 ANY = Draw()
 
 
 class NothingLeft(DataError):
-    """A curriculum skips all problems of a data set, or of one source."""
+    """Raised when a curriculum skips all problems of the training data, or of one of its sources."""
 
 
 def source_of(prompt: Prompt) -> str:
@@ -187,7 +187,8 @@ class PromptReader:
         """Logs a warning if problems have prompts longer than `max_prompt_tokens`, which the stream drops. Raises
         DataError if their fraction is above `max_bad_share`.
 
-        `setting`: the setting of max_prompt_tokens for the message. `where`: name of the data set for the message.
+        `setting`: name of the setting that determines max_prompt_tokens, for the message. `where`: name of the data
+        set, for the message.
         """
         long = [
             BadRow(f"problem {row}", f"its prompt has {tokens} tokens: raise {setting} = {self._max}")
@@ -204,9 +205,9 @@ class PromptReader:
 
     def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> PromptReader:
         """Returns a new reader over this reader's problems in another random order, which depends only on the seed and
-        `name`. The new reader begins in the epoch of `state`, which is this reader's `state_dict` after `taken` was
-        taken, with the problems that are not in `taken`. The present position of this reader has no effect and is not
-        changed.
+        `name`. `taken`: prompts that this reader has returned. `state`: the `state_dict` of this reader after that. The
+        new reader begins in the epoch of `state`, and in this epoch it skips the problems of `taken`. The present
+        position of this reader has no effect and is not changed.
         """
         other = copy.copy(self)
         other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
@@ -227,8 +228,9 @@ class PromptReader:
         ]
 
     def take(self, count: int, fits: Fits = lambda prompt: True, draw: Draw = ANY) -> list[Prompt]:
-        """Returns the next `count` prompts of the stream for which `fits` returns True, and skips the others. Raises
-        DataError if all prompts of an epoch are too long. Weights of `draw` have no effect: there is one data set.
+        """Returns the next `count` prompts of the stream for which `fits` returns True, and skips the other prompts.
+        Raises DataError if all prompts of an epoch are too long. `draw.weights` has no effect, because a PromptReader
+        has only one source.
         """
         out: list[Prompt] = []
         misses, longest = 0, min(self._max, draw.max_prompt_tokens)
@@ -237,7 +239,7 @@ class PromptReader:
             tokens = self._tokens(problem)
             if len(tokens) > longest:
                 self.dropped, misses = self.dropped + 1, misses + 1
-                # If so many consecutive prompts are too long, they include a whole epoch
+                # 2 N - 1 consecutive prompts of a stream over N problems include a whole epoch
                 if misses >= 2 * len(self._problems) - 1:
                     raise DataError(
                         f"every prompt is longer than max_prompt_tokens = {longest}, e.g. {len(tokens)}: raise it"

@@ -28,14 +28,14 @@ LARGEST = 1e300  # limit of the absolute value of answers that are numbers; larg
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 # Number of rows per batch when a Parquet file is read, and maximum size of a batch in bytes
 BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30
-# The name of a data set on the hub, `name` or `owner/name`, and not a file name.
+# Matches the name of a data set on the Hugging Face hub, `name` or `owner/name`, but not a file name.
 _HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class DataError(ValueError):
-    """A data set cannot be used. The message names the bad rows by file and line."""
+    """Raised when a data set cannot be used. The message names the bad rows by file and line."""
 
 
 def reject(*problems: str) -> None:
@@ -83,7 +83,7 @@ def read_all(
 
     `read`: function (location, row) -> value, or None to skip the row. A row is bad if it is a BadRow, or if `read`
     raises DataError or ChatError. Returns (list of (index, value), list of bad rows, number of rows read). The index
-    counts good and bad rows from 0; skipped rows are not counted in it, but in the number of rows read.
+    of a value counts good and bad rows from 0, without skipped rows. The number of rows read includes skipped rows.
     """
     found, bad, count = list[tuple[int, T]](), list[BadRow](), 0
     for where, row in rows:
@@ -186,7 +186,7 @@ def encodable(text: str, what: str) -> str:
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Returns rows as a table. The columns are the union of the rows' keys; missing values are null. Raises
-    pyarrow.ArrowException if the values of a column have types that do not go together."""
+    pyarrow.ArrowException if the values of a column have incompatible types."""
     columns = dict.fromkeys(name for row in rows for name in row)
     return pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows])
 
@@ -261,8 +261,8 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
-    """Yields (location, row) of a directory that save_to_disk wrote, of another local data set directory, or of a data
-    set on the hub."""
+    """Yields (location, row) for each row of a Hugging Face data set: a directory that `save_to_disk` wrote, another
+    local data set directory, or a data set on the hub."""
     need = f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
     with refusing(lambda error: need, ImportError):
         import datasets

@@ -1,4 +1,4 @@
-"""Makes rollouts of texts that a model with a head scores, for training reward models and for their use as rewards."""
+"""Makes rollouts of texts that a reward model scores with its head, to train the reward model or to use its scores."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def scored_rollout(
     ends: Sequence[int] = (-1,),
     values: Mapping[str, Sequence[float]] | None = None,
 ) -> Rollout:
-    """Returns the rollout of a text [T] whose scores are read at the tokens `ends` (indices). By default, the only
-    score is read at the last token.
+    """Returns the rollout of a text [T] whose scores are read at the tokens with the indices `ends`. By default, the
+    only score is read at the last token.
 
-    The score at a token is the value of the next token's label, because the value of a label is the head's output
-    before the label. The text is therefore followed by one more token, whose id is arbitrary. The labels of the scores
-    are the only trained tokens. `values`: {name: one number for each score} for Rollout.values.
+    In a rollout, the value at index t + 1 is the head's output at token t. A score that is read at token t is therefore
+    stored at index t + 1, and one more token with an arbitrary id is appended to the text. Only the tokens at the
+    indices of scores are trained on. `values`: {name: one number for each score} for Rollout.values.
     """
     length = len(tokens) + 1
     labels = np.arange(len(tokens))[list(ends)] + 1

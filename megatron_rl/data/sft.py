@@ -1,5 +1,5 @@
-"""Reads samples for supervised fine-tuning and preference learning, texts or conversations, and converts them to
-rollouts.
+"""Reads samples for supervised fine-tuning and preference learning, and converts them to rollouts. The samples are
+texts or conversations.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from megatron_rl.vocabulary import Vocabulary
 
 _RESPONSES = ("response", "completion")
 _PAIR = ("chosen", "rejected")
-# What a row holds. completion: a prompt and a response, or a conversation. pair: two responses, of which the first is
-# preferred. scored: a completion with a label or a reward. compared: a pair for a reward model. steps: a solution in
-# steps with a label each, for a process reward model.
+# What a row has. completion: a prompt and a response, or a conversation. pair: a preferred and a rejected response.
+# scored: a completion with a label or a reward. compared: a pair for a reward model.
+# steps: a solution in steps, each of which has a label, for a process reward model.
 Rows = Literal["completion", "pair", "scored", "compared", "steps"]
 
 
@@ -54,7 +54,7 @@ class TextPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A conversation whose assistant messages from index `first` on are trained."""
+    """A conversation. The assistant messages from index `first` on are trained on."""
 
     messages: Sequence[Message]
     first: int = 0
@@ -69,7 +69,7 @@ class Preference:
 
     chosen: TextPair | Conversation
     rejected: TextPair | Conversation
-    # how much larger the score of `chosen` should be, in a pair for a reward model; None in other pairs
+    # in a pair for a reward model: by how much the score of `chosen` should exceed that of `rejected`; otherwise None
     margin: float | None = None
 
     @property
@@ -84,7 +84,7 @@ class LabelledSteps:
     prompt: str
     steps: Sequence[str]
     labels: Sequence[bool]
-    separator: str  # text after each step; its last token is the end of the step
+    separator: str  # text after each step; the last token of the separator is the end of the step
     where: str = ""  # file and line of the sample
 
 
@@ -92,7 +92,8 @@ SftSample = TextPair | Conversation | Preference | LabelledSteps
 
 
 def rows_of_loss(needs: frozenset[str], *, uses_advantages: bool) -> Rows:
-    """Returns which fields each data row must have for a loss with these properties (see packed_batch.BatchLoss)."""
+    """Returns which kind of data rows a loss with these properties needs. `needs` and `uses_advantages`: properties of
+    the loss, see packed_batch.BatchLoss."""
     if "pairs" in needs:
         return "compared" if "margin" in needs else "pair"
     return "steps" if "step_label" in needs else "scored" if uses_advantages else "completion"
@@ -102,11 +103,11 @@ def read_samples(data: SftData, *, split: str = "train", kind: Rows = "completio
     """Returns the samples of data.train. `split`: the split if the path is a directory or a data set.
 
     A sample is a prompt and a response (both texts, or both messages), or one conversation, or a pair of responses
-    (TRL's preference formats), or a solution in labelled steps (TRL's stepwise supervision). The keys of a single
-    response in the rows are found in the first row that has a sample,
-    and are used for all rows. If rows of kind "scored" have pairs, the responses get the labels true and false. Bad
-    rows are skipped with a warning that names file and line. Raises DataError if more than data.max_bad_share of the
-    rows are bad.
+    (TRL's preference formats), or a solution in labelled steps (TRL's stepwise supervision). The keys of a prompt and
+    its response, or of a conversation, are found in the first row that has a sample, and are used for all rows. If rows
+    of kind "scored" have pairs, the preferred response gets the label true, and the rejected response the label false.
+    Bad rows are skipped with a warning that names file and line. Raises DataError if more than data.max_bad_share of
+    the rows are bad.
     """
     fields: tuple[str, ...] = ()
 
@@ -151,8 +152,8 @@ def sft_rollouts(
 ) -> list[Rollout]:
     """Converts samples to rollouts. The trained tokens are the response and its EOS token, or the assistant's messages
     (`chat_template.conversation_tokens`). A pair becomes two rollouts of one group, the preferred one first, with the
-    advantages 1 and -1. In a pair for a reward model and in labelled steps, the trained tokens are the labels of the
-    scores (`scored_rollout`).
+    advantages 1 and -1. In a pair for a reward model and in labelled steps, only the tokens at the indices of scores
+    are trained on (`scored_rollout`).
 
     The prompt and response of a pair are tokenized separately, so that the boundary is the same as in generation. A
     sample is bad if it is longer than `max_tokens`, the chat template fails, the model of `vocabulary` has no embedding
@@ -185,11 +186,11 @@ def sft_rollouts(
 
 
 def mismatched(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
-    """Returns the rollouts with the response of each replaced by the response of the rollout before it, and the first
-    one's by the last one's, truncated to `max_tokens`. The rollouts of pairs are first reordered, so that responses to
-    one prompt are not adjacent.
+    """Combines the prompt of each rollout with the response of another rollout: of the rollout before it, or of the
+    last rollout for the first. Returns the new rollouts, truncated to `max_tokens`. Rollouts of pairs are first
+    reordered, so that responses to one prompt are not adjacent.
 
-    KTO estimates a KL divergence with such texts (arXiv 2402.01306, section 4.1).
+    KTO estimates a KL divergence with such mismatched texts (arXiv 2402.01306, section 4.1).
     """
     seen: Counter[str] = Counter()
     places = []
@@ -215,7 +216,7 @@ def _parts(sample: SftSample) -> list[tuple[TextPair | Conversation | LabelledSt
 def _rollouts_of(
     group: str, sample: SftSample, tokenizer: Any, *, append_eos: bool, vocabulary: Vocabulary | None
 ) -> list[Rollout]:
-    """Returns the rollouts of a sample, without a check of their lengths and tokens."""
+    """Returns the rollouts of a sample. Their lengths are not checked, nor whether each token has an embedding."""
     out, margin = [], sample.margin if isinstance(sample, Preference) else None
     for part, advantage in _parts(sample):
         if isinstance(part, LabelledSteps):
@@ -250,15 +251,16 @@ def _labelled(group: str, sample: LabelledSteps, tokenizer: Any) -> Rollout:
 
 
 def _preference(data: SftData, row: Mapping[str, Any], where: str) -> Preference:
-    """Returns the pair of a row in one of TRL's formats: texts or messages under `chosen` and `rejected`, after the
-    prompt of the row. Without a prompt in the row, the prompt is what both have in common at their beginning.
+    """Returns the pair of a row in one of TRL's formats: texts or messages under the keys `chosen` and `rejected`,
+    which follow the prompt of the row. If the row has no prompt, the prompt is the common beginning of `chosen` and
+    `rejected`.
     """
     prompt, *sides = (reach(row, key) for key in (data.prompt_field, *_PAIR))
     absent = [key for key, side in zip(_PAIR, sides, strict=True) if isinstance(side, NotThere)]
     reject(*(f"no {key}; the row has {', '.join(map(str, row))}" for key in absent))
     if isinstance(sides[0], (list, tuple)):
         read = [read_messages(side, key) for key, side in zip(_PAIR, sides, strict=True)]
-        # a text beside whole conversations repeats their first message
+        # if the prompt is a text beside two conversations, it only repeats their first message and is ignored
         before = read_messages(prompt, data.prompt_field) if isinstance(prompt, (list, tuple)) else []
         first = len(before) or _common(*read)
         reject(*["chosen and rejected begin with different messages, and the row has no prompt"] * (not first))
@@ -275,8 +277,8 @@ def _preference(data: SftData, row: Mapping[str, Any], where: str) -> Preference
 
 
 def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Returns the number of messages, or characters, that both have in common at their beginning. As in TRL, a space
-    before the first different character belongs to the responses.
+    """Returns the number of messages, or characters, in the common beginning of `chosen` and `rejected`. As in TRL, a
+    space before the first different character belongs to the responses.
     """
     places = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     size = next(places, min(len(chosen), len(rejected)))
@@ -307,7 +309,7 @@ def _steps(data: SftData, row: Mapping[str, Any], where: str) -> LabelledSteps:
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    """Returns the margin of a pair; 0 if the row has none."""
+    """Returns the margin of the pair in a row; 0 if the row has no margin."""
     margin = row.get("margin")
     if margin is None:
         return 0.0
