@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from megatron_rl.config.base import Share, config
 
-# A problem is generated with the seed `seed` + index of the problem; the upper bound keeps it below 2^32, numpy's limit
+# The upper bound keeps the sum of the seed and a problem's index below 2^32, numpy's limit of a seed.
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
@@ -46,7 +46,7 @@ class PromptSet:
     # The field `messages` is a conversation. docs/how_to/your_data.md describes how fields that are not set are found.
     fields: dict[str, str] = field(default_factory=dict)
     # true: every question is sent as the user message of a conversation.
-    # false: every prompt is sent as text; the text of a conversation is the conversation's last user message.
+    # false: every prompt is sent as text. A conversation must have a single user message, which is sent.
     # null: conversations are sent as conversations, and questions as text.
     chat: bool | None = None
     system: str | None = None  # system message of conversations that have no system message

@@ -30,8 +30,8 @@ class Embedded:
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
     max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes in a batch
-    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. Use it only to try out a
-    # format: the embedded engine dequantises the weights, so a format increases its memory.
+    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. Use this setting only to
+    # try out a format: the embedded engine dequantises the weights, and needs more memory with a format than without.
     quantization: Quantization | None = None
     # On a GPU, replay the decoding steps of a dense model as CUDA graphs. One graph at a time is kept in GPU memory.
     # The generated tokens are the same as without graphs. Decoding is faster, because the CPU launches fewer kernels.
@@ -58,7 +58,7 @@ class Servers:
     stages_experts: ClassVar[bool] = False
 
     kind: str = ""  # name of the engine; overridden by each subclass
-    replicas: PositiveInt = 1  # number of servers of each role, or of the roles that share servers
+    replicas: PositiveInt = 1  # number of servers of each role, or of each group of roles that share servers
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
     expert_parallel: bool = False  # true: each rank of a server holds whole experts; false: a slice of every expert
     # Format in which servers hold the weights of linear layers; null: the model's dtype. The trainer quantises the

@@ -17,7 +17,7 @@ from megatron_rl.config.engines import EndpointConfig
 Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
 # Names of the matrices that can have an adapter, as in Hugging Face and peft.
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Kinds of heads that replace the output layer of a language model. A head computes one number per token.
+# Kinds of heads that a model may have in place of the output layer, or beside it. A head computes one number per token.
 Head = Literal["value", "score"]
 REWARD_OBJECTIVES = ("bradley_terry", "prm")  # values of `loss.objective` for a reward model, which has `head: score`
 
@@ -68,7 +68,7 @@ class Layout:
         return self.expert_tp * self.ep * self.pp
 
     def rank_problems(self, ranks: int) -> Iterator[str]:
-        """Yields an error message if `ranks` is not a multiple of the number of ranks that the layout needs."""
+        """Yields an error message if `ranks` is not a multiple of both `model_ranks` and `expert_ranks`."""
         if ranks % self.model_ranks:
             yield (
                 f"tp {self.tp} x cp {self.cp} x pp {self.pp} = {self.model_ranks} does not divide {ranks} ranks: start "
@@ -133,7 +133,7 @@ class Optimizer:
     overlap: bool = False
 
     def problems(self) -> Iterator[str]:
-        """Yields error messages about a schedule of the learning rate that cannot be computed."""
+        """Yields error messages about a learning-rate schedule with missing or contradictory settings."""
         if self.decay != "constant" and self.decay_steps is None:
             yield f"optimizer.decay = {self.decay!r} needs optimizer.decay_steps: the step at which min_lr is reached"
         if self.decay != "constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
@@ -313,8 +313,8 @@ class Lora:
 
 @config
 class MeanTokens:
-    """The mean lengths of a role's prompts and answers, for example as a first run measured them. Only `megatron-rl
-    plan` uses them."""
+    """The mean lengths of a role's prompts and answers, for example as measured in a first run. Only `megatron-rl plan`
+    uses these lengths."""
 
     prompt: PositiveInt | None = None  # mean number of tokens of a prompt; null: half of max_prompt_tokens
     answer: PositiveInt | None = None  # mean number of tokens of an answer; null: half of sampling.max_tokens

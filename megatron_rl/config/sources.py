@@ -27,7 +27,7 @@ MODULE = "module "  # prefix of a module's name in the names of sources
 # Sections of a config that name no training inputs.
 NOT_READ = ("run", "output", "engine", "launch", "job", "sinks", "debug", "data_dir")
 MODELS = ("path", "tokenizer", "junior")  # settings that name directories of models, tokenizers and adapters
-READ = (  # endings of the names of the files in a model directory that a run reads
+READ = (  # suffixes of file names; only files with these suffixes are read in a model directory
     "config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", ".index.json",
     "merges.txt", "vocab.txt", ".jinja", ".model", ".tiktoken", ".safetensors",
 )  # fmt: skip

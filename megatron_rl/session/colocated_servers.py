@@ -96,8 +96,8 @@ class ColocatedServers:
         return found
 
     def _hold(self, asleep: Sequence[str]) -> list[str]:
-        """Makes this rank's supervisors end the servers that are not asleep. `asleep`: the IDs of the sleeping servers,
-        as returned by `_settle`."""
+        """Makes this rank's supervisors end the servers that are not asleep. `asleep`: the IDs of the sleeping servers;
+        an ID identifies a start of a server."""
         for supervisor in self._supervisors:
             supervisor.line.say(HOLD, *asleep)
         for supervisor in self._supervisors:

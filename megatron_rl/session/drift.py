@@ -40,10 +40,10 @@ class Gap:
     version: int
     tokens: int
     mean: float
-    error: float  # standard error of `mean`, if responses are assumed to be independent
+    error: float  # standard error of `mean`, computed as if responses were independent
     p99: float
     max: float
-    # [QUARTERS] mean gap in each quarter of the responses' lengths; None for a quarter without tokens
+    # [QUARTERS] mean gap of the tokens in the first, second, ... quarter of each response; None without such tokens
     quarters: list[float | None]
 
 

@@ -1,4 +1,4 @@
-"""Reports the events of a run to the parent program, which started the run and may ask it to stop in each reply."""
+"""Reports the events of a run to the parent program, which started the run. The program's replies can stop the run."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class Driver:
     def refitted(self, metrics: Mapping[str, Any]) -> None:
         """Appends the metrics of a weight sync (refit) to refits.jsonl, such as the transferred bytes and the duration.
 
-        The metrics are not in metrics.jsonl, because its content must not depend on interruptions of the run. Raises
-        json_lines.DiskError if the line cannot be written.
+        The metrics are not in metrics.jsonl, because the content of metrics.jsonl must not depend on interruptions of
+        the run. Raises json_lines.DiskError if the line cannot be written.
         """
         if self.tracker is not None:
             json_lines.append(self.directory.refits, json.dumps(metrics).encode())

@@ -157,8 +157,8 @@ def _targets(value: Any) -> Iterator[str]:
 
 def _is_hub_name(path: str, kind: hub_cache.Kind) -> bool:
     """Returns whether a path that does not exist locally is treated as a name on the Hugging Face Hub: `owner/name`, or
-    `name` for a data set. If a local folder `owner` exists, this is so only if the local Hugging Face cache contains
-    the repository."""
+    `name` for a data set. If a local folder `owner` exists, `owner/name` is treated so only if the local Hugging Face
+    cache contains the repository."""
     if Path(path).suffix in _DATA_FILES or not _HUB_NAME.fullmatch(path):
         return False
     if "/" not in path:

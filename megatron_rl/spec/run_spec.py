@@ -215,7 +215,7 @@ class StageSpec:
 
     until: int  # number of iterations of the run after which the stage ends
     overrides: Mapping[str, Any]  # {dotted name of a setting: value}
-    spec: RunSpec  # the specification of the stage's iterations, without stages
+    spec: RunSpec  # specification that applies to the stage's iterations; its `stages` is empty
 
 
 @dataclass(frozen=True, kw_only=True)

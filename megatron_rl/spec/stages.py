@@ -11,7 +11,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.spec.run_spec import RunSpec
 
-# Patterns of the names of settings: a stage may change a setting if it matches CHANGING and does not match FIXED
+# Patterns of setting names: a stage may change a setting if the name matches CHANGING and does not match FIXED
 CHANGING = (
     "data.sources.*.weight", "recipe.args.*", "roles.*.loss.*", "roles.*.max_prompt_tokens",
     *(f"roles.*.optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip_grad")),
