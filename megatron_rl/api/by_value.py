@@ -52,7 +52,7 @@ def write(function: Any, directory: Path, name: str) -> Path:
 
 
 def findable(module: types.ModuleType) -> bool:
-    """Returns whether another process with the same sys.path would import the same file by the module's name."""
+    """Returns whether another process with the same sys.path would import the module from the same file."""
     places: Any = None
     spec: importlib.machinery.ModuleSpec | None = None
     try:

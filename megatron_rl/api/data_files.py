@@ -34,7 +34,7 @@ def data_settings(given: Rows | str | Path, name: str, directory: Path) -> dict[
     """Returns the settings of a problem set that is given as rows (a list of mappings, or a datasets.Dataset), or as a
     path or name.
 
-    Rows are written to a JSONL file in `directory`, whose name is `name` and a digest of the content. Raises
+    Rows are written to a JSONL file in `directory`. The file name is `name` and a digest of the content. Raises
     ConfigError if there are no rows, a row is not a mapping, or a value cannot be converted to JSON.
     """
     if isinstance(given, (str, Path)):

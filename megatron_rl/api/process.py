@@ -79,7 +79,7 @@ class _NotebookOutput:
         self._text, self._display = "", None
 
     def write(self, text: str) -> None:
-        """Appends text. `flush` shows it."""
+        """Appends text, which the next `flush` shows."""
         self._text = "".join((self._text + text).splitlines(keepends=True)[-LINES:])
 
     def flush(self) -> None:

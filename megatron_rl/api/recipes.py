@@ -23,7 +23,7 @@ def use_of(recipe: Any) -> dict[str, Any]:
     """Returns the config section `recipe` {target, args} for a short name, package.module:Class, a section, or a recipe
     object.
 
-    Raises ConfigError for an unknown short name, and for an object whose class the ranks cannot import from a module.
+    Raises ConfigError for an unknown short name, and for an object whose class cannot be imported by other processes.
     """
     if isinstance(recipe, str) and ":" in recipe:
         return {"target": recipe}

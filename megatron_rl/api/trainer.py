@@ -137,7 +137,7 @@ class Trainer:
         sets, run = self._asked(dataset), config.directory
         n = (config.evaluation.n if dataset is None else 1) if n is None else n
         default = 0.0 if n == 1 else config.evaluation.temperature
-        number = len([*(run / "evaluations").glob("[0-9]*.json")]) + 1  # training writes iteration_N.json files there
+        number = len([*(run / "evaluations").glob("[0-9]*.json")]) + 1  # iteration_N.json files are not counted
         output = run / "evaluations" / f"{number:03d}.json"
         tree = self._model_settings() | {
             "sets": sets, "n": n, "limit": config.evaluation.limit, "template": self._template(), "output": str(output),

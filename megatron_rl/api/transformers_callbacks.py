@@ -16,7 +16,7 @@ EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "
 
 
 class TransformersCallback(Callback):
-    """Calls a `transformers.TrainerCallback`. A step is an iteration.
+    """A callback that calls a `transformers.TrainerCallback`. One step of Transformers is one iteration of the run.
 
     The callback's `args` have output_dir (the run's directory) and max_steps. Its `state` has global_step, max_steps
     and log_history. If the callback sets `control.should_training_stop`, the run stops.

@@ -15,7 +15,7 @@ from megatron_rl.environments.episode_types import Tool
 
 ROUNDED_DIGITS = 15  # number of significant digits shown of a result without a finite decimal representation
 MOST_DIGITS = 4000  # upper bound of max_digits; Python by default refuses to convert integers of over 4300 digits
-# upper bound of log2(10): a power is rejected before it is computed only if it certainly has too many digits
+# upper bound of log2(10), so that only powers that certainly have too many digits are rejected before computation
 BITS_PER_DIGIT = 4
 _BINARY: Mapping[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,

@@ -11,9 +11,10 @@ _LABELS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    r"""Returns 1.0 if the last \boxed{} of the verifier's text agrees with payload["answer"] (yes or no), else 0.0.
+    r"""Returns 1.0 if the last \boxed{} of the verifier's text is the label payload["answer"], yes or no, else 0.0.
 
-    Raises ValueError if payload["answer"] is neither yes nor no. The response then gets no reward.
+    The label may also be true or 1 for yes, and false or 0 for no. Raises ValueError for any other label. The response
+    then gets no reward.
     """
     label = _LABELS.get(str(payload["answer"]).strip().lower())
     if label is None:

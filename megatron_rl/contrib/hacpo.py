@@ -98,11 +98,11 @@ class Hacpo(Recipe):
     updates: Count  # number of iterations, each of which trains both roles
     group_size: Count = 8  # samples per problem and role
     window: Count = 5  # number of iterations over which a role's capability is averaged
-    # In optimizer step m of an update, the other role's rollouts have the lower ratio bound
-    # 1 - cross_clip + m cross_clip_step, at most 1. An update trains on the role's own rollouts first.
+    # In optimizer step m, a rollout of the other role has the lower ratio bound 1 - cross_clip + m cross_clip_step.
+    # The bound is at most 1, and m starts at 0 in each update. An update trains on the role's own rollouts first.
     cross_clip: Share = 0.2
     cross_clip_step: NotNegative = 0.025
-    samples_per_optimizer_step: Count | None = None  # must equal this setting of both roles; determines the steps m
+    samples_per_optimizer_step: Count | None = None  # must equal roles.X.samples_per_optimizer_step of both roles
     template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
@@ -205,8 +205,8 @@ class Hacpo(Recipe):
         ]
 
     def _lows(self, count: int) -> np.ndarray:
-        """Returns the lower bound of the ratio of each of [S] rollouts, which depends on its optimizer step. The steps
-        are those of batches.data_parallel_split.split.
+        """Returns a lower bound of the ratio for each of [S] rollouts. The bound depends on the optimizer step in which
+        the rollout is trained on. batches.data_parallel_split.split assigns the rollouts to the same steps.
         """
         steps = 1 if self.samples_per_optimizer_step is None else -(-count // self.samples_per_optimizer_step)
         ends = [(i + 1) * count // steps for i in range(steps)]

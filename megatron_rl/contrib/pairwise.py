@@ -31,7 +31,7 @@ from megatron_rl.types import Prompt, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise(Recipe):
-    """A recipe that trains `generator` on whether `judge` prefers its responses to a reference response of the same
+    """A recipe that trains `generator` to write responses that `judge` prefers to a reference response of the same
     group.
 
     The judge is a frozen model or a model behind a URL, unless `judge_warmup` or `judge_iterations` is above 0. In
@@ -47,7 +47,7 @@ class Pairwise(Recipe):
     judge_warmup: CountOrZero = 0  # judge iterations before the first generator iteration
     judge_iterations: CountOrZero = 0  # judge iterations after each generator iteration
     judgements: Count = 8  # judgements per pair and order in a judge iteration
-    format_weight: float = 0.8  # weight of the requested form in the judge's reward
+    format_weight: float = 0.8  # weight of the format score in the judge's reward
     estimator: EstimatorName = "grpo"  # estimator for the judge: a name in algorithms.estimators, or module:name
     generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
     judge_template: str = "pairwise_judge"  # template with {question}, {first}, {second}
@@ -96,9 +96,9 @@ class Pairwise(Recipe):
         return "total"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates on problems with `rejected`, with greedy decoding and both orders: how often the judge prefers the
-        generator's response to `answer` (win_rate), and `answer` to `rejected` (accuracy). A comparison that cannot be
-        parsed counts as lost.
+        """Evaluates both roles on the problems that have a response `rejected`, with greedy decoding and both orders.
+        The metric win_rate is how often the judge prefers the generator's response to `answer`. The metric accuracy is
+        how often the judge prefers `answer` to `rejected`. A comparison that cannot be parsed counts as lost.
         """
         known = [prompt for prompt in prompts if "rejected" in prompt.payload]
         if not known:
@@ -125,8 +125,9 @@ class Pairwise(Recipe):
     def _generator_iteration(
         self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
     ) -> list[Rollout]:
-        """Returns the responses to train on: those to problems whose comparisons have different outcomes. Each has an
-        outcome of 1.0 (better than the reference) or -1.0. The reference response is not trained on.
+        """Returns the responses to train on, with an outcome of 1.0 (better than the reference) or -1.0. If all
+        comparisons of a problem have the same outcome, the responses to the problem are left out. The reference
+        response is not trained on.
         """
         n, groups = self.group_size, dict[int, list[Rollout]]()
         references = [context.seed_for(iteration.number, "reference", i) % n for i in range(len(prompts))]
@@ -157,8 +158,8 @@ class Pairwise(Recipe):
     def _judge_iteration(
         self, iteration: Iteration, prompts: Sequence[Prompt], context: RolloutContext, compared: Comparisons
     ) -> list[Rollout]:
-        """Returns the judge's answers about known preferences, or about two responses of the generator for problems
-        without a known preference.
+        """Returns the judge's answers as rollouts. The judge compares the responses `answer` and `rejected` of each
+        problem. For a problem without `rejected`, the judge compares two responses of the generator.
         """
         unknown = [prompt for prompt in prompts if "rejected" not in prompt.payload]
         texts = _texts(context, sample(context, GENERATOR, unknown, sampling_for(context, iteration, GENERATOR, 2)))

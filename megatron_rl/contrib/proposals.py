@@ -49,8 +49,8 @@ class AnswerRule:
     def correct(
         self, answers: Mapping[int, str], payloads: Mapping[int, Mapping[str, Any]], max_failure_share: float
     ) -> dict[int, bool | None]:
-        """Returns whether each answer is correct, or None for an answer that could not be graded. The mappings have the
-        same keys. Raises RewardFailure if too many gradings fail.
+        """Returns whether each answer is correct, or None for an answer that could not be graded. `answers` and
+        `payloads` have the same keys. Raises RewardFailure if too many gradings fail.
         """
         if self._pool is None or not answers:
             return dict.fromkeys(answers, True)

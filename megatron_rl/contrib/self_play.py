@@ -49,7 +49,7 @@ class SelfPlay(Recipe):
     # Number of iterations, each of which trains both roles.
     # If `proposer_iterations` is above 0: number of rounds, each with first proposer and then solver iterations.
     updates: Count
-    # number of proposer iterations per round, which do not train the solver; 0, as for solver_iterations: no rounds
+    # number of proposer iterations per round, which do not train the solver; 0 here and in solver_iterations: no rounds
     proposer_iterations: CountOrZero = 0
     solver_iterations: CountOrZero = 0  # number of solver iterations per round, each with one proposal per task
     proposals: Count = 4  # proposals per task

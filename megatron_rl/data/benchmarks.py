@@ -25,7 +25,7 @@ CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
 INSTRUCTIONS = "megatron_rl.rewards.instructions:grade"
 # RL Tango's prompt template for all benchmarks: its training prompt without the word "mathematical"
-# The source is generate_prompt in data_preprocess/prepare_eval_benchmarks.py of RL Tango's released code.
+# RL Tango's released code has this template in data_preprocess/prepare_eval_benchmarks.py (generate_prompt).
 GENERAL = "tango_general"
 PROCESSBENCH = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
 ASK_OUTPUT = "What does f({input}) return? Answer with a Python literal."
@@ -109,8 +109,8 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
 
     Without `data_dir`, the location is the data set on the hub. Otherwise it is the first of these that exists in
     `data_dir`: a folder NAME, a file NAME.jsonl or NAME.parquet, or a folder with the data set's name on the hub, as
-    created by `megatron-rl fetch`. If none exists, the location is NAME.jsonl. Raises ConfigError for a benchmark that
-    is not on the hub without `data_dir`. `limit`: maximum number of problems.
+    created by `megatron-rl fetch`. If none exists, the location is NAME.jsonl. Raises ConfigError if `data_dir` is None
+    and the benchmark is not on the hub. `limit`: maximum number of problems.
     """
     name = found.folder or found.name
     if data_dir is None:

@@ -58,9 +58,10 @@ class NotThere:
 
 
 def rows_of(path: str, split: str, subset: str | None, file: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set.
+    """Yields (location, row) for each row of a file, a directory of files, or a Hugging Face data set.
 
-    A row is a dict or a BadRow. Raises ConfigError if there is no data at `path`.
+    A location is FILE:NUMBER or NAME[SPLIT]:NUMBER. A row is a dict or a BadRow. Raises ConfigError if there is no data
+    at `path`.
     """
     place = Path(path)
     if place.is_file():

@@ -186,8 +186,8 @@ def sft_rollouts(
 
 
 def mismatched(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
-    """Combines the prompt of each rollout with the response of another rollout: of the rollout before it, or of the
-    last rollout for the first. Returns the new rollouts, truncated to `max_tokens`. Rollouts of pairs are first
+    """Combines the prompt of each rollout with the response of the rollout before it, and the first prompt with the
+    response of the last rollout. Returns the new rollouts, truncated to `max_tokens`. Rollouts of pairs are first
     reordered, so that responses to one prompt are not adjacent.
 
     KTO estimates a KL divergence with such mismatched texts (arXiv 2402.01306, section 4.1).

@@ -1,4 +1,4 @@
-"""Normalizes the answer in a response, so that a majority vote counts equal answers as one.
+"""Normalizes the answer in a response, so that a majority vote recognizes equal answers in different notations.
 
 The rules are cheap text replacements; no expression is evaluated.
 """

@@ -100,8 +100,8 @@ def _syntax_tree(text: str) -> str | None:
 
 
 def _arguments(text: str) -> tuple[list[Any], dict[str, Any]] | None:
-    """Parses `1, 'a', n=2` or `f(1, 'a', n=2)`. Returns (arguments, keywords), or None if any argument is not a
-    literal."""
+    """Parses the arguments of a call, such as `1, 'a', n=2` or `f(1, 'a', n=2)`. Returns (positional arguments, keyword
+    arguments), or None if any argument is not a literal."""
     own = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
     try:
         node = ast.parse(f"f({own})", mode="eval").body

@@ -199,7 +199,7 @@ def _same_numbers(one: str, other: str, tolerance: float) -> bool:
             a == b or (tolerance and abs(a - b) <= allowed * max(Decimal(1), abs(b)))
             for a, b in zip(ours, theirs, strict=True)
         )
-    except ArithmeticError:  # a word that is not a number, or a number that is too large to subtract
+    except ArithmeticError:  # raised for a word that is not a number, and for numbers that are too large to subtract
         return False
 
 

@@ -87,8 +87,8 @@ class Graded:
 class _Worker:
     """A worker of the pool: a process, which is replaced when it ends, and a thread that communicates with the process.
 
-    The thread lives as long as the worker. On Linux, the process's parent (reaper.py) ends when the thread that started
-    the parent ends.
+    The thread must live as long as the process, because on Linux the parent of the process (reaper.py) gets a signal to
+    end when the thread that started the parent ends.
     """
 
     def __init__(self, task: bytes) -> None:
@@ -127,13 +127,14 @@ class _Worker:
             self.say(self._task, START_TIMEOUT_S)
 
     def say(self, message: bytes, timeout_s: float) -> None:
-        """Sends a message to the process. Raises TimeoutError, or ConnectionError if the process has ended."""
+        """Sends a message to the process. Raises TimeoutError after `timeout_s` seconds, and ConnectionError if the
+        process has ended."""
         self._socket.settimeout(timeout_s)
         self._socket.sendall(message)
 
     def hear(self, timeout_s: float) -> Any:
-        """Returns the next message of the process, a parsed JSON line. Raises TimeoutError, ConnectionError if the
-        process has ended, and ValueError if the line is not JSON."""
+        """Returns the next message of the process, a parsed JSON line. Raises TimeoutError after `timeout_s` seconds,
+        ConnectionError if the process has ended, and ValueError if the line is not JSON."""
         ends_at = time.monotonic() + timeout_s
         while b"\n" not in self._heard:
             if (left := ends_at - time.monotonic()) <= 0:  # the time limit also applies while the process sends bytes
@@ -319,7 +320,7 @@ class GradePool:
                 if not self._grade_held(worker, held, call):
                     worker.start()
                     self._make_ready(worker)
-        except BaseException as error:  # raised again in the thread that waits for the results
+        except BaseException as error:  # the error is raised again in the thread that waits for the results
             for result in call.results:
                 with contextlib.suppress(InvalidStateError):
                     result.set_exception(error)

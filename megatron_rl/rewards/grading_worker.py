@@ -89,7 +89,7 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
         if isinstance(found, type):
             found, args = found(**args), {}
         if isinstance(found, RewardFunctions):
-            # with the default range, the sum of the rewards is not limited
+            # with the default reward.range, the sum of several rewards is not limited
             found.grader.limits = None if bounds == (0.0, 1.0) else bounds
             return found.grader
         if not callable(found):

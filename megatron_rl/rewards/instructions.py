@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 DetectorFactory.seed = 0  # without a seed, the detected language of a text may differ between calls
-Check = Callable[..., bool]  # function (response, **values of the instruction) -> whether the response follows it
+Check = Callable[..., bool]  # function (response, **values) -> whether the response follows an instruction
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _JSON_MARKS = ("```json", "```Json", "```JSON", "```")
 _POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s.*$", "P.S.": r"p\.\s?s\..*$"}
@@ -218,7 +218,7 @@ def _capital_word_frequency(text: str, capital_frequency: int, capital_relation:
 
 
 def _language(text: str) -> str | None:
-    """Returns the language of a text, such as "en"; None if the text has no letters from which it can be told."""
+    """Returns the language of a text, such as "en"; None if the text has no letters from which to detect a language."""
     try:
         return detect(text)
     except LangDetectException:

@@ -24,7 +24,7 @@ from megatron_rl.rewards.math_units import clash, split_unit
 
 TAIL = 20_000  # the answer is searched for in this many characters at the end of a response
 NO_LIMIT: Any = None  # math-verify accepts None as no time limit, but declares the parameter as int
-DECIMALS = 6  # decimal places to which math-verify compares numbers
+DECIMALS = 6  # number of decimal places to which two numbers are compared
 # numbers below this value are compared to DIGITS significant digits, because six decimal places are too few
 SMALL = 1e-3
 DIGITS = 4

@@ -19,7 +19,7 @@ from megatron_rl import processes
 from megatron_rl.rewards import grading_worker as worker_script
 from megatron_rl.run.parent_death import end_with_parent
 
-# asks the reaper to kill all descendants and to end; Linux also sends it when the thread that started the reaper ends
+# signal on which the reaper kills all descendants and ends; Linux sends it when the thread that started the reaper ends
 LEAVE = signal.SIGHUP
 TRACKER_S = 2.0  # time limit in seconds for multiprocessing's resource tracker to remove shared memory and end
 PR_SET_CHILD_SUBREAPER = 36  # number of a prctl option of Linux
@@ -35,7 +35,7 @@ def main() -> None:
         worker_script.main(None)
         return
     heard = {LEAVE, signal.SIGCHLD}
-    signal.signal(LEAVE, signal.SIG_DFL)  # under nohup(1), a process ignores this signal by default
+    signal.signal(LEAVE, signal.SIG_DFL)  # undoes nohup(1), which makes a process ignore this signal
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     end_with_parent(LEAVE, os.getppid())
@@ -72,7 +72,8 @@ def _wait(worker: int) -> int:
 
 
 def _end_like(status: int) -> None:
-    """Ends this process as a child ended: with the same exit status, or by the same signal if `status` is negative."""
+    """Ends this process in the way in which a child process ended. `status`: exit status of the child, or -N if signal
+    N ended the child."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):

@@ -123,7 +123,7 @@ def call(
 
 @functools.cache  # a successful check is not repeated; a failed check raises an error, which is not cached
 def require() -> None:
-    """Checks that this machine can build a sandbox. Otherwise raises SandboxFailure with the cause and a cure."""
+    """Checks that this machine can build a sandbox. Otherwise raises SandboxFailure with the cause and a remedy."""
     try:
         ran = _run("import math, random\nprint(math.factorial(5))\n", "", SandboxSettings(timeout_s=20.0), {})
     except SandboxFailure as error:

@@ -158,7 +158,7 @@ def call_filter() -> bytes:
         (LOAD, 0, 0, CALL_NUMBER),
     ]
     if index == 0:
-        # refuses x32 system calls, whose numbers differ
+        # refuses system calls of the x32 ABI, whose numbers differ from those of x86-64
         lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]
     for numbers in REFUSED.values():
         lines += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, REFUSE)]

@@ -70,9 +70,10 @@ def _number(text: str) -> Decimal | None:
 
 
 def _agree(answer: Decimal, known: Decimal) -> bool:
-    """Returns whether two numbers are equal.
+    """Returns whether the number `answer` is equal to the known number `known`.
 
-    An answer with more decimals than `known` is first rounded to the decimals of `known`, unless `known` has none.
+    If `answer` has more decimal places than `known`, it is first rounded to the decimal places of `known`, unless
+    `known` has none.
     """
     if answer == known:
         return True

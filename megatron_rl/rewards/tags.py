@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 THINK = "<think>"  # text that opens a thought
-MIN_STEPS = 3  # a solution with fewer step blocks loses 0.4 of the format score
+MIN_STEPS = 3  # a solution with fewer <step> blocks, but at least one, loses 0.4 of the format score
 
 _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace does not group
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_rl.rewards.tags import between, step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score in the reward of a verification
-COUNT_GATE = 0.6  # if the solution's format score is at least this, the number of verdicts must be that of its steps
+COUNT_GATE = 0.6  # from this format score of the solution on, the number of verdicts must equal the number of steps
 
 _STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
 _FINAL, _END_FINAL = "<final_verification>", "</final_verification>"
