@@ -18,9 +18,9 @@ from megatron_rl.types import Prompt, Rollout
 class AgentConversation:
     """The conversation of one agent in one episode, and the training samples made from it.
 
-    Tokens are kept as the engine and the dialogue returned them; nothing is tokenized again. If the next prompt cannot
-    be formed by appending tokens to an earlier answer (`Dialogue.bridge` returns None), the conversation is split: the
-    tokens so far become one sample, and the next sample begins with the whole conversation rendered anew.
+    Tokens are stored as the engine and the `Dialogue` object returned them; no text is tokenized again. If the next
+    prompt cannot be formed by appending tokens to the last answer (`Dialogue.bridge` returns None), the conversation is
+    split. The tokens so far become one sample, and the next sample begins with the whole conversation rendered anew.
     """
 
     def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool], *, system: str | None = None) -> None:
@@ -28,7 +28,7 @@ class AgentConversation:
         self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
         self.answers = 0
         self.cuts = 0
-        # For each answer that has tokens: the text of the messages that the agent got before the answer
+        # One text for each non-empty answer: the messages that the agent received before the answer
         self.told: list[str] = []
         self.last_key: int | None = None  # key of the agent's last request to the engine
         self._history: list[Message] = []
@@ -61,9 +61,10 @@ class AgentConversation:
         return self._context
 
     def say(self, completion: Completion, *, task: Prompt, context: RolloutContext, sampling: Sampling) -> Reply:
-        """Adds the completion of the last prompt to the conversation, and returns it parsed.
+        """Adds the completion of the last prompt to the conversation. Returns the parsed completion.
 
-        Raises EngineError if a completion of a tandem (senior and junior) has no author for each token.
+        Raises EngineError if the role is a tandem (a senior and a junior model that write one response together) and
+        the completion does not have the author of each token.
         """
         if sampling.tandem is not None and completion.authors is None:
             raise EngineError("an engine sent a tandem's completion without an author for each token")
@@ -86,5 +87,5 @@ class AgentConversation:
         return reply
 
     def rollouts(self) -> list[Rollout]:
-        """Returns the samples of the conversation, in order."""
+        """Returns the training samples of the conversation, in order."""
         return self._ended if self._current is None else [*self._ended, self._current]

@@ -1,4 +1,4 @@
-"""Converts messages into tokens and answers into messages."""
+"""Converts chat messages into tokens, and the tokens of a model's answer into a message."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.episode_types import Call, Tool
 from megatron_rl.text import decode
 
-TEXT, CHAT = "text", "chat"  # names of the kinds of dialogue, except for `renderers:NAME`
+TEXT, CHAT = "text", "chat"  # names of two kinds of dialogue; the third kind is `renderers:NAME`
 RENDERERS = "renderers:"
-# Exceptions that chat templates and renderers raise for messages and answers that they cannot process. The blocks that
-# catch these exceptions contain no call of an engine, whose exceptions must pass through.
+# Exceptions that a chat template or a renderer raises if it cannot process a message or an answer.
+# Code that catches these exceptions calls no engine, because exceptions of engines must not be caught.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, NotImplementedError)
 
 
@@ -33,7 +33,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exchange:
-    """A conversation up to the last answer of a model."""
+    """A conversation up to and including the last answer of a model."""
 
     prompt: np.ndarray  # [T] int32, all tokens before the answer
     answer: np.ndarray  # [T] int32
@@ -42,13 +42,13 @@ class Exchange:
 
 
 class Dialogue(ABC):
-    """Converts messages to tokens and answers to messages, for one tokenizer. By default, tool calls in an answer are
-    not parsed but stay in the text."""
+    """A converter between chat messages and tokens, for one tokenizer. By default, tool calls in an answer are not
+    parsed and stay in the answer's text."""
 
     stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, in addition to the model's end tokens
 
     def __init__(self, tokenizer: Any, frame: str = "") -> None:
-        """`frame`: a rendered conversation, which shows the control tokens of the tokenizer's chat template."""
+        """`frame`: a rendered example conversation, from which the chat template's control tokens are found."""
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer, frame)
 
@@ -62,11 +62,11 @@ class Dialogue(ABC):
 
     @abstractmethod
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        """Returns the tokens [T] between an answer and the agent's next answer: the end of the turn, and the new
-        messages.
+        """Returns the tokens [T] between the last answer in `past` and the model's next answer: the end of the turn,
+        and the messages `new`.
 
-        Returns None if the rendered conversation would differ from the existing tokens. The caller then calls `open`
-        with the whole conversation.
+        Returns None if rendering the conversation with `new` would change tokens that exist already. The caller then
+        calls `open` with the whole conversation.
         """
         ...
 
@@ -77,7 +77,7 @@ class Dialogue(ABC):
 
 
 def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
-    """Returns the dialogue of a kind (see EpisodeSettings). Raises ConfigError for an unknown or unavailable kind."""
+    """Returns a Dialogue of a kind (EpisodeSettings.dialogue). Raises ConfigError if `kind` is not available."""
     if kind == TEXT:
         return TextDialogue(tokenizer)
     if kind == CHAT:
@@ -92,9 +92,9 @@ def check_dialogue(kind: str) -> None:
 
 
 def _renderer_name(kind: str) -> str:
-    """Returns NAME of the dialogue `renderers:NAME`.
+    """Returns NAME of the dialogue kind `renderers:NAME`.
 
-    Raises ConfigError for another kind, for an unknown name, and if the library renderers is not installed.
+    Raises ConfigError if `kind` has another form, if NAME is unknown, or if the library `renderers` is not installed.
     """
     name = kind.removeprefix(RENDERERS)
     if not kind.startswith(RENDERERS) or not name:
@@ -116,7 +116,8 @@ def _renderer_name(kind: str) -> str:
 class TextDialogue(Dialogue):
     """A dialogue that concatenates the texts of messages without any template, for base models.
 
-    The texts themselves mark the turns and may contain control tokens, except in quoted parts (see `quoting`).
+    The texts themselves must mark where turns begin and end. Control tokens in a text are recognized, except in the
+    quoted parts of messages made with `episode_types.quoting`.
     """
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
@@ -131,7 +132,7 @@ class TextDialogue(Dialogue):
         return _ids(self._tokenizer, "".join(map(self._text, new)))
 
     def _text(self, message: Message) -> str:
-        """Returns the text of a message. Raises ChatError if its content is not a text."""
+        """Returns the text of a message. Raises ChatError if the content of the message is not a string."""
         text = message.get("content")
         if not isinstance(text, str):
             raise ChatError(f"the dialogue {TEXT!r} puts texts alone, and a message has the content {str(text)[:80]}")
@@ -143,11 +144,11 @@ class TextDialogue(Dialogue):
 class ChatDialogue(Dialogue):
     """A dialogue that renders messages with the tokenizer's chat template.
 
-    The tokens between two answers are found by rendering the conversation twice with a placeholder as the answer: up to
-    the end of the answer, and up to the beginning of the next answer. The difference is the text between the two
-    answers. The template must render the earlier messages identically in both renderings, and the model's answer
-    unchanged except for surrounding whitespace. Only the template can produce control tokens, never the content of a
-    message.
+    To find the tokens between two answers, the conversation is rendered up to the beginning of the second answer, with
+    a placeholder in place of the first answer. The text after the placeholder is the text between the answers. The
+    template must render earlier messages identically before and after the new messages are added, and the model's
+    answer unchanged except for surrounding whitespace; otherwise `bridge` returns None. Only the template can produce
+    control tokens; the content of a message cannot.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -232,7 +233,8 @@ _STAND_IN = "0"
 
 
 def _frame(render_text: Callable[[Sequence[Message]], str]) -> str:
-    """Returns a short rendered conversation, which shows the template's control tokens, or "" if rendering fails."""
+    """Renders a short example conversation, which contains the chat template's control tokens. Returns "" if rendering
+    fails."""
     try:
         return render_text([{"role": role, "content": _STAND_IN} for role in (USER, ASSISTANT, USER)])
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""Requests to the engines of several roles. The completion of each request is a future."""
+"""Sends requests to the engines of several roles. Each request returns a future of its completion."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class EngineAnswers:
-    """Sessions with the engines of several roles. Any thread may send requests in the block of `reading`."""
+    """Sessions with the engines of several roles. Any thread may send requests inside a `with reading()` block."""
 
     def __init__(self, context: RolloutContext, roles: Iterable[str]) -> None:
-        # The exception of an engine that failed; all pending futures are cancelled.
+        # The exception of the first engine that failed, or None. If an engine fails, all pending futures are cancelled.
         self.failure: BaseException | None = None
         self.over = False  # whether all further requests are cancelled
         self._context = context
@@ -28,9 +28,9 @@ class EngineAnswers:
         self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # {(role, key): future of the answer}
 
     def ask(self, role: str, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None) -> Future[Completion]:
-        """Requests one completion of the prompt `tokens` from the role's engine. See `Session.ask`.
+        """Requests one completion of the prompt `tokens` from the role's engine. `key`, `after`: see `Session.ask`.
 
-        The future is cancelled if an engine fails, and at the end of `reading`.
+        The returned future is cancelled if any engine fails, or when the `reading` block ends.
         """
         future: Future[Completion] = Future()
         with self._lock:
@@ -42,8 +42,8 @@ class EngineAnswers:
         return future
 
     def look_after(self, work: Future[T]) -> T:
-        """Waits for the result of `work` and returns it. Meanwhile reports to the run's watchdog that the run is alive,
-        and updates the engine servers of the roles as needed.
+        """Waits for the result of `work` and returns the result. While it waits, it reports to the run's watchdog that
+        the run is alive, and calls `tend` of each role's engine, which updates the engine's servers.
 
         Must be called in the thread that manages the servers. If an engine fails, raises the engine's exception without
         waiting for `work`.
@@ -59,7 +59,8 @@ class EngineAnswers:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Context manager that receives the engines' answers in one thread per role. At the end of the block, pending
-        requests are cancelled and the threads are joined, because a call of an engine may involve all ranks.
+        requests are cancelled and the threads are joined. The join is needed because a call of an engine may be a
+        collective operation of all ranks, which must end before the caller goes on.
         """
         readers = [
             threading.Thread(target=self._read, args=(role,), name=f"answers of {role}", daemon=True)
@@ -92,7 +93,7 @@ class EngineAnswers:
             self._end()
 
     def _end(self) -> None:
-        """Cancels the pending requests. Later requests are cancelled by `ask`."""
+        """Cancels the pending requests, and lets `ask` cancel all later requests."""
         with self._lock:
             self.over = True
             left, self._waiting = list(self._waiting.values()), {}

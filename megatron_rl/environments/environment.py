@@ -1,4 +1,5 @@
-"""Base classes: EpisodeMaker of everything that plays episodes, and Environment. Also the settings of episodes."""
+"""Base classes EpisodeMaker (an object that plays episodes) and Environment (a world in which models act), and the
+settings of episodes."""
 
 from __future__ import annotations
 
@@ -26,25 +27,26 @@ class EpisodeSettings:
     # How messages are converted to tokens. text: the texts are concatenated. chat: the tokenizer's chat template.
     # renderers:NAME: the renderer NAME of the library `renderers`, which also parses tool calls.
     dialogue: str = TEXT
-    # {role: system message} for the conversations of the role's agents. A role's entry is used if the environment sends
-    # no system message; for the first role, only if the problem has no system message either (data.system). Not
-    # available with the dialogue text.
+    # {role: system message} for the conversations of the role's agents. An entry is used only if the environment sends
+    # no system message. The entry of the first role is used only if the problem has no system message (data.system).
+    # Not available with dialogue = text.
     system: Mapping[str, str] = field(default_factory=dict)
-    episode_timeout_s: PositiveFloat = 3600.0  # timeout of an episode, from the start of its `begin`
-    step_timeout_s: PositiveFloat = 120.0  # timeout of one `begin` or `step` of the environment
-    workers: PositiveInt = 64  # maximum number of concurrent calls of environments
-    # Estimates that only `megatron-rl plan` uses. `told`: mean number of tokens that the environment inserts before
-    # each answer of an agent but the first. `tool_s`: mean time in seconds that the environment takes to process an
-    # answer before the next answer is requested.
+    episode_timeout_s: PositiveFloat = 3600.0  # timeout of an episode, from the call of the environment's `begin`
+    step_timeout_s: PositiveFloat = 120.0  # timeout of one call of the environment's `begin`, `step` or `close`
+    workers: PositiveInt = 64  # maximum number of methods of environments that run at the same time
+    # Mean number of tokens that the environment inserts before each answer of an agent except the agent's first answer.
+    # Only `megatron-rl plan` uses this estimate.
     told: NonNegativeInt = 0
+    # Mean time in seconds that the environment takes to process an answer before it requests the next answer. Only
+    # `megatron-rl plan` uses this estimate.
     tool_s: NonNegativeFloat = 0.0
 
 
 class EpisodeMaker(ABC):
     """Base class of objects that play episodes with the roles' engines, such as environments.
 
-    Several threads may call `play` at once, because copies of a recipe share its EpisodeMaker. So processes and data
-    that an EpisodeMaker has started or loaded exist only once.
+    Copies of a recipe share one EpisodeMaker, so that the processes and data that the EpisodeMaker has started or
+    loaded exist only once. Therefore several threads may call `play` at the same time.
     """
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
@@ -60,18 +62,19 @@ class EpisodeMaker(ABC):
         settings: EpisodeSettings,
         numbers: Sequence[int] | None = None,
     ) -> list[Episode]:
-        """Plays one episode of each of [E] tasks with its seed. Returns [E] episodes, in order.
+        """Plays one episode of each of [E] tasks. Returns [E] episodes, in order.
 
-        `samplings`: {role: sampling parameters}, with one sample per prompt (n = 1). `numbers`: index of each episode
-        among the episodes of the iteration (Episode.number); None: 0 to E - 1. The seed of each answer is a function of
-        the role's seed, the index of the episode, the agent, and the index of the answer, so an episode that is played
-        again with the same index gets the same answers. Raises EngineError if an engine fails. If an environment fails,
-        no exception is raised; the failure is the outcome of the episode.
+        `seeds`: seed of each episode. `samplings`: {role: sampling parameters}, with one sample per prompt (n = 1).
+        `numbers`: index of each episode among the episodes of the iteration (Episode.number); None: 0 to E - 1. The
+        seed of each answer is a function of the role's seed, the seed and index of the episode, the agent, and the
+        index of the answer. So an episode that is played again with the same seed and index gets the same answers.
+        Raises EngineError if an engine fails. If an environment fails, no exception is raised; the failure is the
+        outcome of the episode.
         """
         ...
 
     def speaking_roles(self) -> Collection[str] | None:
-        """Returns the roles whose models generate answers, or None if they are not known.
+        """Returns the roles whose models generate answers, or None if these roles are not known.
 
         Before a run starts, these roles are compared with the roles of the agents that the recipe defines.
         """
@@ -92,7 +95,7 @@ class EpisodeMaker(ABC):
         return None
 
     def files(self) -> Mapping[str, str]:
-        """Returns {argument: path} of the files that the episodes read. The files must exist before a run.
+        """Returns {argument: path} of the files that the episodes read. The files must exist before a run starts.
 
         The command `megatron-rl plan` works without the files.
         """
@@ -111,16 +114,16 @@ class Environment(EpisodeMaker):
     """Base class of environments in which models act. A subclass is a dataclass whose fields are its arguments in the
     config.
 
-    The environment is built once on every rank, also for checks and plans, and its data are loaded (`load`) on the rank
-    that plays the episodes. Each episode uses a shallow copy. `begin`, `step` and `close` of a copy are called from
-    different threads, so the state of an episode must be set in `begin`. The episode must be a deterministic function
-    of the task, the seed and the models' answers.
+    The environment is built once on every rank, also by the commands `check` and `plan`. Only the rank that plays the
+    episodes calls `load`, which loads the environment's data. Each episode uses a shallow copy of the environment.
+    `begin`, `step` and `close` of a copy are called from different threads, so the state of an episode must be set in
+    `begin`. The episode must be a deterministic function of the task, the seed and the models' answers.
     """
 
     @abstractmethod
     def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[NextRequest] | EpisodeEnd:
-        """Starts an episode. `task`: the payload of a problem. Returns the requests for the first answers, or the end
-        of the episode."""
+        """Starts an episode. `task`: the payload of a problem, with the question. Returns the requests for the first
+        answers, or the end of the episode."""
         ...
 
     @abstractmethod
@@ -157,11 +160,12 @@ class Environment(EpisodeMaker):
 def problems(
     maker: EpisodeMaker, settings: EpisodeSettings, roles: Collection[str], *, key: str
 ) -> Iterator[str]:  # fmt: skip
-    """Yields error messages about an EpisodeMaker and settings that do not fit together.
+    """Yields an error message for each setting that does not fit the EpisodeMaker.
 
-    The roles of the recipe's agents, `roles`, must be the roles whose models the episodes use, if these are known. A
-    system message in the settings must be used. `told` and `tool_s` must be 0 if no role is known to answer twice.
-    `key`: name of the setting with the roles, for the error messages.
+    `roles`, the roles of the recipe's agents, must be equal to `maker.speaking_roles()`, unless that is None. Every
+    system message in the settings must be used. `settings.told` and `settings.tool_s` must be 0, unless
+    `maker.most_answers` says that a role may answer more than once. `key`: name of the recipe's setting with the roles,
+    for the error messages.
     """
     asked = maker.speaking_roles()
     if asked is not None and set(asked) != set(roles):
@@ -190,7 +194,7 @@ def problems(
 
 
 def estimates(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> dict[str, EpisodeEstimate]:
-    """Returns {role: estimate of its episodes} for plans, from `maker.most_answers` and the settings."""
+    """Returns {role: EpisodeEstimate} for `megatron-rl plan`, computed from `maker.most_answers` and the settings."""
     most = {role: maker.most_answers(role) or 1 for role in roles}
     return {
         role: EpisodeEstimate(

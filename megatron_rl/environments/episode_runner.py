@@ -1,5 +1,5 @@
-"""Plays episodes of environments with the roles' engines. An environment processes an answer as soon as it arrives,
-while other answers are still generated."""
+"""Plays episodes of environments with the roles' engines. An environment processes each answer as soon as the answer
+arrives, while engines still generate other answers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatron_rl.user_code import told
 if TYPE_CHECKING:
     from megatron_rl.environments.environment import Environment, EpisodeSettings
 
-# Maximum number of answers in one episode. The key of a request is (index of the episode) x MOST_ANSWERS + index of the
-# answer.
+# Maximum number of requests for answers in one episode.
+# The key of a request to an engine is (index of the episode) x MOST_ANSWERS + (index of the request in the episode).
 MOST_ANSWERS = 1 << 20
-# Maximum characters per token. A text with more characters per available token cannot fit into the prompt and is not
-# tokenized.
+# Maximum number of characters per token. Messages are too long for a prompt, and are not tokenized, if they have more
+# characters than MOST_CHARACTERS x (maximum number of tokens of the prompt).
 MOST_CHARACTERS = 512
-# Maximum number of requests per episode for which the prompt is too long. If an environment went on after this, its
-# episode would never end.
+# Maximum number of requests per episode whose prompt is too long for an answer. An environment that ignores the missing
+# answers could otherwise send such requests forever.
 MOST_UNASKED = 100
 _log = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class _Underway:
     seed: int
     world: Environment
     agents: dict[str, AgentConversation] = field(default_factory=dict)
-    # The pending requests and their answers, in the order in which the environment expects the answers. The answer is
-    # None if the prompt was too long.
+    # The pending requests, each with the future of its answer, in the order in which the environment expects the
+    # answers. The future is None if the prompt was too long.
     expected: deque[tuple[NextRequest, Future[Completion] | None]] = field(default_factory=deque)
     asked: int = 0  # number of requests so far
     calls: int = 0  # number of tool calls so far
@@ -60,10 +60,10 @@ class _Underway:
 
 
 class EpisodesPlay:
-    """Plays the episodes of one call of `Environment.play`.
+    """A runner of the episodes of one call of `Environment.play`.
 
     Each episode is a coroutine. All coroutines run in one event loop, which has its own thread. The caller's thread
-    updates the engine servers while it waits. Each call of an environment runs in a new thread.
+    updates the engine servers while it waits. Each call of an environment's method runs in a new thread.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class EpisodesPlay:
     def play(self, tasks: Sequence[Prompt], seeds: Sequence[int], numbers: Sequence[int]) -> list[Episode]:
         """Plays one episode of each of [E] tasks. Returns [E] episodes, in order. `numbers`: index of each episode.
 
-        Raises ConfigError if an environment uses a role for which the recipe has no agent. Exceptions of engines pass
-        through. Every environment is closed, also after an error, unless one of its calls hangs.
+        Raises ConfigError if an environment uses a role for which the recipe has no agent. Exceptions of engines are
+        propagated. Every environment is closed, also after an error, unless a call of the environment hangs.
         """
         with contextlib.closing(LoopThread("episodes")) as thread:
             try:
                 with self._answers.reading():
                     return self._answers.look_after(thread.start(self._play(tasks, seeds, numbers)))
-            finally:  # after an error, the other episodes end when they wait for an answer: there are no more answers
+            finally:  # after an error, all requests are cancelled, and an episode ends when it waits for an answer
                 thread.run(self._wait())
 
     async def _play(self, tasks: Sequence[Prompt], seeds: Sequence[int], numbers: Sequence[int]) -> list[Episode]:
@@ -103,7 +103,7 @@ class EpisodesPlay:
         return await asyncio.gather(*self._episodes)
 
     async def _wait(self) -> None:
-        """Waits until all episodes have ended, at most `step_timeout_s`."""
+        """Waits until all episodes have ended, but at most `step_timeout_s` seconds."""
         if self._episodes:
             await asyncio.wait(self._episodes, timeout=self._settings.step_timeout_s)
 
@@ -126,9 +126,10 @@ class EpisodesPlay:
         return _result(running, over)
 
     async def _talk(self, running: _Underway, limit: asyncio.Timeout) -> EpisodeEnd:
-        """Passes answers of the models to the environment until the environment ends the episode. Returns the end.
+        """Passes answers of the models to the environment until the environment ends the episode. Returns the
+        EpisodeEnd.
 
-        `limit`: the timeout of the episode. It is set when a worker thread calls the environment's `begin`.
+        `limit`: the timeout of the episode, which begins when a new thread calls the environment's `begin`.
         """
         method, world = "begin", running.world
         payload = dict(running.task.payload)
@@ -165,11 +166,11 @@ class EpisodesPlay:
         def work() -> None:
             try:
                 result = job()
-            except Exception as error:  # any exception of an environment is a failure of its episode
+            except Exception as error:  # any exception raised by an environment fails only its episode
                 result = error
             except SystemExit as error:  # some libraries exit on failure; SystemExit would silently end the thread
                 result = EnvironmentFailure(told(error))
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: the call ended after its timeout
+            with contextlib.suppress(RuntimeError):  # the event loop is closed if the call ended after its timeout
                 loop.call_soon_threadsafe(lambda: done.cancelled() or done.set_result(result))
 
         async with self._workers:
@@ -240,7 +241,7 @@ class EpisodesPlay:
         )
 
     async def _said(self, running: _Underway) -> Said:
-        """Waits for the answer to the oldest pending request. Returns the answer as the environment gets it."""
+        """Waits for the answer to the oldest pending request. Returns the answer as `Environment.step` receives it."""
         request, answer = running.expected[0]
         completion = None if answer is None else await asyncio.wrap_future(answer)
         running.expected.popleft()

@@ -1,5 +1,5 @@
-"""A child process that exchanges lines of JSON with this process. When the child is ended, all of its descendants are
-ended as well."""
+"""A child process that exchanges lines of JSON with this process. Ending the child process also ends all of its
+descendants."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 import psutil
 
 MARK = "MEGATRON_RL_EPISODES"  # environment variable by which the descendants of the process are found
-GRACE_S = 15.0  # seconds to wait for the status of a process that has closed its output or was killed
+GRACE_S = 15.0  # seconds to wait for the exit status of a process that has closed its output or was killed
 LOOK_S = 0.2  # seconds between two checks of whether the process has ended
-SHOWN_BYTES = 4000  # maximum number of bytes of the end of the log in error messages
+SHOWN_BYTES = 4000  # maximum number of bytes from the end of the log that an error message shows
 MOST_BYTES = 1 << 30  # maximum size of a line
 
 
 class LineProcess:
     """A child process that writes JSON lines to its standard output. Its standard error is appended to the file `log`.
-    All coroutines run in one event loop.
+    All coroutine methods must be called in the same event loop.
 
-    `mark`: an environment variable and its value, which the program must pass to the processes that it starts. `end`
-    kills all processes with this variable, including processes in other sessions.
+    `mark`: {name: value} of an environment variable, which the program must pass to the processes that it starts. `end`
+    kills all processes that have this variable, including processes in other POSIX sessions.
     """
 
     def __init__(self, log: Path) -> None:
@@ -55,7 +55,7 @@ class LineProcess:
     async def hear(self) -> dict[str, Any]:
         """Returns the next line, parsed.
 
-        Raises EOFError if the process has ended (the message contains the end of its log) or if the line is not a JSON
+        Raises EOFError if the process has ended (the message contains the end of the log) or if the line is not a JSON
         object.
         """
         reading = asyncio.ensure_future(self._out.readline())

@@ -22,8 +22,8 @@ class PythonTool(Tool):
     """A tool that runs a Python program and returns its output. If there is no output, the tool returns the value of
     the program's last expression.
 
-    If the program raises an exception, times out or prints too much, the result is the output so far and a message. No
-    state is kept between calls, so a call can be repeated. A failure of the sandbox raises EnvironmentFailure.
+    If the program raises an exception, times out or prints too much, the tool returns the output so far and a message.
+    No state is kept between calls, so a call can be repeated. If the sandbox fails, `run` raises EnvironmentFailure.
     """
 
     name: str = "python"

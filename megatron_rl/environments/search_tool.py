@@ -29,19 +29,20 @@ _STARTS, _STAMP = "starts.npy", "stamp.json"
 class SearchTool(Tool):
     """A tool that finds the documents of a corpus that match a query best.
 
-    The corpus is a JSONL file with one document per line. The index is built once per process; with `keep` it is saved
-    next to the corpus. The answer has the format of Search-R1 (arXiv 2503.09516): `Doc 1(Title: ...) text`.
+    The corpus is a JSONL file with one document per line. The search index is built once per process; with `keep`, the
+    index is saved next to the corpus. The tool's answer has the format of Search-R1 (arXiv 2503.09516):
+    `Doc 1(Title: ...) text`.
     """
 
     corpus: str  # JSONL file
-    # Key of a document's title; null: the title is the first line of its text, as in the corpora of Search-R1.
+    # Key of a document's title; null: the title is the first line of the text, as in the corpora of Search-R1.
     title: str | None = "title"
     text: str = "text"  # key of a document's text
     top_k: PositiveInt = 3  # maximum number of documents in an answer
     max_characters: PositiveInt = 4000  # maximum length of an answer; longer answers are truncated
     k1: NonNegativeFloat = 1.5  # BM25's k1: how fast the weight of a repeated word saturates
     b: Share = 0.75  # BM25's b: strength of the length normalization, from 0 to 1
-    stopwords: str | None = "en"  # language of the stop words that are ignored, as bm25s names it; null: no stop words
+    stopwords: str | None = "en"  # language whose stop words are ignored, in bm25s's notation; null: ignore no words
     keep: bool = False  # save the index next to the corpus, and load it from there while the corpus is unchanged
     name: str = "search"
 
@@ -89,8 +90,8 @@ class SearchTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """All settings, and properties of the corpus file, that the search index depends on. If one of them differs from
-    the saved stamp, a new index is built."""
+    """The settings and the properties of the corpus file that determine the search index. If the stamp that was saved
+    with an index differs from the current stamp, a new index is built."""
 
     bytes: int  # size of the corpus
     changed_ns: int  # modification time of the corpus
@@ -102,9 +103,9 @@ class Stamp:
 
 
 class CorpusIndex:
-    """The BM25 scores of every word in every document, and the byte offset of each document in the corpus file.
+    """A search index: the BM25 score of each word in each document, and the documents' byte offsets in the corpus file.
 
-    The text of a document is read from the file when it is returned. A CorpusIndex is thread-safe.
+    The text of a document is read from the corpus file each time it is requested. A CorpusIndex is thread-safe.
     """
 
     def __init__(self, path: Path, stamp: Stamp, scores: Any, starts: np.ndarray) -> None:
@@ -135,8 +136,8 @@ class CorpusIndex:
         return chosen[np.argsort(-scores[chosen], kind="stable")].tolist()
 
     def document(self, number: int) -> tuple[str, str]:
-        """Returns (title, text) of the document with index `number`. Raises EnvironmentFailure if it cannot be read,
-        because the file has changed."""
+        """Returns (title, text) of the document with index `number`. Raises EnvironmentFailure if the document cannot
+        be read because the corpus file has changed."""
         start, end = int(self._starts[number]), int(self._starts[number + 1])
         try:
             return _document(os.pread(self._file.fileno(), end - start, start), self._stamp)
@@ -146,8 +147,8 @@ class CorpusIndex:
 
 @functools.lru_cache(maxsize=KEPT)
 def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
-    """Returns the saved index of a corpus if `keep` is set and the saved stamp is equal to `stamp`; otherwise builds a
-    new index."""
+    """Returns the search index of a corpus. With `keep`, loads the saved index if its stamp is equal to `stamp`, and
+    otherwise builds and saves a new index. Without `keep`, builds a new index and does not save it."""
     library = _library()
     place = path.with_name(path.name + INDEX)
     wanted = {**vars(stamp), "library": library.__version__}
@@ -164,7 +165,8 @@ def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
 
 
 def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
-    """Returns the texts that are indexed (title and text of each document), and the byte offsets of the lines.
+    """Returns (texts to index, byte offsets of the lines and of the file's end). A text to index is a document's title
+    and text.
 
     Raises ConfigError if a line is malformed or the file is empty.
     """
@@ -183,7 +185,7 @@ def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
 
 
 def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
-    """Returns (title, text) of a document from its line. Raises ValueError if the line is malformed."""
+    """Parses a line of the corpus. Returns the document's (title, text). Raises ValueError if the line is malformed."""
     try:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # raises UnicodeEncodeError for lone surrogates such as \\ud800
@@ -201,7 +203,7 @@ def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
 
 
 def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
-    """Returns texts tokenized by bm25s: as ids with a vocabulary if `ids`, otherwise as lists of words."""
+    """Tokenizes texts with bm25s. Returns token ids with a vocabulary if `ids` is set, otherwise lists of words."""
     try:
         return _library().tokenize(list(texts), stopwords=stopwords or [], return_ids=ids, show_progress=False)
     except ValueError as error:
@@ -209,7 +211,7 @@ def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
 
 
 def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any]) -> None:
-    """Saves an index atomically. An older index is replaced."""
+    """Saves a search index atomically. Replaces an older index of the corpus."""
     partial = place.with_name(f".{place.name}.{os.getpid()}")
     scores.save(str(partial))
     np.save(partial / _STARTS, starts)

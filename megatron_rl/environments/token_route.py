@@ -40,7 +40,9 @@ REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABOR
 
 
 class RouteRefusal(ValueError):
-    """An error response to a request. `status`: the HTTP status. `code`: an error code that clients know, or None."""
+    """Raised when the server rejects a request, and sent as the HTTP error response.
+
+    `status`: the HTTP status. `code`: an error code that client libraries know, or None."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -48,14 +50,14 @@ class RouteRefusal(ValueError):
 
 
 class _SamplingParams(pydantic.BaseModel, strict=True):
-    """The sampling parameters of a request that are used. All other parameters are ignored."""
+    """The sampling parameters that the server uses. All other sampling parameters of a request are ignored."""
 
     max_tokens: pydantic.PositiveInt | None = None
     stop_token_ids: Annotated[list[TokenId], pydantic.Field(max_length=MOST_STOPS)] | None = None
 
 
 class _Request(pydantic.BaseModel, strict=True):
-    """The body of a request."""
+    """The body of a request for tokens."""
 
     model: str  # the role
     token_ids: Annotated[list[TokenId], pydantic.Field(min_length=1)]  # the prompt
@@ -76,8 +78,8 @@ class TokenRoute:
         self.token = secrets.token_hex(32)
         self._plays: dict[str, RoutedPlay] = {}
         self._names = map(str, itertools.count())
-        # Connections without a valid token so far, oldest first. Any user of this machine can open connections, and a
-        # legitimate client sends its token at once.
+        # Connections that have not sent a valid access token yet, oldest first. Their number is limited, because any
+        # user of this machine can open connections. A legitimate client sends the token at once.
         self._strangers: dict[web.RequestHandler, None] = {}
         self._thread = LoopThread("token route")
         self.url = f"http://127.0.0.1:{self._thread.run(self._open())}"
@@ -107,16 +109,16 @@ class TokenRoute:
             del self._plays[play.name]
 
     def models(self) -> dict[str, Any]:
-        """Returns the response to GET /v1/models: the roles for which requests are accepted at present. `max_model_len`
-        in the response is the maximum number of prompt tokens."""
+        """Returns the response to GET /v1/models: the roles for which requests are accepted at present, each with
+        `max_model_len`, the maximum number of prompt tokens."""
         longest = {role: most for play in list(self._plays.values()) for role, most in play.longest.items()}
         return {"object": "list", "data": [{"id": role, "max_model_len": most} for role, most in longest.items()]}
 
     async def generate(self, session: str, body: bytes) -> dict[str, Any]:
-        """Forwards a request to its role's engine and returns the answer. Raises RouteRefusal if the request is invalid
-        or the engine fails.
+        """Forwards a request to the engine of its role and returns the response. Raises RouteRefusal if the request is
+        invalid or the engine fails.
 
-        `session`: the header X-Session-ID, of the form play.episode.agent. `body`: the JSON body.
+        `session`: value of the header X-Session-ID, of the form play.episode.agent. `body`: the JSON body.
         """
         name, _, rest = session.partition(".")
         place, _, agent = rest.partition(".")
@@ -182,7 +184,7 @@ class TokenRoute:
 
 
 class RoutedPlay(EngineAnswers):
-    """The requests of the episodes in one call of `EpisodeMaker.play`, and the recorded answers."""
+    """The requests that arrive during one call of `EpisodeMaker.play`, and the recorded answers of the engines."""
 
     def __init__(
         self, name: str, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int],
@@ -203,10 +205,11 @@ class RoutedPlay(EngineAnswers):
         return f"{self.name}.{place}.{agent}"
 
     def answer(self, place: int, agent: str, tokens: np.ndarray, start: int) -> Rollout | None:
-        """Returns the recorded answer of an agent with these tokens, as a rollout of prompt and answer, or None.
+        """Finds the recorded answer of an agent that has exactly these tokens. Returns it as a rollout with prompt and
+        answer, or None if no engine sampled this answer to this prompt.
 
         `place`: index of the episode. `tokens` [T] int32: prompt and answer. `start`: index of the answer's first
-        token. Returns None if no engine sampled this answer to this prompt.
+        token.
         """
         answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
@@ -260,8 +263,8 @@ def _forced(own: Sampling, asked: _Request) -> Sampling:
     """Returns the role's sampling parameters, with the request's `max_tokens` if it is lower, and with the request's
     stop tokens.
 
-    The stop tokens of the request are added, because the client's chat template may end a turn with another token than
-    the model.
+    The request's stop tokens are added to the role's, because the client's chat template may end a turn with a token
+    that is not among the role's stop tokens.
     """
     most, stops = asked.sampling_params.max_tokens, asked.sampling_params.stop_token_ids or ()
     stop_tokens = tuple(dict.fromkeys([*own.stop_tokens, *stops]))
@@ -271,8 +274,8 @@ def _forced(own: Sampling, asked: _Request) -> Sampling:
 def _choice(completion: Completion) -> dict[str, Any]:
     """Returns a completion in the client's format.
 
-    Log-probs that are not finite (for example, not requested) are sent as 0, because the client rejects them. The
-    recorded answer keeps the engine's values.
+    Log-probs that are not finite, for example because they were not requested, are sent as 0, because the client
+    rejects non-finite values. The recorded answer keeps the engine's values.
     """
     pairs = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
     content = [{"token": f"token_id:{t}", "logprob": p if math.isfinite(p) else 0.0} for t, p in pairs]

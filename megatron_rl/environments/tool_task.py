@@ -31,12 +31,12 @@ from megatron_rl.text import read_template
 class ToolTask(Environment):
     """An environment with one agent, which gets a question and calls tools until it answers or reaches `max_calls`.
 
-    With `calls: tags` the model writes a call as `<search>query</search>`, which base models can do: the tag is the
-    name of the tool, and the content is its one required argument. With `calls: template` the chat template defines the
-    format of calls, and the results are messages of the role `tool`. The prompt is the conversation of the task
-    (`messages`) if there is one, otherwise the template with the question. The run's reward function grades the agent's
-    text (see `graded`). The reward `tool_calls` is the number of calls. A tool that fails is called once more; if it
-    fails again, the episode fails.
+    With `calls: tags` the model writes a call as `<search>query</search>`, which base models can do. The tag is the
+    name of the tool, and the content is the tool's one required argument. With `calls: template` the chat template
+    defines the format of calls, and the results are messages of the role `tool`. The prompt is the conversation of the
+    task (`messages`) if there is one, otherwise the template with the question. The run's reward function grades the
+    agent's text (see `graded`). The reward `tool_calls` is the number of calls. A tool that fails is called once more;
+    if the tool fails again, the episode fails.
     """
 
     tools: tuple[Use, ...]  # {target, args} of each tool
@@ -123,7 +123,8 @@ class ToolTask(Environment):
     def _after_tags(self, text: str) -> Sequence[NextRequest] | EpisodeEnd:
         """Runs the first tool call in a text. Returns the next request, or the end of the episode.
 
-        The episode ends if the text has an answer, or if it has neither an answer nor a call and there is no reminder.
+        The episode ends if the first block is an answer, or if the text has neither an answer nor a call and `reminder`
+        is None.
         """
         found = first_call(text, [*self._tools, self.answer])
         if found is None and self.reminder is not None:
@@ -196,7 +197,7 @@ def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _tool_problems(use: Use, tool: object) -> Iterator[str]:
-    """Yields error messages about an object that was built as a tool."""
+    """Yields error messages if an object from the setting `tools` is not a valid Tool."""
     if not isinstance(tool, Tool):
         yield (
             f"args.tools: {use.target} is no tool: name a dataclass that inherits from "

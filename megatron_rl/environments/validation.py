@@ -25,8 +25,8 @@ from megatron_rl.types import AGENT, Outcome
 from megatron_rl.user_code import place_of, traceback_of
 
 MESSAGE = '{"role": "user", "content": "..."}'  # example of a chat message, quoted in error messages
-SHOWN = 500  # maximum number of characters of the reason of a failed episode
-RESERVED = (AGENT, "episode", "verdicts", "review")  # keys of a payload that the run itself uses
+SHOWN = 500  # maximum number of characters that are kept of the reason why an episode failed
+RESERVED = (AGENT, "episode", "verdicts", "review")  # payload keys that only the run itself may set
 
 
 def checked_requests(result: object, *, of: str) -> Sequence[NextRequest]:
@@ -49,7 +49,7 @@ def check_request(
 
     `roles`: the roles that the recipe has agents for. `spoke_as`: {agent: role} of the episode's agents so far.
     `waiting`: the agents whose answers are pending. Raises EnvironmentFailure if the request is malformed, and
-    ConfigError if its role is not in `roles`.
+    ConfigError if the role of the request is not in `roles`.
     """
     if wrong := _wrong_request(request, spoke_as, waiting):
         raise EnvironmentFailure(wrong)
@@ -62,11 +62,11 @@ def check_request(
 
 
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
-    """Returns the end of an episode in which rewards are converted to floats, and the payload to JSON values.
+    """Validates an EpisodeEnd. Returns a copy with rewards converted to floats, and the payload to JSON values.
 
-    `agents`: {agent: number of its answers}. An episode that the policy failed has the outcome SCORE in the result.
-    Raises EnvironmentFailure if the outcome, rewards, answers or payload are invalid, or if no agent answered because
-    all prompts were too long.
+    `agents`: {agent: number of the agent's answers}. A failure of the kind "policy" gets the outcome SCORE; any other
+    failure loses its rewards and answers. Raises EnvironmentFailure if the outcome, rewards, answers or payload are
+    invalid, or if no agent answered because all prompts were too long.
     """
     if over.failure not in (None, *get_args(FailureKind)):
         raise EnvironmentFailure(
@@ -95,9 +95,10 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
 
 
 def failed(error: Exception, before: str = "") -> EpisodeEnd:
-    """Returns the end of an episode in which an exception was raised.
+    """Returns the EpisodeEnd of an episode in which the exception `error` was raised.
 
-    The reason begins with `before` and ends with the location in the environment's code. A long reason is truncated.
+    The reason begins with `before` and ends with the location of the error in the environment's code. A long reason is
+    truncated.
     """
     place = place_of(error)
     try:
@@ -110,18 +111,18 @@ def failed(error: Exception, before: str = "") -> EpisodeEnd:
 
 
 def refused(error: EnvironmentFailure) -> EpisodeEnd:
-    """Returns the end of an episode whose environment returned a malformed value. The episode is not played again."""
+    """Returns the EpisodeEnd of an environment that returned a malformed value. The episode is not played again."""
     return EpisodeEnd(outcome=Outcome.ERROR, why=str(error), failure=None)
 
 
 def with_rewards(
     episode: Episode, names: Collection[str], roles: Collection[str], *, graded: str, lowest: float
 ) -> Episode:
-    """Returns the episode unchanged if each sample of the roles `roles` has all of the rewards `names`.
+    """Checks that each sample of the roles `roles` has all of the rewards `names`. Returns the episode unchanged if so.
 
-    If the policy failed the episode, missing rewards are set to `lowest`. Otherwise, returns an episode with the
-    outcome ERROR and no samples. `graded`: the name of the reward that the run's reward function gives to the texts in
-    EpisodeEnd.answers.
+    If rewards are missing and the failure kind of the episode is "policy", sets them to `lowest`. If rewards are
+    missing in any other episode, returns an episode with the outcome ERROR and no samples. `graded`: the name of the
+    reward that the run's reward function gives to the texts in EpisodeEnd.answers.
     """
     if episode.failure == "policy":
         rollouts = []
@@ -147,9 +148,9 @@ def with_rewards(
 
 
 def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None:
-    """Raises ConfigError if a role had more agents in an episode than `agents` ({role: number}) of the recipe allows.
+    """Raises ConfigError if a role had more agents in an episode than the recipe's `agents` ({role: number}) allows.
 
-    With more agents, plans and means over agents would be wrong.
+    With more agents, the estimates of `megatron-rl plan` and means over agents would be wrong.
     """
     for episode in episodes:
         found: dict[str, list[str]] = {}
@@ -213,7 +214,7 @@ def _wrong_message(message: object) -> str:
 
 
 def _wrong_end(over: EpisodeEnd, agents: Mapping[str, int]) -> str:
-    """Returns a description of the error in the end of an episode, or "" if it is valid."""
+    """Returns a description of the error in an EpisodeEnd, or "" if the EpisodeEnd is valid."""
     if not isinstance(over.outcome, Outcome):
         return f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome"
     for name in ("rewards", "answers", "payload"):
@@ -260,6 +261,6 @@ def _broken_text(text: str) -> str:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except Exception:  # `repr` of an environment's object may raise anything
+    except Exception:  # `repr` of an environment's object may raise any exception
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

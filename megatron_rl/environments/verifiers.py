@@ -1,7 +1,8 @@
-"""Plays episodes of environments of the library verifiers, which runs in a separate process with its own Python.
+"""Plays episodes of environments of the library verifiers. The library runs in a separate process with its own Python.
 
 The library's agents send requests to the roles' engines through the token route (token_route.py), an HTTP server that
-records the tokens, log-probs and weight versions. The library's traces define how the recorded answers form rollouts.
+records the tokens, log-probs and weight versions. The library returns traces, records of what each agent did. The
+traces determine how the recorded answers are joined to rollouts.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import AGENT, NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
 HOST = Path(__file__).with_name("verifiers_host.py")
-REWARD = "reward"  # name of the reward that is the sum of an agent's rewards; all agents of an environment have it
+REWARD = "reward"  # name of the reward that is the sum of an agent's other rewards; every agent has this reward
 START_S = 600.0  # timeout for loading the library and the task set, which may be on a slow disk or a network
-_OPENING = threading.Lock()  # held while a Verifiers object looks for its host or creates it
+_OPENING = threading.Lock()  # lock, held while a Verifiers object looks up or creates its _Host
 LATE_S = 30.0  # seconds after an episode's timeout after which the library's process is considered hung
 
 
@@ -51,7 +52,7 @@ class Verifiers(EpisodeMaker):
     # {role: settings of the library renderers}, such as {solver: {name: qwen3}}. Default: the tokenizer's chat
     # template, which does not parse tool calls.
     renderers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    index: str = "index"  # field of a problem that contains the index of its task in the environment's task set
+    index: str = "index"  # field of a problem that has the index of the problem's task in the environment's task set
     paths: tuple[str, ...] = ()  # directories from which environments that are not installed are imported
 
     def __post_init__(self) -> None:
@@ -81,8 +82,8 @@ class Verifiers(EpisodeMaker):
         settings: EpisodeSettings,
         numbers: Sequence[int] | None = None,
     ) -> list[Episode]:
-        """Plays one episode of each task; see `EpisodeMaker.play`. The payload of a task contains its index in the task
-        set under the key `self.index`.
+        """Plays one episode of each task; see `EpisodeMaker.play`. The payload of a task contains, under the key
+        `self.index`, the index of the task in the task set.
 
         Raises ConfigError if the environment cannot be started or a task has no index.
         """
@@ -113,28 +114,28 @@ class Verifiers(EpisodeMaker):
         if why is None:
             try:
                 return _scored(play, number, task, self.agents, result["traces"])
-            except EnvironmentFailure as error:  # a malformed trace: another attempt would give the same
+            except EnvironmentFailure as error:  # malformed trace; playing again would give the same trace
                 return Episode(task=task, number=number, rollouts=(), outcome=Outcome.ERROR, why=str(error))
         if result.get("timeout"):  # the time limit of the whole episode was exceeded
             return Episode(task=task, number=number, rollouts=(), outcome=Outcome.TIMEOUT, why=why)
-        # The library ends episodes at its turn and token limits with rewards: what it reports as an error is a failure
-        # of a provider, a harness, a tool server, a sandbox or the task's code.
+        # An episode that reaches a turn or token limit of the library ends with rewards, not with an error. An error is
+        # a failure of a provider, a harness, a tool server, a sandbox or the task's code.
         return Episode(
             task=task, number=number, rollouts=(), outcome=Outcome.ERROR, why=why, failure="infrastructure"
         )  # fmt: skip
 
 
 class _Host:
-    """The library's process, the token route, and a temporary directory. They are kept between calls of `play`, and
-    several calls may use them at the same time.
+    """The process of the library verifiers, the token route, and a temporary directory. All calls of `play` of one
+    Verifiers object use the same _Host, also at the same time.
 
-    This object has no reference to its Verifiers object, so that it is closed when the Verifiers object is garbage
-    collected. The coroutines run in `thread`.
+    A _Host has no reference to the Verifiers object. Therefore the Verifiers object can be garbage collected, which
+    closes the _Host. All coroutines run in the event loop of `thread`.
     """
 
     def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
-        """`python`: interpreter of the library. `told`: settings that are sent to the process. `renderers`: settings of
-        the library renderers by role."""
+        """`python`: interpreter that has the library installed. `told`: settings that are sent to the process.
+        `renderers`: {role: settings of the library renderers}."""
         self._python, self._own, self._renderers = python, told, renderers
         self._directory = Path(tempfile.mkdtemp(prefix="megatron_rl_verifiers_"))
         self._process: LineProcess | None = None
@@ -143,16 +144,16 @@ class _Host:
         self._pending: dict[str, asyncio.Future[Mapping[str, Any]]] = {}  # {session id of an episode: its result}
         self.route, self.thread = TokenRoute(), LoopThread("verifiers")
         self._owner = os.getpid()
-        # A thread that generates rollouts ahead of training may call `results` while the program exits
+        # Checked by `results`, because a thread that generates rollouts ahead of training may call it after `close`
         self._closed = False
 
     async def results(
         self, context: RolloutContext, play: RoutedPlay, indices: Sequence[int], settings: EpisodeSettings
     ) -> list[Mapping[str, Any]]:
-        """Plays one episode of each of [E] tasks, which are given by their indices. Returns [E] results, in order.
+        """Plays one episode of each of [E] tasks. Returns [E] results, in order. `indices`: index of each task.
 
-        Raises ConfigError, with the end of the process's log, if the process does not start. Raises EnvironmentFailure
-        if `close` was called before.
+        Raises ConfigError, with the end of the process's log, if the library's process does not start. Raises
+        EnvironmentFailure if `close` was called before.
         """
         workers = asyncio.Semaphore(settings.workers)
 
@@ -182,8 +183,8 @@ class _Host:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _ready(self, context: RolloutContext, play: RoutedPlay) -> LineProcess:
-        """Returns the process, after starting it if it is not running. Raises CancelledError if the play is over, so
-        that no further episode begins after an error."""
+        """Returns the library's process. Starts the process if it is not running. Raises CancelledError if `play` is
+        over, so that no further episode begins after an error."""
         async with self._starting:
             if play.over:
                 raise asyncio.CancelledError
@@ -221,8 +222,8 @@ class _Host:
             await self._end(process, f"verifiers broke off: {error}")
 
     async def _end(self, process: LineProcess | None, why: str, grace_s: float = 0.0) -> None:
-        """Ends the process and all of its episodes, whose results get the reason `why`. No-op if `process` is not the
-        current process. `grace_s`: time in seconds that the process has to end by itself."""
+        """Ends the library's process, and gives all its running episodes a failed result with the reason `why`. No-op
+        if `process` is not the current process. `grace_s`: time in seconds that the process has to end by itself."""
         if process is None or process is not self._process:
             return
         self._process, pending, self._pending = None, self._pending, {}
@@ -234,8 +235,8 @@ class _Host:
     def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
         """Returns the first message to the process: its settings.
 
-        Saves the tokenizers of the roles for the process, because their chat template may differ from the template in
-        the model's directory.
+        Saves the roles' tokenizers to files that the process loads. The model's directory is not loaded instead,
+        because a role's chat template may differ from the template in that directory.
         """
         clients = {}
         for role in self._own["agents"].values():
@@ -292,9 +293,10 @@ def _rollout(
     branch: Mapping[str, Any], answers: Sequence[Rollout], role: str, group: str, payload: Mapping[str, Any],
     rewards: Mapping[str, float],
 ) -> Rollout:  # fmt: skip
-    """Joins the recorded answers of one branch to a rollout.
+    """Joins the recorded answers of one branch, a token sequence of a trace, to a rollout.
 
-    Token ranges that are trained in an earlier branch have the author ENVIRONMENT in this branch.
+    Token ranges that are trained in an earlier branch have the author ENVIRONMENT in this branch, so that they are
+    trained once.
     """
     tokens = np.array(branch["tokens"], np.int32)
     logprobs, parts, done = np.zeros(len(tokens), np.float32), [], 0
@@ -307,7 +309,8 @@ def _rollout(
         else:
             parts.append((end - start, Author.ENVIRONMENT, NO_VERSION))
         done = end
-    if experts is not None and done == len(tokens):  # the experts of each answer from the end of the previous answer
+    # the routed experts of a token come from the first answer whose prompt or answer tokens include the token
+    if experts is not None and done == len(tokens):
         experts = experts.copy()
         for answer in reversed(answers[:-1]):
             if answer.experts is not None:

@@ -1,12 +1,12 @@
 """A program that plays episodes of an environment of the library verifiers (0.4). It is run with a Python in which the
 library is installed.
 
-    python -I verifiers_host.py --list ENVIRONMENT COUNT [PATH ...]    writes its first tasks, one JSON line each
-    python -I verifiers_host.py                                        plays: lines of JSON in, lines of JSON out
+    python -I verifiers_host.py --list ENVIRONMENT COUNT [PATH ...]    writes the first COUNT tasks, one JSON line each
+    python -I verifiers_host.py                                        plays episodes: JSON lines in, JSON lines out
 
-Without -I, Python would search for `verifiers` in the directory of this file. Nothing of this package is imported here.
-The first input line contains the settings and is answered by {"ready": ...}. Every further line is an episode to play
-and is answered by one line with its result. The program exits at the end of its standard input.
+Without -I, `import verifiers` would import verifiers.py in the directory of this file. The program imports nothing from
+megatron_rl. The first input line contains the settings and is answered by {"ready": ...}. Every further line is an
+episode to play and is answered by one line with the result. The program exits at the end of its standard input.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Environment variable with the access token of the token route. verifiers passes no variable with API_KEY in its name
-# to its subprocesses.
+# Environment variable with the access token of the token route. The name contains API_KEY, because verifiers does not
+# pass such variables to its subprocesses.
 TOKEN_VARIABLE = "MEGATRON_RL_API_KEY"
 LEAVE_S = 10.0  # grace period in seconds for running episodes after the standard input is closed
 
@@ -31,7 +31,7 @@ class Host:
     """One environment of the library, which plays episodes of its tasks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """Loads the environment. Exits with a message if its agents differ from the agents in the settings."""
+        """Loads the environment. Exits with a message if the environment's agents differ from those in the settings."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         _prepare(settings)
@@ -93,8 +93,8 @@ class Host:
 
 def main() -> None:
     if sys.flags.hash_randomization:
-        # Restarts the program with a fixed hash seed, so that sets have the same order in every process of a run: an
-        # environment may show a set to a model, and a resumed run has a new process. -I ignores PYTHONHASHSEED.
+        # Restarts the program with a fixed hash seed, so that Python sets have the same order when a run is resumed.
+        # The order matters if an environment shows a set to a model. The restart omits -I, which ignores the variable.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -132,7 +132,7 @@ async def _serve(host: Host, out: Any) -> None:
     async with host.env.serving():
         say({"ready": True})
         playing: set[asyncio.Task[None]] = set()
-        reader = ThreadPoolExecutor(1)  # not asyncio's threads, which the calls of an environment may all occupy
+        reader = ThreadPoolExecutor(1)  # a separate thread, because calls of an environment may occupy all of asyncio's
         while line := await asyncio.get_running_loop().run_in_executor(reader, sys.stdin.readline):
             task = asyncio.create_task(play(line))
             playing.add(task)
@@ -146,7 +146,7 @@ async def _serve(host: Host, out: Any) -> None:
 
 
 def _prepare(settings: dict[str, Any]) -> None:
-    """Configures the library to work without a network, and to keep its files in the directory of the settings."""
+    """Configures the library to work without a network, and to write its files to `settings["directory"]`."""
     from verifiers.v1.runtimes import subprocess as local
 
     os.environ.update(settings["mark"])
@@ -160,12 +160,12 @@ def _prepare(settings: dict[str, Any]) -> None:
     scripts.mkdir()
 
     async def prepare_uv_script(self: Any, script: Any, env: Any = None, *, activate: bool = True) -> list[str]:
-        """Returns the command that runs a harness's script with this Python. The library's version queries a package
-        registry for dependencies in every process, even if they are installed."""
+        """Returns the command that runs a harness's script with this Python. Replaces the library's function, which
+        queries a package registry for dependencies in every process, even if they are installed."""
         data = script.encode() if isinstance(script, str) else script
         path = scripts / f"{hashlib.sha256(data).hexdigest()}.py"
         if not path.exists():
-            path.write_bytes(data)  # only one thread reads and writes it, so no temporary file is needed
+            path.write_bytes(data)  # only one thread reads and writes the file, so no temporary file is needed
         return [sys.executable, "-I", str(path)]
 
     local.SubprocessRuntime.prepare_uv_script = prepare_uv_script
@@ -203,8 +203,8 @@ def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace(trace: Any) -> dict[str, Any]:
-    """Returns the record of one agent in an episode as JSON values. Raises ValueError for a value that is not
-    finite."""
+    """Converts a trace, the record of one agent in an episode, to JSON values. Raises ValueError for a reward or metric
+    that is not finite."""
     rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     for name, value in (rewards | metrics).items():
@@ -223,10 +223,11 @@ def _trace(trace: Any) -> dict[str, Any]:
 
 
 def _branches(trace: Any) -> list[dict[str, Any]]:
-    """Returns the token sequences of a trace, each with the ranges [start, end, new] that the model generated.
+    """Returns the branches (token sequences) of a trace, each with the ranges [start, end, new] that the model
+    generated.
 
-    `new` is true in the first branch that contains a range and false in later ones, so that tokens which branches share
-    are trained once (as in prime-rl).
+    `new` is true in the first branch that contains a range, and false in later branches. So tokens that several
+    branches share are trained only once (as in prime-rl).
     """
     found, seen = [], set()
     for branch in trace.branches:
