@@ -1,4 +1,4 @@
-"""`megatron-rl check`: validates a config without starting its command, and explains what its numbers mean.
+"""`megatron-rl check`: validates a config without starting the config's command, and explains the settings.
 
 Without `--deep`, torch is not imported, unless a plug-in of the config imports it, and no tokenizer is loaded.
 """
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_models(spec: Spec) -> None:
     """Checks the models on this machine, as a command does when it starts. Raises ConfigError if a model's weights do
-    not match its config.json, or if a LoRA adapter does not match the settings."""
+    not match the model's config.json, or if a LoRA adapter does not match the settings."""
     from megatron_rl.weights import hf_model, lora_adapters  # imports torch
 
     models = [(role.model, role.lora) for role in spec.roles.values() if role.endpoint is None]
@@ -81,6 +81,6 @@ def gpu_notes(spec: Spec, host: Host) -> list[str]:
 
     The messages are notes and not errors, because the run may be intended for another host."""
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
-        # engine.gpus is empty: correct without GPUs, and if a cluster profile starts the servers on other hosts
+        # an empty engine.gpus is correct without GPUs, and if a cluster profile starts the servers on other hosts
         return []
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]

@@ -27,8 +27,8 @@ ROWS = 1000  # maximum number of problems that `check` reads from a data set wit
 
 
 def data_lines(spec: Spec, *, deep: bool) -> list[str]:
-    """Returns a line for each data set on this machine: its columns of prompts and answers, and how the prompts are
-    rendered.
+    """Returns one line for each data set on this machine. The line names the columns of prompts and answers, and states
+    how the prompts are rendered.
 
     `deep`: reads all rows instead of the first ROWS, and applies the chat templates if the tokenizer is on this
     machine. Raises ConfigError for data that the command of the config, such as `train`, would reject.
@@ -36,7 +36,7 @@ def data_lines(spec: Spec, *, deep: bool) -> list[str]:
     if not deep:
         with contextlib.suppress(DataError):
             return _lines(spec, deep, ROWS)
-    # the share of malformed rows may be too high among the first ROWS and acceptable in the whole set
+    # reads the whole set: the share of malformed rows may be too high among the first ROWS rows, but not in the set
     with refusing(str, DataError):
         return _lines(spec, deep, None)
 
@@ -126,7 +126,7 @@ def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
 
 
 def _trained_share(data: SftData, role: RoleConfig, samples: Sequence[SftSample]) -> str:
-    """Tokenizes samples and describes the share of trained tokens, or the number of scores of a reward model.
+    """Tokenizes samples and describes the share of trained tokens or, for a reward model, the number of scores.
 
     Raises ConfigError or DataError if `megatron-rl sft` would reject the samples."""
     tokenizer = tokenizer_of(role.model)

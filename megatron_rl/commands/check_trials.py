@@ -32,16 +32,16 @@ from megatron_rl.training.preflight import PreflightFailure, check_rewards
 from megatron_rl.types import SOURCE, Outcome, Prompt, Stop
 from megatron_rl.vocabulary import vocabulary_of
 
-SHOWN = 600  # maximum number of characters of a text in a line
-MOST_ANSWERS = 1000  # maximum number of answers of the tried episode
+SHOWN = 600  # maximum number of characters that are shown of a text, such as a prompt
+MOST_ANSWERS = 1000  # maximum number of answers in the episode that is played as a test
 
 
 def trial_lines(spec: RunSpec, *, here: bool) -> list[str]:
-    """Returns lines about the tokenizers against the models, the prompts, the reward and the environment of a run whose
-    models and data are on this machine.
+    """Tries the tokenizers, prompts, reward and environment of a run. Returns lines that describe the results. The
+    run's models and data must be on this machine.
 
-    `here`: whether the run starts on this machine, so that its reward and its environment can be tried. Raises
-    ConfigError for everything that `train` would reject before its first update.
+    `here`: whether the run will start on this machine, so that the reward and the environment can be tried. Raises
+    ConfigError for everything that `train` would reject before the first update.
     """
     tokenizers = {name: tokenizer_of(role.model) for name, role in spec.roles.items()}
     role = next(iter(spec.recipe.roles()))
@@ -98,7 +98,8 @@ def _tokenizer_line(role: RoleConfig, name: str, tokenizer: Any, recipe: Any, fi
 def _prompt_lines(
     spec: RunSpec, role: str, reader: PromptReader | MixedReader, held_out: Mapping[str, Sequence[Prompt]]
 ) -> list[str]:
-    """Returns lines about repeated problems, held-out problems that are trained on, and the longest prompt."""
+    """Returns lines about repeated problems, held-out problems that are also in the training data, and the longest
+    prompt."""
     questions, lines = reader.questions, list[str]()
     if twice := len(questions) - len({*questions}):
         lines.append(f"data: {twice} of {len(questions)} problems repeat the question of another problem")
@@ -154,8 +155,8 @@ def _episode_lines(spec: RunSpec, context: RolloutContext, task: Prompt) -> list
 def _check_metrics(spec: RunSpec, context: RolloutContext, sets: Sequence[HeldOutSet]) -> None:
     """Raises ConfigError if evaluation.best or evaluation.early_stop names a metric that evaluations do not report.
 
-    The known names are those of an evaluation in which every answer is empty. Counts and F1 scores are always accepted,
-    because an evaluation of empty answers may lack them. Nothing is checked if that evaluation fails.
+    To find the known names, runs an evaluation in which every answer is empty. Counts and F1 scores are always
+    accepted, because an evaluation of empty answers may lack them. If the evaluation fails, nothing is checked.
     """
     followed = [own for own in (spec.loop.evaluation.best, spec.loop.evaluation.early_stop) if own is not None]
     if followed and sets:
@@ -167,14 +168,14 @@ def _check_metrics(spec: RunSpec, context: RolloutContext, sets: Sequence[HeldOu
 
 
 def _shown(tokenizer: Any, tokens: Tokens) -> str:
-    """Returns the number of tokens of a prompt, and its text with special tokens, shortened in the middle."""
+    """Returns the number of tokens of a prompt and the prompt's text with special tokens, shortened in the middle."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=False)
     shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
     return f"{len(tokens)} tokens, {shown!r}"
 
 
 class EmptyAnswers:
-    """An engine that answers every request with the end-of-text token `end` alone. Environments need no scores."""
+    """A fake engine that answers every request with only the end-of-text token `end`, with log-prob 0."""
 
     version = 0
 

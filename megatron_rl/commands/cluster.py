@@ -58,8 +58,8 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> tuple[Any, TrainConfig | SftConfig | None]:
-    """Returns (what to submit to Slurm according to the arguments, config of the run). The config is None if several
-    runs are submitted."""
+    """Returns (Slurm submission that the arguments request, config of the run). The config is None unless a single run
+    of `train` or `sft` is submitted."""
     from megatron_rl.cluster import profile
     from megatron_rl.jobs import submit
 
@@ -139,10 +139,10 @@ def _logs(args: argparse.Namespace) -> int:
 def _slice(args: argparse.Namespace) -> int:
     """Implements `megatron-rl slice` for slurm/job.sh.
 
-    slurm/job.sh calls it at the start and the end of a job. Depending on the argument, prints:
+    slurm/job.sh calls this command at the start and the end of a job. Depending on the argument, prints:
     - `where`: the run directory;
     - `over`: whether the run is over;
-    - `begin`, `end`: the next action of the job and its reason."""
+    - `begin`, `end`: the next action of the job and the reason for the action."""
     from megatron_rl.cluster import job_slices
     from megatron_rl.cluster.slurm_job import job_from
 

@@ -82,7 +82,7 @@ class Evaluation:
         read: Mapping[str, Any] = {}
         if output is not None:
             begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
-            # not named .json, because all .json files in the output folder are results of evaluations
+            # the record has no name *.json, because all .json files in the output folder are results of evaluations
             record = output.with_suffix(".inputs")
             read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="samples")
         samples = Samples(place, _digest(spec.settings, asked, read))
@@ -132,8 +132,8 @@ class Evaluation:
         return ProblemSet(name=own.name, title=own.title, problems=source.problems, prompts=prompts)
 
     def measures(self, source: LoadedSet, pools: GradePools, samples: Samples) -> Iterator[tuple[str, Measure]]:
-        """Yields (name, function) of each measure of a problem set, such as `solve`. A measure comes after those whose
-        samples it uses. `pools`: the graders of the sets' rewards."""
+        """Yields (name, function) of each measure of a problem set, such as `solve`. A measure that uses the samples of
+        another measure comes after the other measure. `pools`: the graders of the sets' rewards."""
         config, models = self.config, self.models
         tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
         own = source.settings

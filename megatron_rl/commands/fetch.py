@@ -12,7 +12,7 @@ from megatron_rl.config.schema import EvalConfig, TrainConfig
 
 
 def run(args: argparse.Namespace) -> int:
-    """Downloads the models and data sets, one after the other. Returns 0. Raises ConfigError if a download fails."""
+    """Downloads models and data sets, one after the other. Returns 0. Raises ConfigError if a download fails."""
     from megatron_rl.data import hub_fetch
 
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hub_sets(sets: Sets, data_dir: str | None) -> list[str]:
-    """Returns the Hugging Face Hub names of the data sets of an evaluation's sets, without duplicates.
+    """Returns the Hugging Face Hub names of the data sets that an evaluation reads, without duplicates.
 
-    Leaves out sets that are here already: local files, and sets in `data_dir`. Raises ConfigError for an unknown
-    benchmark.
+    Leaves out data sets that are on this machine already: local files, and data sets in `data_dir`. Raises ConfigError
+    for an unknown benchmark.
     """
     from megatron_rl.data.benchmarks import benchmark, source_of
     from megatron_rl.data.hub_fetch import on_hub

@@ -1,9 +1,9 @@
 """`megatron-rl generate`: generates SFT data from a teacher model's responses to a problem set.
 
 Prompt/response pairs are written to train.parquet and validation.parquet. Responses that were truncated at
-sampling.max_tokens are written to truncated.parquet instead, unless keep_truncated is set: training on them would
-teach the model to stop in the middle. With a `reward`, wrong responses are written to wrong.parquet, and responses
-that cannot be graded to ungraded.parquet.
+sampling.max_tokens are written to truncated.parquet instead, because training on truncated responses would teach the
+model to stop in the middle. If keep_truncated is set, truncated responses are treated like other responses. With a
+`reward`, wrong responses are written to wrong.parquet, and responses that cannot be graded to ungraded.parquet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_rl.world import World
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
 # Columns that are copied from a problem to its output rows, in addition to those in data.fields
 FIELDS = (QUESTION, MESSAGES, ANSWER, "data_source", "extra_info")
-BEAT_S = 600.0  # seconds between calls that keep the other ranks waiting
+BEAT_S = 600.0  # seconds between calls of the other ranks, whose wait for a call would otherwise time out
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
 @contextlib.contextmanager
 def _beats(world: World) -> Iterator[None]:
-    """Context manager that calls the other ranks every BEAT_S seconds. Without calls, ranks that only hold servers end
-    with an error after the two hours of a collective's time limit. Used on the driver, inside `from_driver`.
+    """Context manager that calls the other ranks every BEAT_S seconds. Without these calls, ranks that only hold
+    servers would fail after two hours, the timeout of the collective operation in which they wait. Used on the driver,
+    inside `from_driver`.
     """
     ended = threading.Event()
 
@@ -167,10 +168,10 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
 
 
 def _row(answered: Answered, fields: Collection[str]) -> dict[str, Any]:
-    """Returns an output row: prompt, response and those of the problem's values that are in `fields`.
+    """Returns an output row: prompt, response, and the problem's values whose names are in `fields`.
 
-    If a conversation ends with an assistant message, the model has continued this message, and it becomes part of the
-    response."""
+    If a conversation ends with an assistant message, the model has continued this message. The message then becomes the
+    beginning of the response."""
     values, text = {n: value for n, value in answered.problem.values.items() if n in fields}, answered.text
     prompt = list(values.pop("messages", ()))
     if not prompt:
@@ -201,8 +202,8 @@ class _Generation:
 
     @functools.cached_property
     def problems(self) -> str:
-        """Returns the digest of the problems and responses. It is stored in the file that marks the output as
-        complete."""
+        """Returns the digest of the problems and responses. The file that marks the output as complete contains this
+        digest."""
         return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
 
     def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
@@ -235,8 +236,8 @@ class _Generation:
         return out
 
     def grade(self, found: list[Answered], tokenizer: Any) -> list[Answered]:
-        """Returns the responses with their grades; unchanged if the config has no reward. Raises RewardFailure if too
-        many gradings fail."""
+        """Grades the responses and returns copies with the grades. Returns the responses unchanged if the config has no
+        reward. Raises RewardFailure if too many gradings fail."""
         reward = self.config.reward
         if reward is None:
             return found

@@ -30,7 +30,7 @@ All settings, or those of a section, with their defaults and meaning:
   megatron-rl settings --command {name} [PREFIX]
 What a config means, and what is wrong with it:
   megatron-rl check my.yaml"""
-# {command: (its arguments, the module of this package whose function `run` executes it)}
+# {command: (class of the command's arguments, module of this package whose function `run` executes the command)}
 COMMANDS: Mapping[str, tuple[type, str]] = {
     "train": (arguments.Train, "ranks"),
     "sft": (arguments.Sft, "ranks"),
@@ -87,7 +87,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def _add_parser(commands: Any, name: str, schema: type) -> None:
-    """Adds the parser of a command or a form of `convert` to argparse's subparsers `commands`."""
+    """Adds the parser of a command, or of a form of `convert` or `data`, to argparse's subparsers `commands`."""
     text, _, details = inspect.cleandoc(schema.__doc__ or "").partition("\n")
     more = OF_SETTINGS.format(name=name) if name in typing.get_args(arguments.Command) else ""
     parser = commands.add_parser(

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _other(args: argparse.Namespace) -> int:
-    """Plans `sft`, `generate` or `eval`. Returns 0 if it fits in memory, otherwise 1."""
+    """Plans `sft`, `generate` or `eval`. Returns 0 if the planned command fits in memory, otherwise 1."""
     command, config = load(args.settings)
     given = {"--search": args.search, "--draws": args.draws, "--episode": args.episode}
     refuse(*(f"{option} is for runs of `train`; this is a config of `{command}`" for option in given if given[option]))

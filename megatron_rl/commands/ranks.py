@@ -42,8 +42,8 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVT
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `train`, `drift`, `sft`, `generate` or `eval` and returns the exit status. If it starts ranks as child
-    processes, each rank calls it again.
+    """Runs `train`, `drift`, `sft`, `generate` or `eval` and returns the exit status. If this function starts
+    ranks as child processes, each rank calls the function again.
 
     Raises ConfigError for an invalid config before any work begins. Later errors of the types in errors.EXPECTED are
     printed, and are not raised.
@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
             check_start(spec.run, config_files.dump_tree(spec.settings))
             with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
                 pass
-        if "torch" not in sys.modules:  # not printed in a forked rank, which has the modules of its parent
+        if "torch" not in sys.modules:  # not printed in a forked rank, which has inherited the imported modules
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
-        # no fork with a GPU: a driver that was initialized before a fork does not work after it
+        # with a GPU, ranks are not forked: a GPU driver that is initialized before a fork does not work after the fork
         fork = not has_driver()
         if fork:
             _command(args)  # imports the modules once, before the fork, for all ranks
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_driver() -> bool:
-    """Returns whether this host has NVIDIA's GPU driver. If it has, importing some libraries initializes the driver."""
+    """Returns whether this host has NVIDIA's GPU driver, which some libraries initialize when they are imported."""
     return any(driver.exists() for driver in DRIVERS)
 
 
@@ -103,7 +103,7 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
     try:
         status = command(spec, place)
         in_step = place.job is not None and place.job.step is not None
-        # for the exit status LEFT, srun would kill the other ranks, and slurm/job.sh would report an error
+        # in a Slurm step, returns 0 for LEFT, so that srun keeps the other ranks alive and job.sh reports no error
         return 0 if status == LEFT and in_step else status
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
@@ -120,7 +120,7 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
 
 def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
     """Reports the error that ended the run to a parent program, if `--events` gives the parent's socket. `why`: the
-    message."""
+    error message."""
     if args.command != "train" or args.events is None:
         return
     from megatron_rl.session.parent_events import Listener
@@ -133,7 +133,7 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], in
     """Imports the module of the command, which imports torch. Returns the function that runs the command: (spec, place)
     -> exit status."""
     gc.disable()  # during imports, garbage collection takes a sixth of the time and frees almost nothing
-    # Ctrl-C ends the process at once: a KeyboardInterrupt in a destructor that runs during imports would be ignored
+    # Ctrl-C ends the process at once during imports, because Python would ignore a KeyboardInterrupt in a destructor
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         module = importlib.import_module(f"megatron_rl.{MODULES[args.command]}")

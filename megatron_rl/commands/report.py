@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError if a path is no run, sweep or evaluation, or if the only path is an evaluation."""
+    """Raises ConfigError if a path is not a run, sweep or evaluation, or if the only path is an evaluation, which can
+    only be compared."""
     from megatron_rl.report.reading import is_run
 
     wrong = [f"no run directory {path}" for path in paths if not path.exists()]

@@ -1,4 +1,4 @@
-"""`megatron-rl serve`: starts one inference server of a run and restarts it if it dies."""
+"""`megatron-rl serve`: starts one inference server of a run, and restarts the server if it dies."""
 
 from __future__ import annotations
 

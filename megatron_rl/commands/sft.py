@@ -35,9 +35,9 @@ from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import World
 
-Row = list[Rollout]  # the rollouts of one row of the data: one, or the two of a pair
+Row = list[Rollout]  # the rollouts of one data row: one rollout, or two for a chosen and a rejected response
 REFERENCE_CHUNK = 4096  # number of rollouts whose reference log-probs are computed in one pass
-OF_ENGINES = ("ratio", "engine_gap", "engine_kl")  # metrics of a loss that compare the trainer with an engine
+OF_ENGINES = ("ratio", "engine_gap", "engine_kl")  # loss metrics that compare the trainer with an engine; not shown
 
 
 def run(spec: SftSpec, place: Place) -> int:
@@ -136,12 +136,12 @@ def _train(
 def with_reference(
     world: World, policy: MegatronPolicy, own: tuple[list[Row], list[Row]] | None, place: Path, *, inputs: str
 ) -> None:
-    """Adds the reference's log-probs to the driver's training and validation rows, as the value GIVEN_REFERENCE of each
-    token. They are computed once, and read from the file `place` in the run directory by later starts of the run.
-    Called by every rank.
+    """Adds the reference model's log-probs to the driver's training and validation rows, as the value GIVEN_REFERENCE
+    of each token. Called by every rank. The log-probs are computed once and saved to the file `place` in the run
+    directory. Later starts of the run read the file.
 
-    `inputs`: description of the files that the run reads, among them the model. The log-probs are computed again if it
-        has changed.
+    `inputs`: description of the files that the run reads, including the model. If the description has changed, the
+        log-probs are computed again.
     """
     rows = [] if own is None else [*own[0], *own[1]]
     rollouts, known = [one for row in rows for one in row], list[np.ndarray]()
@@ -172,8 +172,9 @@ def with_reference(
 def _with_kl(
     world: World, policy: MegatronPolicy, rollouts: list[Rollout] | None, max_tokens: int
 ) -> list[Rollout] | None:
-    """Returns the driver's rollouts with an estimate of KL(policy || reference) as the value "kl" of each token: the
-    mean log-ratio of mismatched responses, at least 0, as KTO has it. Called by every rank.
+    """Returns the driver's rollouts with an estimate of KL(policy || reference) as the value "kl" of each token. As in
+    KTO, the estimate is the mean log-ratio of mismatched responses (see `data.sft.mismatched`), or 0 if the mean is
+    negative. Called by every rank.
     """
     others = None if rollouts is None else mismatched(rollouts, max_tokens)
     own, reference = (policy_logprobs(world, policy, others, reference=which) for which in (False, True))
@@ -185,8 +186,8 @@ def _with_kl(
 
 
 def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics without those that compare the trainer with an engine. For unpaired responses, adds
-    `rewards/margins` as TRL does: the difference of the mean rewards.
+    """Returns the metrics without the metrics OF_ENGINES. For unpaired responses, adds `rewards/margins` as TRL does:
+    the mean reward of chosen responses minus the mean reward of rejected responses.
     """
     shown = {name: value for name, value in metrics.items() if name not in OF_ENGINES}
     if {"rewards/chosen", "rewards/rejected"} <= shown.keys():
@@ -220,13 +221,13 @@ def _read(spec: SftSpec, samples: list[Row], validation: list[Row]) -> tuple[int
 
 
 def _by_row(rollouts: Sequence[Rollout]) -> list[Row]:
-    """Collects the rollouts of each row, which have the same group."""
+    """Collects the rollouts of each data row in one list. Rollouts of one row are adjacent and have the same group."""
     return [list(members) for _, members in groupby(rollouts, key=lambda rollout: rollout.group)]
 
 
 def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns information about each data set for the record of the run's inputs: a dictionary with path, row count and
-    sha256, under the key "rows of SETTING"."""
+    """Returns information about each data set for the record of the run's inputs: {"rows of SETTING": dictionary with
+    the path, the row count and the sha256 of the rows}."""
     told = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
         told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": _digest(rows)}

@@ -1,4 +1,4 @@
-"""`megatron-rl data split`: divides rows that were made elsewhere into training and validation data."""
+"""`megatron-rl data split`: splits existing rows into training and validation data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pyarrow as pa
 from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.data.rows import BadRow, DataError, refuse, rows_of, table_of, write_parquet
 
-PROMPTS = ("prompt", "messages", "conversations", "question", "problem")  # keys in which a row may have its prompt
+PROMPTS = ("prompt", "messages", "conversations", "question", "problem")  # keys under which a row may have the prompt
 ANSWERING = ("assistant", "gpt", "model")  # roles of messages that answer
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes DIR/train.parquet and DIR/validation.parquet. Returns 0.
+    """Writes train.parquet and validation.parquet to the directory `args.out`. Returns 0.
 
-    Raises ConfigError if there is no data, if DIR has data already, for a row that cannot be read or has no prompt, for
-    columns whose values have several types, and for fewer than two different prompts.
+    Raises ConfigError if there is no data, if the directory has data already, if a row cannot be read or has no prompt,
+    if the values of a column have several types, and if there are fewer than two different prompts.
     """
     if there := sorted(path.name for path in args.out.glob("*") if path.suffix in (".parquet", ".jsonl")):
         raise ConfigError(f"--out {args.out} has {', '.join(there[:3])}: name a directory without data")
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asked(prompt: Any) -> Any:
-    """Returns what rows with the same prompt share: of a conversation, the messages before the first answer."""
+    """Returns the value that is equal for rows with the same prompt. For a conversation, this is the list of messages
+    before the first answer."""
     if not isinstance(prompt, list):
         return prompt
     roles = [one.get("role", one.get("from")) if isinstance(one, dict) else None for one in prompt]

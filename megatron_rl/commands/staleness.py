@@ -55,7 +55,7 @@ def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda 
 
 def _recorded(directory: RunDirectory, config_text: str) -> int | None:
     """Returns the max_staleness with which the run was started before. Returns None if the run was not started before,
-    or if its config differed and it saved no checkpoint.
+    or if the earlier start had a different config and saved no checkpoint.
     """
     if not directory.config.exists():
         return None

@@ -38,24 +38,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server of one report on the loopback interface.
+    """An HTTP server for one report on the loopback interface.
 
-    `address`: the URL of the report. Its path has a random token, so that other users of the machine, who can reach the
-    port, cannot read the report.
+    `address`: the URL of the report. The URL contains a random token, so that other users of the machine cannot read
+    the report, although they can reach the port.
     """
 
     address: str
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores that a browser closed a connection before its answer. Prints the traceback of other errors."""
+        """Ignores the error of a browser that closed the connection too early. Prints the traceback of other errors."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
-    """Opens a server of the report of the run or sweep `watched`. The report is written to `directory`. A request
-    writes it again if the run has changed since. `port`: 0 for a free one. Raises ConfigError if the port cannot be
-    used."""
+    """Opens an HTTP server for the report of the run or sweep `watched`. The report is written to `directory`. When the
+    page is requested and the run has changed, the report is written again. `port`: port number; 0 selects a free port.
+    Raises ConfigError if the port cannot be used."""
     token, lock, page = secrets.token_urlsafe(), threading.Lock(), directory / "report.html"
     written = ""  # version of the run that the page shows
 
@@ -89,7 +89,7 @@ def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Logs no requests."""
+            """Does nothing, so that requests are not logged."""
 
     try:
         server = ReportServer((HOST, port), Handler)

@@ -94,7 +94,7 @@ class Host:
 def main() -> None:
     if sys.flags.hash_randomization:
         # Restarts the program with a fixed hash seed, so that Python sets have the same order when a run is resumed.
-        # The order matters if an environment shows a set to a model. The restart omits -I, which ignores the variable.
+        # The order matters if an environment shows a set to a model. Omits -I, because -I ignores PYTHONHASHSEED.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
