@@ -60,7 +60,7 @@ class Arguments:
 
 
 class WithSettings(Arguments):
-    """The arguments of a command that takes the settings of a run."""
+    """The arguments of a command that reads a config: YAML files and overrides."""
 
     settings: list[str] = argument(metavar=METAVAR)  # YAML files, then overrides
 
@@ -313,7 +313,7 @@ class OfCheckpoint(Conversion):
     # role whose model is converted, if the checkpoint has several roles. Without a role, `reshard` copies all roles and
     # the run's state to a directory with the same name iteration_N
     role: str | None = None
-    model: Path | None = None  # model directory the role started from (default: the one in the run's config.yaml)
+    model: Path | None = None  # model directory the role started from (default: named by the run's config.yaml)
     # also load pickled objects other than plain data. The author of the checkpoint can then run code on this machine
     trust: bool = False
 

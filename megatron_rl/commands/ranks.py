@@ -1,4 +1,4 @@
-"""Runs `train`, `drift`, `sft`, `generate` or `eval` on this rank, or starts the ranks if no launcher did."""
+"""Runs `train`, `drift`, `sft`, `generate` or `eval` on this rank, or starts all ranks if there is no launcher."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SCHEMAS: dict[str, Any] = {
 def load(settings: Sequence[str], command: str | None = None) -> tuple[str, Any]:
     """Parses YAML files and overrides. Returns (name of the command that the settings are for, config of the command).
 
-    If `command` is None, it is inferred from the keys of the files. Raises ConfigError for a missing file, for keys
+    If `command` is None, infers the command from the keys of the files. Raises ConfigError for a missing file, for keys
     that no command has, and for an invalid config.
     """
     files, overrides = split(settings)

@@ -14,9 +14,10 @@ WIDEST = 100  # maximum width of a description in columns, even if the terminal 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings of a command whose names begin with the given prefix or contain it.
+    """Prints the settings of a command whose names begin with `args.prefix`. If there are none, prints the settings
+    with names that contain the prefix.
 
-    Returns 0. Raises ConfigError if there is no such setting."""
+    Returns 0. Raises ConfigError if no name contains the prefix."""
     rows = settings_of(SCHEMAS[args.schema], args.prefix)
     if not rows:
         raise ConfigError(f"no setting of {args.schema} has {args.prefix!r} in its name; without a word all are listed")

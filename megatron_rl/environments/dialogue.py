@@ -71,7 +71,7 @@ class Dialogue(ABC):
         ...
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        """Parses the tokens [T] of an answer to `prompt` [T]."""
+        """Parses the tokens `answer` [T] that the model generated after the tokens `prompt` [T]."""
         text = decode(self._tokenizer, answer).text
         return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
 

@@ -42,8 +42,8 @@ class EngineAnswers:
         return future
 
     def look_after(self, work: Future[T]) -> T:
-        """Waits for the result of `work` and returns the result. While it waits, it reports to the run's watchdog that
-        the run is alive, and calls `tend` of each role's engine, which updates the engine's servers.
+        """Waits for the result of `work` and returns the result. Meanwhile, reports to the run's watchdog that the run
+        is alive, and calls `tend` of each role's engine, which updates the engine's servers.
 
         Must be called in the thread that manages the servers. If an engine fails, raises the engine's exception without
         waiting for `work`.

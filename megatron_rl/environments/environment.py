@@ -88,7 +88,7 @@ class EpisodeMaker(ABC):
         return None
 
     def most_answers(self, role: str) -> int | None:
-        """Returns the maximum number of answers of an agent per episode, or None if it is not known.
+        """Returns the maximum number of answers of an agent per episode, or None if the maximum is not known.
 
         Only the command `megatron-rl plan` uses this maximum.
         """
@@ -130,7 +130,7 @@ class Environment(EpisodeMaker):
     def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
         """Processes one answer of an agent. Returns requests for the next answers, or the end of the episode.
 
-        The list may be empty while answers to other requests are pending. Answers are passed in the order in which
+        The list of requests may be empty while other answers are pending. Answers are passed in the order in which
         their requests were returned. Raises EnvironmentFailure if the episode failed; any other exception is treated as
         a failure of the kind "infrastructure".
         """

@@ -148,7 +148,7 @@ class TokenRoute:
 
     def _admitted(self) -> web.RequestHandler:
         """Returns the protocol object of a new connection. If there are more than MOST_STRANGERS connections without a
-        valid token, the oldest of them is closed."""
+        valid token, the oldest such connection is closed."""
         if len(self._strangers) >= MOST_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -159,7 +159,7 @@ class TokenRoute:
         return connection
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Returns the response to a request. A RouteRefusal is returned in the client's error format."""
+        """Returns the response to a request. Converts a RouteRefusal to an error response in the client's format."""
         try:
             given, own = request.headers.get("Authorization", ""), f"Bearer {self.token}"
             if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):

@@ -253,7 +253,7 @@ class _Host:
 def _scored(
     play: RoutedPlay, number: int, task: Prompt, agents: Mapping[str, str], traces: Sequence[Mapping[str, Any]]
 ) -> Episode:  # fmt: skip
-    """Converts the library's traces of an episode to an episode with rollouts.
+    """Converts the traces that the library returned for one episode to an Episode with rollouts.
 
     Raises EnvironmentFailure if a trace marks tokens as sampled that no engine sampled.
     """

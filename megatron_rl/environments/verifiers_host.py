@@ -28,7 +28,7 @@ LEAVE_S = 10.0  # grace period in seconds for running episodes after the standar
 
 
 class Host:
-    """One environment of the library, which plays episodes of its tasks."""
+    """A host of one environment of the library, which plays episodes of the environment's tasks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         """Loads the environment. Exits with a message if the environment's agents differ from those in the settings."""
@@ -82,7 +82,7 @@ class Host:
             trace.id = asked["session"] + (name if agents[name] == 1 else f"{name}-{agents[name]}")
             begun[trace.id] = len(begun)
 
-        # The library requires a default model and client; they are unused, because every agent has its own.
+        # The library requires a default model and client. They are unused: every agent has a separate model and client.
         context = ModelContext(
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
@@ -137,7 +137,7 @@ async def _serve(host: Host, out: Any) -> None:
             task = asyncio.create_task(play(line))
             playing.add(task)
             task.add_done_callback(playing.discard)
-        leave = threading.Timer(LEAVE_S, os._exit, (1,))  # in case a running episode does not end in time
+        leave = threading.Timer(LEAVE_S, os._exit, (1,))  # exits even if a running episode does not end
         leave.daemon = True
         leave.start()
         for task in playing:
