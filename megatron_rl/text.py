@@ -107,12 +107,10 @@ def read_template(name: str) -> str:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PROMPTS.glob("*.txt")))
         raise FileNotFoundError(f"no prompt template {name!r}: give a text file, or one of {known}")
-    return _read_file(path.absolute())
+    return _read_file(path.absolute(), encoding="utf-8").removesuffix("\n")
 
 
-@lru_cache(maxsize=TEMPLATES)
-def _read_file(path: Path) -> str:
-    return path.read_text(encoding="utf-8").removesuffix("\n")
+_read_file = lru_cache(maxsize=TEMPLATES)(Path.read_text)
 
 
 def fill(template: str, **values: str) -> str:

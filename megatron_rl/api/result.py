@@ -40,8 +40,10 @@ class TrainResult:
 
     def column(self, metric: str, scope: str | None = None) -> list[float]:
         """Returns the values of a metric, such as `reward/trained`, in order. `scope`: only lines of this scope; None:
-        lines of all scopes. Lines without the metric are skipped."""
-        return [row[metric] for row in self.history if metric in row and scope in (None, row["scope"])]
+        lines of all scopes. `column("generator/reward/trained")` is the same as `column("reward/trained",
+        "generator")`. Lines without the metric are skipped."""
+        rows = [row for row in self.history if scope in (None, row["scope"])]
+        return [row[name] for row in rows if (name := metric.removeprefix(f"{row['scope']}/")) in row]
 
 
 def read_result(run: Path) -> TrainResult:

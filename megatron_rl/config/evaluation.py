@@ -264,7 +264,10 @@ class EvalConfig:
     def problems(self) -> Iterator[str]:
         """Yields error messages about settings of the evaluation that contradict each other or are incomplete."""
         if self.reward.range != (0.0, 1.0):
-            yield f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1"
+            yield (
+                f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1; other ranges "
+                "are measured by the evaluations of a run (evaluation.sets) and by Trainer.evaluate"
+            )
         if not self.sets:
             yield "sets = []: name benchmarks (gsm8k, amc23, ...), or give a set of your own as {path: my.jsonl}"
         yield from sets_problems("sets", self.sets, n=self.n, k=self.k, temperature=1.0)  # n greedy samples are allowed

@@ -48,6 +48,8 @@ def named_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
     name = key.rpartition(".")[2]
     if found := VERL.get(key) or TRL.get(name):
         yield key, f"this is {'verl' if key in VERL else 'TRL'}'s name; here it is {found.replace('*', 'NAME')}"
+    elif key in ("recipe", "roles"):
+        yield key, "only configs of `train` have it; `eval` needs model, sets and reward (docs/how_to/evaluation.md)"
     elif isinstance(value, Mapping):
         for inner, own in value.items():
             yield from named_elsewhere(f"{key}.{inner}", own)

@@ -13,19 +13,18 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     """Returns {metric: [P] values} of graded answers. `groups`: [P][n], n samples of each of P problems.
 
     The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
-    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). Votes compare
-    whole responses if no response has an answer that can be extracted. pass@k, maj@n, best_of_n and vote_of_n use
-    whether an answer is correct, not its score.
+    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). The votes
+    on a problem compare extracted answers, or whole responses if a correct response has no extracted answer.
+    pass@k, maj@n, best_of_n and vote_of_n use whether an answer is correct, not its score.
     """
     n = min((len(group) for group in groups), default=0)
     correct = [[float(row["correct"]) for row in group] for group in groups]
-    out = {"accuracy": [fmean(own) for own in correct]}
-    out |= {"reward": [fmean(row["score"] for row in group) for group in groups]}
+    out = {"accuracy": [fmean(own) for own in correct], "reward": [fmean(r["score"] for r in own) for own in groups]}
     told = [k for k in ks if k <= n and (n > 1 or k > 1)]
     out |= {f"pass@{k}": [pass_at_k(len(own), round(sum(own)), k) for own in correct] for k in told}
     if n > 1:
-        name = "key" if any(row["key"] is not None for group in groups for row in group) else "response"
-        keys = [[row[name] for row in group] for group in groups]
+        voted = ["response" if any(r["correct"] and r["key"] is None for r in group) else "key" for group in groups]
+        keys = [[row[name] for row in group] for name, group in zip(voted, groups, strict=True)]
         out[f"maj@{n}"] = [majority(k, own) for k, own in zip(keys, correct, strict=True)]
         if "confidence" in groups[0][0]:
             weights = [[row["confidence"] for row in group] for group in groups]

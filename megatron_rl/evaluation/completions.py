@@ -78,6 +78,8 @@ def grade_file(
         raise ConfigError(
             f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
         )
+    if tally[BAD_ROW] == count:
+        raise ConfigError(f"--completions {source}: no row can be graded, for the reasons in {out}; remove {out} then")
     summary = {"rows": count, "accuracy": correct / count, "reward": total / count, "outcomes": dict(tally)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
@@ -89,10 +91,10 @@ def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]
     out = []
     for row in rows:
         graded = None if row.why else next(found)
-        score, outcome = (0.0, BAD_ROW) if graded is None else (graded.score, graded.outcome.value)
-        detail = row.why if graded is None else graded.detail
-        detail = {"detail": detail[:MAX_DETAIL]} if detail else {}
-        out.append({"id": row.id, "score": score, "outcome": outcome} | detail)
+        own = (graded.score, graded.outcome.value, graded.detail) if graded else (0.0, BAD_ROW, row.why)
+        score, outcome, detail = own
+        told = {"detail": detail[:MAX_DETAIL]} if detail else {}
+        out.append({"id": row.id, "score": score, "outcome": outcome} | told)
     return out
 
 

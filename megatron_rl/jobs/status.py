@@ -33,7 +33,7 @@ LOOK_S = 2.5
 FOLLOW_S = 1.0  # seconds between two reads of the logs for `follow`
 SHOWN = ("update", "staleness", "version_lag", "skipped", "rests", "loss", "length")  # metrics of a role that are shown
 REWARD = "reward/"
-NO_JOBS = "no job of it waits or runs"
+NO_JOBS = "no Slurm job of it waits or runs"
 # Names of the batch scripts of training runs, which have iterations
 RUNS = ("train.sbatch", "roles.sbatch", "sweep.sbatch")
 # Names of the batch scripts for SFT data and for evaluations. Jobs of these scripts have no iterations.

@@ -26,7 +26,8 @@ MOST_BROKEN = 3  # maximum number of metrics with NaN or infinite values that ar
 def signs(run: RunMetrics, picked: Picked) -> list[str]:
     """Returns a sentence for each sign that the run went wrong; a sentence also says what to look at. "First" and
     "last" iterations are the first and the last fifth of the run. `picked`: rollouts of this run."""
-    found = [*_broken(run), *_blind_reward(picked)]
+    broken = [f"{role}: of {name}, {own.trouble}." for (role, name), own in run.curves.items() if own.trouble]
+    found = [*broken[:MOST_BROKEN], *_blind_reward(picked)]
     gains = evaluation_gains(run)
     held_out = main_gains(gains, run.settings)
     rising = {gain.role for gain in gains if gain.name.endswith("/reward") and gain.rose}
@@ -38,13 +39,6 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
             found += [*_collapsed(run, role), *_unfinished(run, role)]
         found += _ungraded(run, role)
     return found
-
-
-def _broken(run: RunMetrics) -> Iterator[str]:
-    """Yields sentences about metrics with values that are NaN or infinite."""
-    broken = [(role, name, curve.trouble) for (role, name), curve in run.curves.items() if curve.trouble]
-    for role, name, trouble in broken[:MOST_BROKEN]:
-        yield f"{role}: of {name}, {trouble}."
 
 
 def _blind_reward(picked: Picked) -> Iterator[str]:

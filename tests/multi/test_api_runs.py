@@ -102,6 +102,8 @@ def test_a_run_of_two_ranks_tells_callbacks_what_it_does_and_goes_on_after_a_sto
     finished = trainer.train()
     assert [entry[:2] for entry in diary.told[5:]] == [("begin", 2), ("iteration", 3), ("eval", 3), ("end", 3)]
     assert finished.finished and finished.metrics["iterations"] == 3 and len(finished.column("reward/trained")) == 3
+    assert finished.column("generator/reward/trained") == finished.column("reward/trained", "generator")
+    assert len(finished.column("generator/reward/trained")) == 3 and not finished.column("other/reward/trained")
     assert all(path.exists() for path in finished.paths.values()) and "model/generator" in finished.paths
     yaml = load(TrainConfig, [finished.paths["config"]])
     assert yaml == trainer.config.resolve(), "the run's own config is the Trainer's"

@@ -17,6 +17,7 @@ from megatron_rl.api.trainer import _with_recipe
 from megatron_rl.commands import init
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.describe import settings_of as listed
+from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.files import dump, load
 from megatron_rl.config.other_names import RECIPES, SHORT, TRL, VERL
 from megatron_rl.config.plugins import find
@@ -175,6 +176,12 @@ def test_a_config_with_a_name_of_another_library_says_the_name_here(override, wo
     assert load(TrainConfig, trees=[("own", tree)]).recipe.target == RECIPES["grpo"]
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(TrainConfig, overrides=[override], trees=[("own", tree)])
+
+
+def test_a_train_config_given_to_eval_is_called_so():
+    """Seven keys were unknown, and the first was to be 'data_dir'."""
+    with pytest.raises(ConfigError, match="roles: unknown key; only configs of `train` have it; `eval` needs"):
+        load(EvalConfig, trees=[("own", {"roles": {"generator": {"model": {"path": "x"}}}})])
 
 
 def test_a_config_may_name_its_recipe_by_a_word_and_keeps_its_arguments_beside_the_same_recipe(tmp_path):

@@ -95,6 +95,10 @@ def test_votes_of_responses_without_an_extracted_answer_compare_the_responses():
     row = {"score": 1.0, "correct": True, "key": None, "finished": True, "tokens": 1}
     rows = [[row | {"response": "ee"}] * 3, [row | {"response": "a", "correct": False}] * 2 + [row | {"response": "b"}]]
     assert answer_values(rows, [])["maj@3"] == [1.0, 0.0]
+    # texts that are no numbers, beside a problem whose answers are numbers: maj@3 of the former was 0
+    numbers = [row | {"response": text, "key": "7"} for text in ("7", "so 7", "7.0")]
+    mixed = [[row | {"response": "!!"}] * 2 + [row | {"response": "0", "key": "0", "correct": False}], numbers]
+    assert answer_values(mixed, [])["maj@3"] == [1.0, 1.0]
 
 
 def test_faults_answers_are_those_of_all_agents_in_every_figure():

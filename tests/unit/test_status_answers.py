@@ -43,7 +43,7 @@ def test_stop_cancels_jobs_that_run_and_speaks_of_no_iterations(data, fake_slurm
     assert "its jobs are cancelled; finished parts of the answers are kept" in said and "iteration" not in said
     answers(squeue="true")
     assert main(["stop", str(made), *now]) == 0
-    assert "no job of it waits or runs" in capsys.readouterr().out
+    assert "no Slurm job of it waits or runs" in capsys.readouterr().out
 
 
 def test_a_stopped_run_with_an_evaluation_beside_it_still_saves(data, fake_slurm, capsys):

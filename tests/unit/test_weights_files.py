@@ -117,11 +117,11 @@ BAD = {
     ),
     "another shape": (
         rewrite(lambda t: t.update({UP: t[UP][:64]})),
-        rf"{SECOND}: {UP} is \[64, 64\], config.json says \[128, 64\]",
+        rf"{SECOND}: {UP} is \[64, 64\], but config.json requires \[128, 64\]",
     ),
     "matrix for a vector": (
         rewrite(lambda t: t.update({NORM: t[NORM][None]})),
-        rf"{NORM} is \[1, 64\], config.json says \[64\]",
+        rf"{NORM} is \[1, 64\], but config.json requires \[64\]",
     ),
     "two dtypes": (
         rewrite(lambda t: t.update({NORM: t[NORM].bfloat16()})),
