@@ -66,10 +66,9 @@ def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | N
 
 
 def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
-    """Returns (unchecked specification of a config, list of error messages).
-
-    The error messages are about evaluation sets that cannot be resolved, a recipe that cannot be built, and invalid
-    stages. The field `recipe` of the specification is None if the recipe cannot be built."""
+    """Returns (unchecked specification of a config, list of error messages). The error messages are about evaluation
+    sets that cannot be resolved, a recipe that cannot be built, and invalid stages. The field `recipe` of the
+    specification is None if the recipe cannot be built."""
     config = with_staleness(config)
     shared: dict[str, Any] = {
         "roles": roles_of(config),

@@ -205,8 +205,7 @@ def _iteration(
 ) -> None:
     """Executes one iteration: takes its rollouts, adds scores and advantages, and updates, in the order of the roles,
     every policy whose usable rollouts have a signal (a nonzero advantage). If `evaluation` is given, engines get new
-    weights only after the evaluation is complete.
-    """
+    weights only after the evaluation is complete."""
     collected, usable = Collected(rollouts={}, metrics={}), dict[str, list[Rollout]]()  # filled on the driver only
     clock = _Clock(setup)
 
