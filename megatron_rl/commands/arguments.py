@@ -68,7 +68,7 @@ class WithSettings(Arguments):
 class Train(WithSettings):
     """train one or more models by reinforcement learning with a recipe, such as Tango or GRPO"""
 
-    fresh: bool = False  # generate the rollouts again that a stopped run had stored and not yet trained on
+    fresh: bool = False  # discard the rollouts that a stopped run stored and did not train on
     # path of the Unix socket of a parent program that receives the run's events
     events: str | None = argument(None, help=argparse.SUPPRESS)
 
@@ -107,7 +107,8 @@ class Check(WithSettings):
     ranks: int | None = argument(None, type=positive)  # number of ranks of the run (default: launch.nproc)
     # also read all rows, show the first prompt, and try the tokenizers, the reward and the environment
     deep: bool = False
-    # the run starts on another machine, or after a stage that writes files of the run; missing files are no errors
+    # do not report missing files as errors, because the run starts on another machine, or after a stage that writes its
+    # files
     elsewhere: bool = False
     show: bool = argument(False, flags=["--print"])  # also print the resolved config, with all defaults filled in
 
@@ -150,18 +151,19 @@ class Plan(WithSettings):
     # mean length of prompts and answers as a share of the maximum length (default: 0.5)
     fill: list[str] = argument((), metavar="SHARE | ROLE=SHARE")
     # mean number of samples that a role generates per prompt of an iteration; replaces the recipe's number.
-    # Example: generator.verifier=1.5 if not every solution is verified
+    # Example: generator.verifier=1.5 if the verifier checks only a part of the generator's solutions
     draws: list[str] = argument((), metavar="ITERATION.ROLE=NUMBER")
-    # number of rows of a data set that is not on this host: `data` of sft and generate, or a set of an evaluation
+    # number of rows of a data set that is not on this host. SET: `data` (sft, generate), or name of an evaluation set
     rows: list[str] = argument((), metavar="NUMBER | SET=NUMBER")
     # estimate for the episodes of a role that answers several times; replaces the recipe's estimate. Names: answers,
-    # told (tokens between two answers), tool_s (seconds of tools between two answers), calls_at_once
+    # told (tokens between two answers), tool_s (seconds of tools between two answers), calls_at_once (of the
+    # environment), bounded (true: max_prompt_tokens limits all tokens before each answer)
     episode: list[str] = argument((), metavar="ROLE.NAME=VALUE")
     json: bool = False  # print the estimates as JSON, in bytes and seconds
 
 
 class Serve(Arguments):
-    """start one inference server of a run, and restart it if it dies (runs with engine.kind vllm, sglang)"""
+    """start one inference server of a run with engine.kind vllm or sglang, and restart the server if it dies"""
 
     # settings of the run, with the same overrides as in the run's command
     settings: list[str] = argument(metavar=METAVAR)
@@ -185,7 +187,7 @@ class Fetch(Arguments):
     the commit and the SHA-256 of every file. Of a model, only safetensors, JSON and tokenizer files are downloaded.
     """
 
-    # names on the hub, with or without @REVISION; or a config, with overrides
+    # names on the hub, each optionally with @REVISION; or a config and its overrides
     what: list[str] = argument(metavar="OWNER/NAME | dataset:OWNER/NAME | CONFIG.yaml | a.b=c")
     to: Path = argument(required=True, metavar="DIR")  # folder for the downloads
 
@@ -244,7 +246,8 @@ class Submit(Arguments):
     settings: list[str] = argument(metavar=METAVAR)
     profile: str = "a100"  # profile of the cluster: a100, cpu, or a YAML file
     dry_run: bool = False  # print the scripts; write and submit nothing
-    shape: Literal["chain", "roles"] = "chain"  # chain: separate arrays of trainer and engines; roles: one array
+    # chain: a job array of trainers and a job array of engines; roles: one job array of a trainer and engines
+    shape: Literal["chain", "roles"] = "chain"
     # file that defines the sweep: {setting: [values]} for all combinations, or a list with one entry per run
     sweep: Path | None = argument(None, metavar="YAML")
     # evaluate each of these model directories with each given config
@@ -313,7 +316,8 @@ class OfCheckpoint(Conversion):
     # role whose model is converted, if the checkpoint has several roles. Without a role, `reshard` copies all roles and
     # the run's state to a directory with the same name iteration_N
     role: str | None = None
-    model: Path | None = None  # model directory the role started from (default: named by the run's config.yaml)
+    # directory of the model from which the role's training started (default: the directory in the run's config.yaml)
+    model: Path | None = None
     # also load pickled objects other than plain data. The author of the checkpoint can then run code on this machine
     trust: bool = False
 

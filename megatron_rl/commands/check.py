@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     command, config = load(args.settings, args.schema)
     ranks, lines = args.ranks or config.launch.nproc, list[str]()
     config = staleness.chosen(config, ranks, say=lines.append)
-    # If torchrun or srun will start the ranks, only one rank is known to run on this host.
+    # If the number of ranks is not launch.nproc, torchrun or srun starts them, maybe on several hosts. This host then
+    # counts as a host of one rank, because at least one rank must run on each host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
     spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
     lines += explain(spec) + gpu_notes(spec, host)
@@ -81,6 +82,6 @@ def gpu_notes(spec: Spec, host: Host) -> list[str]:
 
     The messages are notes and not errors, because the run may be intended for another host."""
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
-        # an empty engine.gpus is correct without GPUs, and if a cluster profile starts the servers on other hosts
+        # engine.gpus may be empty: on a host without GPUs, or if a cluster profile starts the servers on other hosts
         return []
     return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]

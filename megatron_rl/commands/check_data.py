@@ -36,7 +36,7 @@ def data_lines(spec: Spec, *, deep: bool) -> list[str]:
     if not deep:
         with contextlib.suppress(DataError):
             return _lines(spec, deep, ROWS)
-    # reads the whole set: the share of malformed rows may be too high among the first ROWS rows, but not in the set
+    # After a DataError, reads all rows, because the share of malformed rows may be too high only in the first ROWS rows
     with refusing(str, DataError):
         return _lines(spec, deep, None)
 
@@ -126,7 +126,7 @@ def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
 
 
 def _trained_share(data: SftData, role: RoleConfig, samples: Sequence[SftSample]) -> str:
-    """Tokenizes samples and describes the share of trained tokens or, for a reward model, the number of scores.
+    """Tokenizes samples. Returns a line with the number of trained tokens or, for a reward model, of trained scores.
 
     Raises ConfigError or DataError if `megatron-rl sft` would reject the samples."""
     tokenizer = tokenizer_of(role.model)
@@ -178,7 +178,7 @@ def _has_rows(source: PromptSet) -> bool:
 def _first(source: PromptSet, rows: int | None) -> PromptSet:
     """Returns the prompt set limited to its first `rows` problems, because large sets are slow to read.
 
-    If `rows` is None, the set is not limited further."""
+    If `rows` is None, only the limit in the set's settings applies."""
     limits = [limit for limit in (source.limit, rows) if limit is not None]
     return dataclasses.replace(source, limit=min(limits, default=None))
 

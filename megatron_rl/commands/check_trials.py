@@ -111,7 +111,7 @@ def _prompt_lines(
 
 
 def _reward_line(spec: RunSpec, prompt: Prompt, grade: Grade) -> str:
-    """Returns a line with the rewards of a prompt's known answer and of an empty answer."""
+    """Returns a line with the rewards of an empty answer and, if the data has one, of a prompt's correct answer."""
     texts = {"an empty answer": ""}
     if "answer" in prompt.payload:
         own = spec.data.sources.get(prompt.payload.get(SOURCE, ""))

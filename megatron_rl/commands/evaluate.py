@@ -43,7 +43,7 @@ from megatron_rl.text import read_template
 from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
 
 CHUNK = 256  # number of problems per batch of requests
-ASKED = ("question", "messages")  # names of the fields of a problem from which the prompt is built
+ASKED = ("question", "messages")  # names of the problem fields that the prompt is built from
 # A function that measures problems: (problem set, indices of problems) -> samples of each of these problems.
 Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]
 
@@ -66,7 +66,7 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation and its opened models. Used on the driver (rank 0)."""
+    """An evaluation: its config, and its models with their engines. Used on the driver (rank 0)."""
 
     config: EvalConfig
     models: OpenModels
@@ -82,7 +82,7 @@ class Evaluation:
         read: Mapping[str, Any] = {}
         if output is not None:
             begun = Path(f"{output.with_suffix('.jsonl')}{PARTIAL}").exists()
-            # the record has no name *.json, because all .json files in the output folder are results of evaluations
+            # the record's name does not end in .json, because each .json file in the folder is an evaluation's result
             record = output.with_suffix(".inputs")
             read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="samples")
         samples = Samples(place, _digest(spec.settings, asked, read))
@@ -132,8 +132,8 @@ class Evaluation:
         return ProblemSet(name=own.name, title=own.title, problems=source.problems, prompts=prompts)
 
     def measures(self, source: LoadedSet, pools: GradePools, samples: Samples) -> Iterator[tuple[str, Measure]]:
-        """Yields (name, function) of each measure of a problem set, such as `solve`. A measure that uses the samples of
-        another measure comes after the other measure. `pools`: the graders of the sets' rewards."""
+        """Yields (name, function) of each measure, such as `solve`, that the config requests for a problem set.
+        A measure that uses the samples of another measure comes after it. `pools`: has a grader for each reward."""
         config, models = self.config, self.models
         tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
         own = source.settings
@@ -177,7 +177,7 @@ class Evaluation:
         )  # fmt: skip
 
     def on_texts(self, samples: Samples, score: Callable[..., list[list[Sample]]]) -> Measure:
-        """Returns a measure that scores texts: it applies `score` to the responses that the measure `solve` generated
+        """Returns a measure that applies the function `score` to the responses that the measure `solve` generated
         before."""
 
         def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
@@ -201,8 +201,8 @@ def _digest(settings: Mapping[str, Any], sets: Sequence[ProblemSet], read: Mappi
 
 
 def _ask(problems: ProblemSet, name: str, measure: Measure, samples: Samples) -> None:
-    """Measures the problems of a set that have no samples yet, CHUNK problems at a time. `name`: name of the
-    measure."""
+    """Calls the function `measure` for the problems that have no samples of this measure yet, CHUNK problems at a time,
+    and saves the samples. `name`: name of the measure, such as `solve`."""
     missing = samples.missing(problems.name, name, range(len(problems.problems)))
     for start in range(0, len(missing), CHUNK):
         part = missing[start : start + CHUNK]

@@ -46,7 +46,7 @@ from megatron_rl.world import World
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
 # Columns that are copied from a problem to its output rows, in addition to those in data.fields
 FIELDS = (QUESTION, MESSAGES, ANSWER, "data_source", "extra_info")
-BEAT_S = 600.0  # seconds between calls of the other ranks, whose wait for a call would otherwise time out
+BEAT_S = 600.0  # seconds between two calls to the waiting ranks; without calls, their wait would time out
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
 @contextlib.contextmanager
 def _beats(world: World) -> Iterator[None]:
-    """Context manager that calls the other ranks every BEAT_S seconds. Without these calls, ranks that only hold
-    servers would fail after two hours, the timeout of the collective operation in which they wait. Used on the driver,
-    inside `from_driver`.
+    """Context manager that calls a no-op on all ranks every BEAT_S seconds. Without these calls, the other ranks, which
+    only run inference servers, would fail after two hours: the timeout of the collective operation in which they wait.
+    Used on the driver (rank 0), while the other ranks wait in `World.from_driver`.
     """
     ended = threading.Event()
 

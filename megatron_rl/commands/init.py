@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_text(kind: str, model: str, data: str, kinds: set[str], *, name: str, file: str) -> str:
-    """Returns the text of the config template `kind`, with only those conditional blocks whose word is in `kinds`.
+    """Returns the text of the config template `kind`.
 
+    Of the template's conditional blocks `# if WORD ... # end`, only blocks whose WORD is in `kinds` are included.
     `model`, `data`, `name` and `file` replace the placeholders of the template."""
     text = (STARTS / f"{kind}.yaml").read_text(encoding="utf-8")
     text = _BLOCK.sub(lambda block: block[2] if block[1] in kinds else "", text)

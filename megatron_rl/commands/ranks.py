@@ -28,7 +28,7 @@ from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
 from megatron_rl.user_code import told
 
 LEFT = 130  # exit status of a run that saved and exited because a signal asked it to
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # device files of NVIDIA's driver: on Linux, on WSL
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # files of NVIDIA's driver on Linux and on WSL
 # {command: module whose function `run` executes it on a rank}
 MODULES = {
     "train": "session.train",
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{config.output} is there: nothing to do")
         return 0
     if args.command == "drift":
-        # removes a replay of saved rollouts from the config, because the drift test needs engines
+        # the drift test needs engines, so the setting debug.replay, which trains on saved rollouts, is removed
         config = dataclasses.replace(config, debug=configs.Debug())
     host = None
     if place is None or place.rank == 0:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             check_start(spec.run, config_files.dump_tree(spec.settings))
             with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
                 pass
-        if "torch" not in sys.modules:  # not printed in a forked rank, which has inherited the imported modules
+        if "torch" not in sys.modules:  # false in a forked rank, because the parent has imported torch
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -103,7 +103,8 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
     try:
         status = command(spec, place)
         in_step = place.job is not None and place.job.step is not None
-        # in a Slurm step, returns 0 for LEFT, so that srun keeps the other ranks alive and job.sh reports no error
+        # In a Slurm step, a run that saved and exited after a signal returns 0 instead of LEFT, so that srun does not
+        # kill the other ranks, and job.sh reports no error
         return 0 if status == LEFT and in_step else status
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
@@ -119,8 +120,8 @@ def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place
 
 
 def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
-    """Reports the error that ended the run to a parent program, if `--events` gives the parent's socket. `why`: the
-    error message."""
+    """Sends the error that ended the run to the parent program, if there is one (`--events`: socket of the parent).
+    `why`: the error message."""
     if args.command != "train" or args.events is None:
         return
     from megatron_rl.session.parent_events import Listener
@@ -130,10 +131,11 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
-    """Imports the module of the command, which imports torch. Returns the function that runs the command: (spec, place)
-    -> exit status."""
-    gc.disable()  # during imports, garbage collection takes a sixth of the time and frees almost nothing
-    # Ctrl-C ends the process at once during imports, because Python would ignore a KeyboardInterrupt in a destructor
+    """Imports the module of the command, which imports torch. Returns the function that runs the command. The
+    function's arguments are the resolved config and the rank's Place; it returns the exit status."""
+    gc.disable()  # garbage collection would take a sixth of the import time and would free almost nothing
+    # Ctrl-C during imports ends the process at once. Without this, a KeyboardInterrupt could be lost, because Python
+    # ignores exceptions in destructors.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         module = importlib.import_module(f"megatron_rl.{MODULES[args.command]}")

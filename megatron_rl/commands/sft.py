@@ -37,7 +37,8 @@ from megatron_rl.world import World
 
 Row = list[Rollout]  # the rollouts of one data row: one rollout, or two for a chosen and a rejected response
 REFERENCE_CHUNK = 4096  # number of rollouts whose reference log-probs are computed in one pass
-OF_ENGINES = ("ratio", "engine_gap", "engine_kl")  # loss metrics that compare the trainer with an engine; not shown
+# loss metrics that compare the trainer with an engine; they are not shown, because `sft` has no engine
+OF_ENGINES = ("ratio", "engine_gap", "engine_kl")
 
 
 def run(spec: SftSpec, place: Place) -> int:
@@ -93,9 +94,9 @@ def _train(
 ) -> bool:  # fmt: skip
     """Runs supervised training steps.
 
-    `plan`: (samples, whether there is validation data, range of the steps to do). The samples are (training samples,
-    validation samples) on the driver (rank 0) and None on other ranks. Returns True if all steps are done, and False if
-    a signal asked to exit (after saving).
+    `plan`: (samples, whether there is validation data, range of the steps to do). `samples` is (training samples,
+    validation samples) on the driver (rank 0) and None on other ranks. Returns True if all steps are done. If a signal
+    requests the exit, saves a checkpoint and returns False.
     """
     own, validates, todo = plan
     steps, role = todo.stop, spec.roles["model"]
@@ -186,7 +187,7 @@ def _with_kl(
 
 
 def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics without the metrics OF_ENGINES. For unpaired responses, adds `rewards/margins` as TRL does:
+    """Returns the metrics without those in OF_ENGINES. For unpaired responses, adds `rewards/margins` as TRL does:
     the mean reward of chosen responses minus the mean reward of rejected responses.
     """
     shown = {name: value for name, value in metrics.items() if name not in OF_ENGINES}
@@ -226,8 +227,8 @@ def _by_row(rollouts: Sequence[Rollout]) -> list[Row]:
 
 
 def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns information about each data set for the record of the run's inputs: {"rows of SETTING": dictionary with
-    the path, the row count and the sha256 of the rows}."""
+    """Returns a description of each data set, which is saved in the record of the run's inputs. The key is "rows of
+    data.train" or "rows of data.validation". The value has the path, the row count and the sha256 of the rows."""
     told = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
         told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": _digest(rows)}
@@ -235,7 +236,8 @@ def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> d
 
 
 def _digest(rows: Sequence[Row]) -> str:
-    """Returns the sha256 of the rows' tokens, trained positions, advantages and values (margins, labels of steps)."""
+    """Returns the sha256 of the rows' tokens, trained positions, advantages, and further inputs of the loss such as
+    margins."""
     digest = hashlib.sha256()
     for one in (rollout for row in rows for rollout in row):
         digest.update(one.tokens.tobytes() + one.trainable.tobytes())

@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asked(prompt: Any) -> Any:
-    """Returns the value that is equal for rows with the same prompt. For a conversation, this is the list of messages
-    before the first answer."""
+    """Returns the part of a row's prompt that must be equal for two rows to have the same prompt. For a conversation,
+    this is the list of messages before the first answer."""
     if not isinstance(prompt, list):
         return prompt
     roles = [one.get("role", one.get("from")) if isinstance(one, dict) else None for one in prompt]

@@ -18,11 +18,12 @@ AUTO = "rollouts.max_staleness = auto"
 
 
 def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda text: None) -> AnyConfig:
-    """Chooses a number in place of rollouts.max_staleness = auto. Returns the config with the number, and passes a
-    message with the number and the reason to `say`.
+    """Replaces rollouts.max_staleness = auto by a number. Returns the config with the number, and passes a message with
+    the number and the reason to the function `say`.
 
-    A run that was started before keeps the number of its first start. Otherwise, the number depends only on the config.
-    `ranks`: number of ranks of the run. Raises ConfigError if the rates cannot be predicted.
+    A run that is started again keeps the number of its first start (see `_recorded`). Otherwise, the number depends
+    only on the config. `ranks`: number of ranks of the run. Raises ConfigError if the plan cannot predict the
+    iterations per hour.
     """
     only = with_staleness(config)
     if only is config or not isinstance(only, TrainConfig):
