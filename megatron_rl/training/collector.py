@@ -43,9 +43,10 @@ Turn = Callable[[], AbstractContextManager[None]]  # see IterationMaker.make
 class ReaderSource:
     """The source of the problems of one iteration: implements iteration.PromptSource with a prompt reader.
 
-    `turn`: returns a context manager. The first `take` reads inside it, from a reader that other iterations use too.
-    Later calls of `take` read the data set in a separate random order, which depends on `name`. If `turn` is None, all
-    calls of `take` read from the reader. `draw`: weights of the sources and maximum prompt length of the iteration.
+    `turn`: returns a context manager. The first call of `take` reads from the prompt reader inside this context
+    manager, because other iterations use the same reader. Later calls of `take` read the data set in a separate random
+    order, which depends on `name`. If `turn` is None, all calls of `take` read from the reader. `draw`: weights of the
+    sources and maximum prompt length of the iteration.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ReaderSource:
     ) -> None:  # fmt: skip
         self.prompts_per_iteration, self.dropped = prompts_per_iteration, 0  # dropped: number of too long prompts
         self._reader, self._turn, self._name, self._draw = reader, turn, name, draw
-        self._first: list[Prompt] | None = None  # result of the first call of `take`; None before
+        self._first: list[Prompt] | None = None  # result of the first call of `take`; None before that call
         self._state: Mapping[str, Any] = {}  # the reader's position after the first `take`
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
@@ -125,13 +126,14 @@ class RolloutMaker(IterationMaker):
     draw: Draw = ANY  # weights of sources and maximum length of prompts
     max_staleness: int = 0
     sessions: OpenSessions = field(default_factory=OpenSessions)  # open sessions with engines
-    turns: GradeTurns | None = None  # grades earlier iterations first; None: `context.grade` is used
-    # returns the maker with the settings of an iteration's stage; None: this maker generates all iterations
+    turns: GradeTurns | None = None  # grader that serves earlier iterations first; None: use `context.grade`
+    # function (number of an iteration) -> RolloutMaker with the settings of the iteration's stage; None: this object
+    # generates all iterations
     at: Callable[[int], RolloutMaker] | None = None
-    ahead: WriteAhead | None = None  # files of finished samples and gradings; None: nothing is written ahead
+    ahead: WriteAhead | None = None  # stores finished samples and gradings in files; None: they are not stored
 
     def __post_init__(self) -> None:
-        if self.max_staleness:  # a separate copy: the credit stage changes the recipe while threads copy this one
+        if self.max_staleness:  # copy, because the credit stage changes its recipe while threads copy this recipe
             object.__setattr__(self, "recipe", copy.deepcopy(self.recipe))
 
     def make(
@@ -162,10 +164,10 @@ class RolloutMaker(IterationMaker):
             name = f"iteration {iteration.number}"
             source = ReaderSource(reader, self.prompts_per_iteration, turn=turn, name=name, draw=self.draw)
         recipe.load_state_dict(recipe_state)
-        before = as_json(recipe.state_dict())  # `recipe_state` may have parts that the stage's recipe ignores
+        before = as_json(recipe.state_dict())  # not `recipe_state`, because the recipe may ignore parts of it
         found = recipe.rollout(iteration, source, context)
         with turn():
-            pass  # ends the turn of an iteration that took no problem
+            pass  # if the recipe took no problem, the turn of this iteration ends here
         if as_json(recipe.state_dict()) != before:
             raise RolloutError(
                 f"iteration {iteration.number}: the recipe changed its state in the method rollout: change it in "
@@ -331,13 +333,13 @@ class Collector:
     def beside(
         self, context: RolloutContext, number: int, evaluate: Callable[[RolloutContext], T], served: Callable[[], bool]
     ) -> Callable[[], T | None]:  # fmt: skip
-        """Begins `evaluate` in a new thread, beside rollouts and updates. Returns a function that waits for the result
-        of `evaluate` and returns the result. This function cancels the evaluation and returns None if some role had no
-        engine with the evaluated weights for UNSERVED_S seconds: the trainer has new weights, and cannot send the
-        evaluated weights again.
+        """Calls `evaluate` in a new thread, while rollouts are generated and policies are updated. Returns a function
+        that waits until the evaluation is complete and returns its result. The function cancels the evaluation and
+        returns None if some role had no engine with the evaluated weights for UNSERVED_S seconds. Waiting longer would
+        not help, because the trainer has newer weights and cannot send the evaluated weights again.
 
-        `context`: the context for `evaluate`. Engines serve the requests of the evaluation after the requests that
-            iteration `number` has sent already, and before the requests of later iterations.
+        `context`: the context for `evaluate`. `number`: number of an iteration. Engines serve the requests of the
+            evaluation after the requests that this iteration has sent already, and before those of later iterations.
         `served`: returns whether each role has an engine with the evaluated weights.
         """
         done, priority, sessions = Future[T](), number + 1, OpenSessions()
@@ -347,7 +349,7 @@ class Collector:
 
         @functools.cache
         def result() -> T | None:
-            seen = time.monotonic()  # the last time when each role had an engine with the weights
+            seen = time.monotonic()  # last time at which every role had an engine with the evaluated weights
             while not wait([done], LOOK_S).done:
                 seen = time.monotonic() if served() else seen
                 if time.monotonic() - seen > UNSERVED_S:
@@ -360,7 +362,7 @@ class Collector:
         def run() -> None:
             try:
                 done.set_result(evaluate(own))
-            except BaseException as error:  # the returned function raises the error again
+            except BaseException as error:  # the function `result` raises this error when it is called
                 done.set_exception(error)
 
         threading.Thread(target=run, name=f"evaluation {number}", daemon=True).start()
@@ -448,7 +450,7 @@ class Collector:
                 self._maker.restore(state["data"])
         with self._credits.turn(place):
             if self._credit.after_scores:
-                collected = replace(collected, credited=False)  # `credit` follows, also for a stored iteration
+                collected = replace(collected, credited=False)  # the loop calls `credit`, also for stored iterations
             elif state is not None and collected.credited:
                 self._credit.restore(state["recipe"], iteration.number + 1)
             else:
@@ -462,8 +464,9 @@ class Collector:
 
 
 def _with_credit(rollouts: Sequence[Rollout], credited: Sequence[Rollout]) -> list[Rollout]:
-    """Returns `credited` if it has the same texts in the same order as `rollouts`. Otherwise returns `rollouts`,
-    because a later process needs all rollouts to compute the advantages again.
+    """Returns the rollouts of a role to store: `credited`, the rollouts with advantages, if they have the same texts in
+    the same order as `rollouts`. Otherwise returns `rollouts`, the rollouts without advantages, because a process that
+    reads the file computes the advantages again, from all rollouts.
     """
     same = len(rollouts) == len(credited) and all(
         one.tokens is two.tokens for one, two in zip(rollouts, credited, strict=True)

@@ -21,8 +21,8 @@ class RolloutError(RuntimeError):
 
 
 class CreditStage:
-    """The stage of a run that credits the iterations in order: lets the recipe compute their advantages. Stores the
-    recipe's states after the last `lag` + 1 credited iterations.
+    """The stage of a run that credits the iterations in order. To credit an iteration means that the recipe computes
+    the advantages of its rollouts. Stores the recipe's states after the last `lag` + 1 credited iterations.
 
     `lag`: rollouts.max_staleness. The rollouts of an iteration are generated with the recipe's state after the credit
         of the iteration that is `lag` + 1 iterations earlier, regardless of which later iterations are already
@@ -37,7 +37,7 @@ class CreditStage:
         recipe_at: Callable[[int], Recipe] | None = None,
     ) -> None:  # fmt: skip
         """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages.
-        `recipe_at`: returns the recipe with the arguments of an iteration's stage; None: `recipe` in all iterations."""
+        `recipe_at`: function (number of an iteration) -> recipe that credits it; None: `recipe` credits all."""
         self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
         self.after_scores, self._recipe_at = after_scores, recipe_at
         # {number of credited iterations: state of the recipe after them}, oldest first
@@ -56,7 +56,7 @@ class CreditStage:
 
     def state_for(self, number: int) -> State:
         """Returns the recipe's state with which the rollouts of iteration `number` are generated."""
-        states = self._states  # one reference: `apply` in another thread replaces the mapping
+        states = self._states  # read the attribute once, because another thread may replace it (in `apply`)
         return states[max(number - self._lag, min(states))]
 
     def apply(self, iteration: Iteration, collected: Collected) -> Collected:
@@ -109,8 +109,8 @@ def as_json(state: State) -> State:
 def _problems(
     iteration: Iteration, found: Mapping[str, Sequence[Rollout]], uncredited: Collection[str]
 ) -> Iterator[str]:
-    """Yields the reasons why the rollouts of an iteration cannot be trained on. A reason is the rest of an error
-    message that begins with the iteration. `uncredited`: roles whose loss needs no advantages.
+    """Yields the reasons why the rollouts of an iteration cannot be trained on. Each reason is written so that it can
+    be appended to "iteration NUMBER" in an error message. `uncredited`: roles whose loss needs no advantages.
     """
     if set(found) != set(iteration.roles):
         yield (

@@ -146,15 +146,18 @@ class Score:
     """
 
     role: str  # the role whose rollouts are scored
-    # "value": output of the value head of `by`. "logprobs", "entropy": statistics of the current weights of `by`.
-    # "reference_logprobs": log-probs under the frozen reference of `by`.
+    # "value": output of the value head. "logprobs": log-prob of the token. "entropy": entropy of the distribution over
+    # the vocabulary. All three are computed with the current weights of the role in the field `by`.
+    # "reference_logprobs": log-prob of the token under the frozen reference model of this role.
     name: Literal["value", "logprobs", "reference_logprobs", "entropy"]
     by: str  # the role whose model computes the values
 
 
 @dataclass(frozen=True, kw_only=True)
 class CreditContext:
-    """The input of `Recipe.credit` besides the rollouts, and the metrics that `credit` adds."""
+    """An argument of `Recipe.credit`: has data that the method needs besides the rollouts, and collects the metrics
+    that the method adds.
+    """
 
     # JSON values that `Recipe.rollout` of this iteration stored in RolloutContext.handed_over
     handed_over: Mapping[str, Any] = field(default_factory=dict)
@@ -186,7 +189,7 @@ class RecipeRole:
     drawn: Mapping[str, int] = field(
         default_factory=dict
     )  # number of samples that each role generates per problem when this role is trained; used to estimate memory, time
-    # {role: how many of the `drawn` samples share one prompt}; 1 for roles not in the mapping
+    # {role: number of the samples in `drawn` that are generated from the same prompt}; 1 for roles not in the mapping
     per_prompt: Mapping[str, int] = field(default_factory=dict)
     # size of an episode, if the role answers several times in a conversation; used to estimate memory and time
     episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
@@ -242,8 +245,8 @@ class Recipe(ABC):
         """Generates the rollouts of an iteration and computes their rewards. Returns the rollouts by role.
 
         With rollouts.max_staleness = k above 0, up to k + 1 iterations are generated at once while earlier iterations
-        train. Each is generated in a separate thread by a separate copy of the recipe (copy.deepcopy). For iteration n,
-        the method then sees the recipe's state after the credit of iteration n - 1 - k.
+        train. Each of them is generated in a separate thread by a separate copy of the recipe (copy.deepcopy). In the
+        copy for iteration n, the recipe has the state that it had after `credit` of iteration n - 1 - k.
         """
         ...
 

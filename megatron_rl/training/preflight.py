@@ -25,8 +25,8 @@ from megatron_rl.types import SOURCE, Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
-# Fractions of the range from the lowest to the highest score (reward.range).
-# The mean score of correct answers must be at least CORRECT_SHARE, the mean score of wrong answers at most WRONG_SHARE.
+# The mean score of known correct answers must be at least CORRECT_SHARE, and the mean score of known wrong answers at
+# most WRONG_SHARE. Both are positions in the setting reward.range: 0 is its lower end, 1 is its upper end.
 CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
 
 
@@ -42,14 +42,16 @@ class PreflightPlan:
 
     settings: Preflight
     prompts: Sequence[Prompt]  # the first settings.num_prompts prompts of each source are used
-    # name of the setting that defines the prompts, such as "evaluation.sets: gsm8k"; not used for prompts of a source
+    # name of the setting that defines the prompts, such as "evaluation.sets: gsm8k"; for prompts of one of several data
+    # sources, the name of the source is used instead
     place: str = "data"
     reward: Reward = field(default_factory=Reward)
-    rewards: Mapping[str, Reward] = field(default_factory=dict)  # {source name: reward}, for sources with own reward
+    # {name of a source in data.sources: reward settings}; sources that are not in the mapping use the field `reward`
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
 
     @property
     def chosen(self) -> dict[str, list[Prompt]]:
-        """Returns the prompts that the checks use, by source."""
+        """Returns the prompts that the checks use: {source: prompts}; the source is "" if there is one data set."""
         found: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
             own = found.setdefault(prompt.payload.get(SOURCE, ""), [])
@@ -133,7 +135,7 @@ def check_logprobs(
     """
     gaps = {}
     for role, trainee in memory.trainees.items():
-        if trainee.refit is not None:  # skips policies without an engine, as in a replay
+        if trainee.refit is not None:  # skips policies without an engine (a replay has no engines)
             pair = engine_and_trainer(world, context, memory, role, texts)
             gaps[f"preflight/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
     return gaps
@@ -194,8 +196,9 @@ def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sa
 
 
 def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> float:
-    """Returns the mean absolute difference between the engine's and the trainer's log-probs in `pair`, on the driver.
-    Raises PreflightFailure if the difference is above `limit`.
+    """Returns the mean absolute difference between the engine's and the trainer's log-probs. Called on the driver.
+    `pair`: (the engine's log-probs, the trainer's log-probs) of the same tokens. Raises PreflightFailure if the mean
+    difference is above `limit`.
     """
     engine, trainer = pair
     gaps = np.abs(engine - trainer)

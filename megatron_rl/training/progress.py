@@ -67,8 +67,8 @@ def never_learned(progress: Progress, policy_of: Mapping[str, str]) -> list[str]
 
 
 def _last_metrics(progress: Progress, roles: Iterable[str]) -> str:
-    """Returns, as text in brackets, those metrics (see TELLING) of the roles' last iterations that show why there was
-    nothing to learn from.
+    """Returns a text in brackets with metrics of the last iteration of each role. The metrics are those named in
+    TELLING, which show why there was nothing to learn from. Returns an empty text if there are none.
     """
     shown = {
         role: ", ".join(f"{name} = {found[name]:.4g}" for name in TELLING if name in found)
@@ -80,8 +80,8 @@ def _last_metrics(progress: Progress, roles: Iterable[str]) -> str:
 
 
 def why_nothing(progress: Progress) -> str:
-    """Returns a message that explains why no iteration had anything to learn from, with the relevant metrics of the
-    last iteration.
+    """Returns the message of a run in which no iteration had anything to learn from. The message names possible reasons
+    and gives the relevant metrics of the last iteration.
     """
     told = _last_metrics(progress, progress.last_metrics)
     return (

@@ -23,8 +23,8 @@ Encode = Callable[[Mapping[str, Any]], list[int]]  # values of a problem -> toke
 
 def asked_tokenizers(roles: Mapping[str, RoleConfig], tokenizers: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tokenizer that encodes the prompts of each role. If a role has the setting `chat`, its tokenizer is
-    wrapped so that it renders texts with the chat template. Raises ConfigError if the tokenizer of such a role has no
-    chat template.
+    wrapped so that it renders texts with the chat template. Raises ConfigError if a role has the setting `chat` and its
+    tokenizer has no chat template.
     """
     out = dict(tokenizers)
     for name, tokenizer in tokenizers.items():
@@ -55,9 +55,9 @@ def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
 
 
 def read_set(source: PromptSet, benchmark: Benchmark | None) -> list[Problem]:
-    """Returns all problems of a set. `benchmark`: the benchmark whose rows `source` has; None if `source` is not a
-    benchmark. Raises ConfigError if the path contains no data, and DataError if no row is usable or the share of bad
-    rows is above max_bad_share.
+    """Returns all problems of a set. `source`: the settings of the set. `benchmark`: the benchmark whose format the
+    rows have; None if the set is not a benchmark. Raises ConfigError if the path contains no data, and DataError if no
+    row is usable or the share of bad rows is above max_bad_share.
     """
     return read_problems(source) if benchmark is None else read_benchmark(benchmark, source)
 
@@ -69,8 +69,8 @@ def read_sets(
     """Reads the problem sets of a run. Returns the problems of each set by its name in the settings. If a tokenizer is
     given, encodes one prompt of each form (sequence of message roles) as a test.
 
-    `held_out`: the sets for evaluation, which are in `sets` as `evaluation.sets.NAME`. Questions of a benchmark are put
-        as conversations if the problems of the set `data` are conversations.
+    `held_out`: the sets for evaluation, which are in `sets` as `evaluation.sets.NAME`. Questions of a benchmark are
+        converted to conversations if the training problems are conversations.
     `vocabulary`: vocabulary of the model, to detect tokens without an embedding row.
 
     Raises ConfigError if the path of a set contains no data, if the tokenizer has no chat template, if a set holds
@@ -104,8 +104,11 @@ def read_sets(
 
 
 def _refuse_form(name: str, problem: Problem, recipe: Recipe) -> None:
-    """Raises ConfigError if `problem`, of the data set `name`, is a conversation and the recipe cannot make prompts of
-    conversations, or if the data set has a prompt template of its own and the recipe does not use it."""
+    """Raises ConfigError if the recipe cannot make prompts of a data set. `name`: name of the data set. `problem`: one
+    problem of it. The recipe cannot make prompts if the problem is a conversation and the recipe supports only texts,
+    or if the data set has a setting `template` that has no effect: a template is not used for conversations, and some
+    recipes do not use it at all.
+    """
     chat = MESSAGES in problem.values
     if chat and not isinstance(recipe.prompt(problem.values), UserText):
         first = next(iter(recipe.roles()))
@@ -129,14 +132,17 @@ def _of_source(name: str, source: PromptSet) -> list[Problem]:
 
 
 def _with_values(problems: list[Problem], added: Mapping[str, str | None]) -> list[Problem]:
-    """Returns the problems with the values of `added` that are not None."""
+    """Adds the values in `added` to the values of each problem, and returns the new problems. A value of None is not
+    added.
+    """
     given = {name: value for name, value in added.items() if value is not None}
     return [replace(p, values={**p.values, **given}) for p in problems] if given else problems
 
 
 def _as_trained(problems: list[Problem], own: EvaluatedSet, *, chat: bool) -> list[Problem]:
-    """Returns the problems of the benchmark `own` as conversations if its setting `chat` is true, or if its setting is
-    null and the argument `chat` is True. Returns all other problems unchanged.
+    """Converts the problems of an evaluation set to conversations if the set is a benchmark and its setting `chat` is
+    true, or null while the argument `chat` is True. Otherwise returns the problems unchanged. `own`: the settings of
+    the evaluation set. `chat`: whether the training problems are conversations.
     """
     if own.benchmark is None or not (chat if own.source.chat is None else own.source.chat):
         return problems

@@ -65,7 +65,7 @@ EXACT = pa.schema(
         ("tokens", _values_of(pa.int32())),
         ("logprobs", _values_of(pa.float32())),
         ("payload", pa.string()),  # the fields of the problem as JSON
-        # the fields in _OTHERS, serialised by message_codec
+        # the fields of Rollout that _OTHERS names, serialised by message_codec
         ("others", pa.large_binary()),
     ]
 )
@@ -92,7 +92,7 @@ class RolloutText:
     prompt: str
     text: str  # text of all tokens after the prompt
     steps: Sequence[str] = ()  # text of each reasoning step
-    pieces: Sequence[tuple[TextPiece, str]] = ()  # the runs of tokens that `pieces_of` returns, each with its text
+    pieces: Sequence[tuple[TextPiece, str]] = ()  # (piece, text of the piece) for each piece that `pieces_of` returns
 
 
 def pieces_of(rollout: Rollout) -> list[TextPiece]:
@@ -230,7 +230,8 @@ def _advantage(rollout: Rollout) -> float | None:
 
 def _step_advantages(rollout: Rollout, ranges: np.ndarray) -> list[float]:
     """Returns, for each reasoning step, the advantage of the step's last trained token, or 0 if no token of the step is
-    trained. Returns an empty list if advantages have not been assigned. `ranges`: first token and end of each step.
+    trained. Returns an empty list if advantages have not been assigned. `ranges`: [K, 2] index of the first token of
+    each of K steps, and index after its last token.
     """
     if rollout.advantages is None or not len(ranges):
         return []

@@ -43,7 +43,8 @@ State = dict[str, Any]  # a state of JSON values, for checkpoints
 Decode = Callable[[str, np.ndarray], Decoded]  # (role, tokens [T]) -> decoded text
 _NAME = re.compile(r"iteration_[0-9]{1,18}\.parquet")
 _HEAD = b"megatron_rl"  # key of the project's entry in the file's metadata
-# bytes of the digest before the Parquet footer; bytes after the footer (the footer's length and the magic number)
+# Number of bytes of the digest that is before the Parquet footer, and number of bytes that are after the footer (the
+# footer's length and the magic number).
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
@@ -197,7 +198,8 @@ class IterationStore:
         """Removes the files of iterations before number `before`, which a completely written checkpoint covers, except
         files that are kept permanently.
 
-        A file that was written to be kept stays even if the run was resumed with another `keep_every`.
+        Whether a file is kept permanently was decided by `keep_every` when the file was written. So the file is kept
+        even if the run was resumed with another `keep_every`.
         """
         for path in iteration_files(self.directory):
             number = iteration_number(path)

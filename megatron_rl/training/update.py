@@ -129,7 +129,7 @@ def update(
             world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step,
             rescore=rescore and has_logprobs,
         )  # fmt: skip
-    passes = int("reference" in loss.needs)  # forward passes over all rollouts before the first optimizer step
+    passes = int("reference" in loss.needs)  # forward passes over all rollouts, besides those of the optimizer steps
     work = _with_reference(work, policy, loss)
     if has_logprobs and (len(work.steps) > 1 or "old" in loss.needs or work.rescored):
         with timer("old_logprobs"):

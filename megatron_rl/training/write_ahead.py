@@ -34,8 +34,9 @@ from megatron_rl.types import Outcome, Stop
 
 FORMAT = 1  # version of the file format
 COMMIT_S = 0.1  # seconds from a write to the flush to the disk (fsync); the flush covers all writes in this time
-# A record consists of a prefix, a digest of prefix and body, and the body: the record's address and the packed value.
-# The prefix has the number of bytes of the body, 1 if the record ends a transaction else 0, and the CRC-32 of the two.
+# A record consists of a prefix, a digest of prefix and body, and the body. The body has the record's address and the
+# packed value. The prefix has three numbers: the number of bytes of the body, 1 if the record ends a transaction (else
+# 0), and the CRC-32 of these two numbers.
 _PREFIX, _COUNTED = struct.Struct("<QBI"), struct.Struct("<QB")
 _DIGEST_BYTES = 16
 _NAME = re.compile(r"iteration_([0-9]{1,18})\.ahead")
@@ -69,7 +70,9 @@ class WriteAhead:
         self.path(number).unlink(missing_ok=True)
 
     def clean(self, keep: Callable[[int], bool]) -> int:
-        """Removes the files of all iterations for whose numbers `keep` is False. Returns the number of files kept."""
+        """Removes the files of iterations that are not needed. `keep`: function (number of an iteration) -> whether its
+        file is kept. Returns the number of files kept.
+        """
         names = [found for path in self.directory.glob("*") if (found := _NAME.fullmatch(path.name))]
         kept = {int(found[1]): keep(int(found[1])) for found in names}
         for number in (number for number, stays in kept.items() if not stays):
@@ -80,9 +83,10 @@ class WriteAhead:
 class LogFile:
     """An append-only file of records, each with an address and a value. Thread-safe.
 
-    A record is in the page cache when `add` returns, so it survives the death of the process, and on the disk COMMIT_S
-    later. Reading ends at a record that is cut off: the record and everything after it is removed. A damaged record in
-    the middle is skipped, together with the other records of its transaction. Both are logged as warnings.
+    When `add` returns, a record is in the page cache, so it survives the death of the process. After COMMIT_S seconds,
+    it is on the disk. When a file is opened, its records are read. If a record is cut off, reading ends there, and the
+    record and everything after it are removed. If a record in the middle is damaged, it is skipped, together with the
+    other records of its transaction. In both cases a warning is logged.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -93,8 +97,8 @@ class LogFile:
         self._places: dict[bytes, tuple[int, int]] = {}  # {address: (offset, size) of the packed value}
         self._times: Counter[bytes] = Counter()  # number of calls of `address` for each content
         self._change = threading.Lock()  # guards the file and the attributes
-        self._sync = threading.Lock()  # held while the file is flushed or closed
-        self._closed, self._new = False, True  # _new: the file's name may not be on the disk yet
+        self._sync = threading.Lock()  # lock that is held while the file is flushed or closed
+        self._closed, self._new = False, True  # _new: True until the directory entry is flushed too
         self._commit: threading.Timer | None = None  # the pending flush to the disk
         self._failure: OSError | None = None  # error of a flush
         try:
@@ -175,7 +179,7 @@ class LogFile:
                     while left:
                         left = left[self._file.write(left) :]
             except OSError as error:
-                with contextlib.suppress(OSError):  # an incomplete transaction is not read, so this may fail
+                with contextlib.suppress(OSError):  # ignore errors: an incomplete transaction is not read
                     self._file.truncate(self._end)
                 raise self._error(error) from error
             self._end = self._file.seek(0, os.SEEK_END)
@@ -210,7 +214,7 @@ class LogFile:
     def _recover(self) -> None:
         """Reads the addresses of all records and cuts off what follows the last complete transaction."""
         size, place = self._file.seek(0, os.SEEK_END), 0
-        pending: dict[bytes, tuple[int, int]] | None = {}  # records of the current transaction; None if damaged
+        pending: dict[bytes, tuple[int, int]] | None = {}  # current transaction; None if one of its records is damaged
         while (record := self._record(place, size)) is not None:
             address, begin, place, last = record
             if address is None:
