@@ -18,7 +18,7 @@ from megatron_rl.run.run_directory import RunDirectory
 FILE = "slices.jsonl"
 WRONG_CONFIG = 2  # exit status of `megatron-rl train` for a wrong config
 HUNG = 86  # exit status of a rank that ended itself because the run made no progress
-# The limit of consecutive starts without a new checkpoint is multiplied by this if some ended silently (preemption).
+# The limit of starts without a new checkpoint is this many times higher when silently ended (preempted) starts count.
 SILENT_SHARE = 3
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 

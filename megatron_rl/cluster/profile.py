@@ -55,7 +55,7 @@ class Profile:
     python: str | None = None
     # Python interpreter that has the engine installed. Overrides engine.python of the config.
     # If null, engine.python is used. If engine.python is null too, .venv-vllm or .venv-sglang of the checkout is used.
-    # A wheel comes without these environments, so the interpreter that runs `submit` is used instead.
+    # A package installed from a wheel has no such environments, so it uses the interpreter that runs `submit`.
     # With a container, engine_python of the profile is required, and must be in the container.
     engine_python: str | None = None
     container: Container | None = None
@@ -78,7 +78,7 @@ def read(name: str) -> Profile:
 
 
 def interpreter(python: str | None, default: str) -> str:
-    """Returns a Python interpreter as the nodes call it: an absolute path, or a name that is looked up in PATH.
+    """Returns the Python interpreter for the nodes of a job: an absolute path, or a name that is looked up in PATH.
 
     `python`: the interpreter that a profile or a config names, or None for the default. `default`: path in the checkout
     that is used if `python` is None. A package that is installed from a wheel has no checkout, and uses the running

@@ -16,16 +16,16 @@ ANSWER_S = 60.0  # timeout of a command in seconds
 # Matches the names of environment variables that are not passed to Slurm's commands and to jobs.
 # Does not match variables that hold paths (e.g. CUDA_HOME) or select a Slurm cluster, because these are passed.
 _LEFT_OUT = re.compile(
-    # not passed: variables of another job or launcher; options of Slurm's commands, which would override #SBATCH lines
+    # jobs do not get variables of another job or launcher, and options of Slurm (they would override #SBATCH lines)
     r"(?!SLURM_(CONF(_SERVER)?|CLUSTERS|JWT)$)_?(SLURM|SPANK|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_|SACCT_"
     r"|SCONTROL_|PYXIS_|APPTAINER|SINGULARITY|PMI|PRTE_|PALS_|OMPI_|OPAL_|I_MPI_|MPI|HYD|MV2_|TORCHELASTIC_|MASTER_"
     r"|MEGATRON_RL_).*"
     r"|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|\w+_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL|ZE_AFFINITY_MASK"
-    # not passed: settings of libraries, Python and bash, which may change results or how a script is interpreted
+    # jobs do not get settings of libraries, Python and bash, which may change results or how a script is interpreted
     r"|(NCCL|GLOO|UCX|UCC|FI|CUDA|CUBLAS|CUDNN|NVIDIA|NVTE|TORCH\w*|PYTORCH|TRITON|VLLM|SGLANG|SGL|OMP|GOMP|KMP|MKL"
     r"|OPENBLAS)_(?!\w*(HOME|ROOT|PATH|DIR|CACHE|VERSION)$).*"
     r"|PYTHON.*|LD_PRELOAD|BASH_ENV|ENV|SHELLOPTS|BASHOPTS|CDPATH"
-    # not passed: temporary directories of the submitting host, and settings of slurm/job.sh
+    # jobs do not get the submitting host's temporary directories, and settings of slurm/job.sh
     r"|TMPDIR|TMP|TEMP|XDG_RUNTIME_DIR|WARNING_S|MAX_FAULTS|RETRY_S"
 )
 # squeue's format: id, name, state, nodes, time left, reason, start

@@ -36,7 +36,8 @@ class Watchdog:
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done = time.monotonic(), threading.Event()
-        self._left = _changed_at(self._file)  # modification time of a hang file from an earlier start
+        # modification time of the hang file (which asks the ranks to end) if an earlier start left one, otherwise None
+        self._left = _changed_at(self._file)
 
     def beat(self) -> None:
         """Records that the run has made progress, or that the run waits for something with a separate timeout. Any

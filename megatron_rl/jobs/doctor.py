@@ -41,7 +41,7 @@ from megatron_rl.weights.parameter_mapping import hf_shapes
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
 PACKAGES = {"torch": "", "megatron-core": ">=0.16.1,<0.20", "transformers": ""}  # {needed package: supported versions}
-# {whether the check is quick: MiB that are written to the run directory to measure the speed}
+# MiB that are written to the run directory to measure its speed. {True: in the quick check; False: in the full check}
 PROBE_MIB = {True: 1, False: 64}
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
 # GRADIENT: bytes per parameter of float32 gradients.
@@ -233,7 +233,7 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 
 def _space(spec: Spec, quick: bool) -> Iterator[Check]:
     """Checks the free space of the run directory's file system. At least 1 GiB must be free. A training run needs space
-    for the exported models and for run.keep + 1 checkpoints, without the checkpoints that already exist."""
+    for the exported models, and for the checkpoints that are still missing up to run.keep + 1, but at least one."""
     directory = place = spec.directory
     while not place.exists():
         place = place.absolute().parent
@@ -320,7 +320,8 @@ def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[st
 
 
 def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:
-    """Compares the torch and NCCL versions of the trainer's and the engines' environments, which exchange weights.
+    """Compares the torch and NCCL versions of the trainer with those of the engines, because a difference may prevent
+    or slow down the transfer of weights from the trainer to the engines.
 
     `transport`: the setting refit.transport. `here`, `there`: {package: version} of the trainer and the engines.
     """
@@ -339,7 +340,7 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
     available to a rank: the GPU's memory, or, without GPUs, the host's memory divided by the number of ranks."""
     ranks = 1 if profile is None else profile.ranks_per_node
     need, settings = list[tuple[float, float]](), spec.engine.settings if isinstance(spec, RunSpec) else None
-    # With colocated servers, all memory of a role is released while the role is not trained, including its weights.
+    # With colocated servers, a role that is not being trained releases all its memory, including its weights.
     leaves = isinstance(settings, Servers) and settings.colocate
     for role in spec.roles.values() if isinstance(spec, TrainingSpec) else ():
         try:
@@ -353,7 +354,7 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
         weight, every, trained = _parameters(role, found)
         weights = every * weight / stages
         rest = trained / stages * (GRADIENT + MASTER / max(1, ranks * spec.cluster.job.nodes // stages))
-        # appends (bytes of the role while it is trained, bytes of the role while another role is trained)
+        # Appends the memory of the role in bytes: (while this role is trained, while another role is trained).
         need.append((weights + rest, 0.0 if leaves else weights if role.sleep else weights + rest))
     most = max((awake - asleep for awake, asleep in need), default=0.0) + sum(asleep for _, asleep in need)
     needed, (have, where) = most / GIB, _room(ranks)

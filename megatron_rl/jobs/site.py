@@ -17,8 +17,8 @@ MAX_PATH = 4096  # maximum length of a path in Linux
 
 
 def problems(spec: Spec, profile: Profile) -> Iterator[str]:
-    """Yields an error message for each problem: an engine server needs GPUs that a node in the cluster's profile does
-    not have, or paths of the config are not mounted under the same path in the profile's container."""
+    """Yields an error message for each setting that does not fit the cluster's profile: engine servers that need GPUs
+    which a node does not have, and paths that the profile's container does not mount under the same path."""
     settings, gpus = None if spec.engine is None else spec.engine.settings, profile.gpus_per_node
     if isinstance(settings, Servers) and not settings.urls and gpus > 0:
         if gpus < settings.tp:

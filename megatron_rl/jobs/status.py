@@ -51,21 +51,21 @@ class Status:
     seconds_per_iteration: float | None
     last: Mapping[str, MetricsRow]  # {scope: its newest metrics line}
     slices: Sequence[Slice]  # starts of the run
-    engines: Sequence[tuple[Listing, bool]]  # (listing of a server, whether the server is running)
+    engines: Sequence[tuple[Listing, bool]]  # (registry entry of a server, whether the server is running)
     jobs: Sequence[slurm_commands.Queued]
     state: str  # finished, running, waiting for nodes, failed, stopped, or the reason why the state is unknown
     failed: str | None = None  # reason why the last start failed
     damage: Sequence[str] = ()  # error messages about files that could not be read completely
-    unlearned: Sequence[str] = ()  # a sentence for each role that had iterations but no update
+    unlearned: Sequence[str] = ()  # a sentence for each trained role that had iterations but no weight update
     best: Sequence[Mapping[str, Any]] = ()  # see RunRecord.best
-    # progress of SFT data or evaluations as text, because these have no iterations; None for a training run
+    # the progress as text if the jobs make SFT data or evaluations, which have no iterations; None for a training run
     answered: str | None = None
 
 
 def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_commands.Queued] | None = None) -> Status:
     """Returns the status of a run.
 
-    `look_s`: seconds that this waits, if the run has servers, to see which servers renew their files.
+    `look_s`: seconds to wait, if the run has servers, to see which servers renew their registry files.
     `jobs`: the run's pending and running jobs. If None, Slurm is queried.
 
     Raises ConfigError if `directory` is not a run directory.
@@ -80,7 +80,8 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
     planned, failed = summary.get("planned"), summary.get("failed")
     try:
         jobs = slurm_commands.queue(jobs_of(directory)) if jobs is None else jobs
-    except slurm_commands.SlurmError as error:  # e.g. slurmctld is busy; most of the status comes from the directory
+    # e.g. slurmctld is busy: the rest of the status is still known, because it comes from the directory
+    except slurm_commands.SlurmError as error:
         jobs, trouble = [], f"what its jobs do is not known ({error})"
     state = _state(directory, jobs, trouble)
     alive = state not in (NO_JOBS, "stopped", "failed")

@@ -39,10 +39,10 @@ from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
 
 JOBS = "jobs"  # subdirectory of the run directory with batch scripts, configs, and the files SITE and SUBMITTED
-# Names of the files with the cluster's profile, and with the ids of the submitted jobs
+# Names of two files: SITE has the cluster's profile, and SUBMITTED has the ids of the submitted jobs.
 SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
-# Names of the files with the job ids of the trainer and of the engines.
-# slurm/job.sh reads these files to cancel the engines' job when the trainer's job ends.
+# Names of two files: TRAINER has the job id of the trainer, and ENGINES has the job id of the engines.
+# slurm/job.sh cancels the job in ENGINES when the trainer ends, and starts no engine if the job in TRAINER has ended.
 TRAINER, ENGINES = "trainer", "engines"
 # Seconds before the time limit at which Slurm sends the warning signal to jobs with servers.
 # A server may take 30 s to end, and the warning signal may be up to 30 s late.
@@ -57,8 +57,8 @@ class Submission:
     directory: Path  # directory of the run, the sweep, the SFT data or the evaluation
     files: Mapping[str, str]  # {path below directory/jobs: text}
     scripts: Sequence[str]  # names of the batch scripts, in the order of submission
-    # {script of engines: (script of their trainer, array index of this trainer in a sweep)}
-    # The array index is None for a single run, which is not part of a sweep.
+    # {batch script of engines: (batch script of the trainer that they serve, array index of this trainer)}
+    # The array index of a trainer is None if the run is not part of a sweep.
     trainers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     finished: str | None = None  # error message if the jobs would have nothing to do, otherwise None
 
@@ -120,7 +120,7 @@ def _script(shape: ScriptShape, profile: Profile, settings: Mapping[str, str | S
 class _EngineJobs(NamedTuple):
     """The servers of a run that are started by separate jobs."""
 
-    settings: Mapping[str, str | Sequence[str]]  # settings of the servers for the batch scripts
+    settings: Mapping[str, str | Sequence[str]]  # batch script settings: roles and replicas of the servers
     number: int  # number of servers
     tp: int  # number of GPUs of one server
 

@@ -45,8 +45,8 @@ def nccl(versions: Mapping[str, str]) -> str:
 
 
 def differences(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[str]:
-    """Returns a text for each difference between the torch and NCCL versions of the trainer's and the engine's
-    environments, which exchange weights. A package that one environment lacks is not compared."""
+    """Returns a text for each difference between the torch and NCCL versions of the trainer and those of the engine to
+    which the trainer sends weights. A package that one of the two lacks is not compared."""
     pairs = [("torch", trainer.get("torch", ""), engine.get("torch", "")), ("NCCL", nccl(trainer), nccl(engine))]
     return [f"{name} {own} here, {other} there" for name, own, other in pairs if own and other and own != other]
 

@@ -14,7 +14,7 @@ from megatron_rl.key_value_store import store_wire_format
 from megatron_rl.key_value_store.store_server import configure
 from megatron_rl.key_value_store.store_wire_format import Reply, Seal, Verb, WireError
 
-GREETING_S = 10.0  # timeout in seconds for connecting and for the exchange of proofs of the secret
+GREETING_S = 10.0  # timeout in seconds for connecting, and for proving to each other that both sides know the secret
 ANSWER_S = 60.0  # longest wait in seconds for the response of a busy store, in addition to the timeout of the request
 RETRY_S = 0.2  # pause in seconds before the next attempt to connect
 

@@ -63,7 +63,8 @@ class KeyValueServer:
         """Ends the store and closes all connections."""
         with contextlib.suppress(RuntimeError):  # the store is already closed
             self._loop.call_soon_threadsafe(self._closing.set)
-        if threading.current_thread() is not self._thread:  # garbage collection may call `close` in the store's thread
+        # Garbage collection may call `close` in the store's thread, which cannot join itself.
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
@@ -79,7 +80,7 @@ class KeyValueServer:
         for peer in [*self._peers]:
             peer.drop()
         while self._peers:
-            await asyncio.sleep(0)  # one turn of the event loop, in which the transports close their sockets
+            await asyncio.sleep(0)  # run the event loop once, so that the dropped connections close their sockets
 
     async def _accept(self) -> None:
         """Accepts connections as long as the limits on strangers (connections without a proof of the secret) and on
@@ -92,7 +93,7 @@ class KeyValueServer:
                     await asyncio.sleep(PAUSE_S)
                 else:
                     oldest.drop()
-                    await asyncio.sleep(0)  # its transport closes the socket
+                    await asyncio.sleep(0)  # run the event loop once, so that the connection closes its socket
                 continue
             try:
                 made, _ = await self._loop.sock_accept(self._listener)

@@ -48,7 +48,8 @@ class Verb(enum.IntEnum):
     COMPARE_SET = 7  # arguments: key, expected value, desired value; response: the value after the operation
     APPEND = 8  # arguments: key, bytes to append to the value
     NUM_KEYS = 9  # no arguments; response: number of keys
-    CLEAR = 10  # arguments: prefixes; response: number of removed keys, which are all keys with one of the prefixes
+    # removes all keys that begin with one of the prefixes; arguments: prefixes; response: number of removed keys
+    CLEAR = 10
 
 
 class Reply(enum.IntEnum):
