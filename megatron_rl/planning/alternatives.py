@@ -36,9 +36,9 @@ def alternatives(asked: Case) -> list[Alternative]:
     The alternatives are, in this order: the embedded engine, the fastest servers (on separate GPUs or on the trainer's
     GPUs), and the fastest servers on separate GPUs that generate the next iteration while the trainer trains.
 
-    The layouts (parallelism) of the roles are those of the config. If the trainer does not fit beside an engine, full
-    activation recomputation is planned. Engines are left out if the remaining GPUs do not suit the layouts, or if
-    `megatron-rl check` would refuse the config.
+    The layouts (parallelism) of the roles are those of the config. If the run fits into memory with another engine
+    only with full activation recomputation, this recomputation is planned. An engine is left out if the layouts do not
+    divide the GPUs that it leaves to the trainer, or if `megatron-rl check` would refuse the config.
     """
     first = _alternative(asked, asked)
     if first is None:
@@ -49,7 +49,7 @@ def alternatives(asked: Case) -> list[Alternative]:
         found += [] if embedded is None else [embedded]
     choices = [case for case in engine_choices(asked) if case.servers]
     place = {} if servers is None else {"gpus": servers.gpus, "urls": servers.urls, "start": servers.start}
-    # servers that differ from the configured servers only in gpus, urls or start are not an alternative
+    # leave out servers whose settings other than gpus, urls and start are those of the configured servers
     others = [case for case in choices if case.servers and replace(case.servers, **place) != servers]
     found += _fastest(others, asked, SERVED)
     if not staleness:
@@ -65,7 +65,7 @@ def _fastest(cases: Sequence[Case], asked: Case, count: int) -> list[Alternative
 
 
 def _alternative(case: Case, asked: Case) -> Alternative | None:
-    """Returns the estimate for `case` as an alternative to the configured run `asked`.
+    """Returns the estimate for a run with another engine. `case`: this run. `asked`: the run as configured.
 
     Returns None if the layouts of `case` do not divide the models or the cluster, or if `megatron-rl check` would
     refuse `case` although it accepts `asked`.

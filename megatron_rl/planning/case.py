@@ -82,8 +82,8 @@ class Case:
         """Returns this run with its servers on the last GPUs of the trainer's node.
 
         Returns the run unchanged if it has no servers on separate GPUs, if the cluster has several nodes, or if the
-        servers would leave no GPU to the trainer. Sets `start` too, because servers can share the trainer's node only
-        if the run starts them.
+        servers would leave no GPU to the trainer. Also sets engine.start to True, because servers can share the
+        trainer's node only if the run starts them.
         """
         wanted, node = server_gpus(self.spec.engine), self.cluster.per_node
         if self.servers is None or self.cluster.nodes > 1 or not 0 < wanted < node:
@@ -102,11 +102,12 @@ def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
     """Returns the name of the cluster that a config requests, such as `2x8xA100-80`.
 
     The number of nodes is job.nodes plus the nodes that the servers need. Each node has 8 A100-80 GPUs. If the command
-    trains nothing, the servers use the nodes of job.nodes, and nodes are added only if these are too few.
+    trains nothing, servers run on the nodes of job.nodes, and nodes are added only if these are too few.
 
-    A run with job.nodes = 1 may get one node of launch.nproc GPUs plus the servers' GPUs instead. This applies if
-    launch.nproc is above 1 and no servers have separate GPUs, except servers that the run starts on engine.gpus. It
-    also applies if the run starts servers on engine.gpus, and launch.nproc plus the servers' GPUs is 8.
+    In two cases, the cluster is instead a single node whose GPUs are launch.nproc plus those of the servers. Both cases
+    require job.nodes = 1. In the first case, launch.nproc is above 1, and the only servers on separate GPUs, if any,
+    are those that the run starts on engine.gpus. In the second case, the run starts servers on engine.gpus, and
+    launch.nproc plus the number of their GPUs is 8.
     """
     settings, wanted = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls

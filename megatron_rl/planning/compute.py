@@ -45,7 +45,7 @@ class SequenceBatch:
     full: bool = False  # whether all sequences have the same length and all micro-batches are full, as in pre-training
     prompt: float = 0.0  # mean number of prompt tokens per sequence
     told: float = 0.0  # mean number of tokens after the prompt that no model generated, e.g. tool results
-    # mean number of sequences with the same prompt; each prompt is computed once per micro-batch
+    # mean number of sequences with the same prompt; a prompt is computed once in each micro-batch that contains it
     per_prompt: float = 1.0
 
     @property
@@ -84,12 +84,12 @@ class EngineSetup:
     kv_bytes: float  # bytes of the KV cache on one GPU
     expert_parallel: bool = False
     compiled: bool = True  # True for servers with fused kernels; False for plain torch with one kernel per operation
-    # whether an engine keeps a sample's KV cache between two answers of the sample, as far as capacity allows
+    # whether an engine keeps a sample's KV cache between two answers of the sample, if the cache has enough space
     keeps_prefix: bool = True
     shares_prompt: bool = True  # whether samples with the same prompt share one prefill and one KV cache of the prompt
     overlapped: bool = True  # whether the host prepares the next decoding step while the GPU computes this one
     format: Format | None = None  # format of quantised weights; matmuls are assumed to be as fast as in bfloat16
-    cache_width: int | None = None  # bytes per element of the KV cache; None: as many as an unquantised weight
+    cache_width: int | None = None  # bytes per element of the KV cache; None: those of unquantised weights
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
@@ -104,7 +104,8 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
 
 
 def _attention_flops(shape: Shape, batch: SequenceBatch) -> float:
-    """Returns the mean floating-point operations of attention per computed token of the batch in a forward pass."""
+    """Returns the floating-point operations of attention in a forward pass, as the mean over all tokens of the batch
+    that are computed (a shared prompt is computed once per micro-batch)."""
     whole, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
     return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens
 
@@ -139,7 +140,7 @@ def pass_seconds(
         products, adapters = own.layers + own.experts, None if lora is None else flops.of_adapters(shape, lora)
         layers *= flops.training(products, scores, adapters) / (products + scores)
         layers += recomputed_seconds(actor, cluster, batch, tokens, recompute)
-    # ratio of the output layer's time to its forward time; a backward pass also recomputes the logits
+    # the output layer's time as a multiple of its forward time; a backward pass computes the logits again
     again = 1 if not backward else 4 if lora is None else 3
     rows = tokens * batch.labels / batch.tokens / parallel.cp * shape.sizes.outputs / parallel.tp  # logits of this rank
     device = cluster.device
@@ -166,10 +167,10 @@ def layer_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: 
 def recomputed_seconds(
     actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: float, modules: Collection[str]
 ) -> float:
-    """Returns the seconds that a layer's backward pass spends on recomputing `modules`.
+    """Returns the seconds that a layer's backward pass spends on recomputing parts of the layer.
 
-    `modules`: names of parts of a layer, as in memory.MicroBatchLoad.recompute. All-reduces over tensor-parallel ranks
-    are counted only if the whole layer is recomputed (WHOLE).
+    `modules`: names of the recomputed parts, as in memory.MicroBatchLoad.recompute. All-reduces over tensor-parallel
+    ranks are counted only if the whole layer is recomputed (WHOLE).
     """
     if WHOLE in modules:
         return layer_seconds(actor, cluster, batch, tokens)
@@ -345,9 +346,9 @@ def tool_seconds(draw: Draw, alone: float) -> float:
 
 
 def _reading_flops(shape: Shape, draw: Draw, *, kept: bool, per_prompt: float) -> float:
-    """Returns the floating-point operations that prefilling needs for all answers of one sample.
+    """Returns the floating-point operations of the prefills of one sample, one prefill before each answer.
 
-    `kept`: whether only the tokens added since the last answer are prefilled, instead of the whole context.
+    `kept`: whether a prefill computes only the tokens added since the last answer, instead of the whole context.
     `per_prompt`: the number of samples with the same prompt, which share one prefill of the prompt.
     """
     total = 0.0

@@ -20,9 +20,10 @@ GRADIENT = 4  # bytes of the gradient per parameter, accumulated in float32
 # The state is sharded over the ranks that hold the parameter. float32 weights have no separate master weight.
 MOMENTS, MASTER = 8, 4
 # Number of logits that a GPU holds at once without Triton kernels, as in megatron/vocab_statistics.py.
-# With Triton kernels, a GPU holds more logits but no other tensors of this size, and fewer bytes in total.
+# With Triton kernels, a GPU needs fewer bytes in total: it holds more logits, but no other tensors of their size.
 CHUNK = 1 << 27
-# bytes of the buffer through which reference and live weights are swapped, as in megatron/offload.py
+# bytes of the buffer through which trained weights and the frozen reference model's weights are exchanged,
+# as in megatron/offload.py
 EXCHANGE = 1 << 28
 CONTEXT = 2.5 * GIB  # bytes of GPU memory for the CUDA context, NCCL's buffers and libraries
 WHOLE = "layer"  # value of `recompute` for recomputing a whole layer from its input
@@ -33,12 +34,12 @@ GATE_KEEPS = {"silu": 3, "gelu_tanh": 4, "clamped_silu": 7}
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes per stored element on a device, for weights and for the tensors that a backward pass needs."""
+    """The bytes per element that a device stores, for weights and for tensors that are kept for the backward pass."""
 
     width: int  # bytes of a weight and of an activation
     norm: int  # bytes per element that a norm keeps for its backward pass
     attended: int  # bytes per element that attention keeps: queries, keys, values and the output
-    pads_values: bool = False  # whether attention pads values to the size of keys, as torch's CPU kernels require
+    pads_values: bool = False  # whether values are padded to the head size of keys, as torch's CPU kernels need
 
     @classmethod
     def gpu(cls, dtype: str) -> Precision:
@@ -143,7 +144,7 @@ def worst(actor: Actor, load: MicroBatchLoad, *, reference: bool = False) -> Tra
         0,
         actor.parallel.pp // 2,
         actor.parallel.pp - 1,
-    }  # further stages differ from the tried stages only in the number of micro-batches in flight
+    }  # the other stages differ from one of these only in the number of micro-batches in flight
     found = (training(actor, load, stage=stage, reference=reference) for stage in stages)
     return max(found, key=lambda one: one.peak)
 
@@ -165,15 +166,15 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     flight."""
     shape, parallel, numbers, lora = actor
     layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
-    if lora is not None:  # the norms of a frozen model do not keep their normalised input
+    if lora is not None:  # a frozen norm does not keep its normalised input
         numbers = replace(numbers, norm=min(numbers.norm, 4))
     actor = actor._replace(numbers=numbers)
-    sizes = shape.sizes  # for shared prompts' keys and values: number of heads on this rank, and width of a value
+    sizes = shape.sizes  # next lines: heads on this rank and width of a value, for keys and values of shared prompts
     heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
     value = sizes.head_dim if numbers.pads_values else sizes.value_width
     for like, number in Counter(map(sizes.is_sparse, layers)).items():
         whole = layer_bytes(actor, load.tokens, sparse=like)
-        # an adapter keeps A x of every token; it also keeps the input x, which the frozen matrix does not keep
+        # add A x, which an adapter B A x keeps; its input x is counted already, although frozen matrices keep no input
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
         whole += numbers.width * adapters * load.tokens / parallel.cp
         seen = numbers.attended * load.behind * heads * (sizes.head_dim + value)
@@ -247,21 +248,21 @@ def _attention(actor: Actor, tokens: int) -> float:
     if shape.features.sinks:  # keeps only its inputs, see sdpa.py
         attention = own * w * (2 * q + 2 * kv)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
-        copied = q if sizes.kv_heads > parallel.tp else 0  # with one group of heads, q is a view of the QKV projection
+        copied = q if sizes.kv_heads > parallel.tp else 0  # with one query group on this rank, q is a view, not a copy
         attention += own * w * (q + 2 * kv + copied)
     if shape.features.qk_norm:
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
         attention += own * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
-    if shape.features.qk_norm_joint:  # the norms of q and k keep unconverted inputs, and one float32 per token each
+    if shape.features.qk_norm_joint:  # the norms of q and k each keep their unconverted input and one float32 per token
         attention += own * 4 * 2
     return attention
 
 
 def _sinks(actor: Actor, tokens: int) -> float:
-    """Returns the bytes that attention with sinks (sdpa.py) needs in one layer while the backward pass recomputes it.
+    """Returns the bytes that attention with sinks (sdpa.py) needs while the backward pass recomputes it in one layer.
 
-    The bytes hold the mask, both as booleans and as numbers, and keys and values repeated for every query head. The
-    mask has its maximum size: that of a single sequence that fills the row.
+    The bytes are those of the mask, as booleans and as numbers, and of the keys and values, which are repeated for
+    every query head. The mask is assumed to have its maximum size, as for a row that is filled by a single sequence.
     """
     shape, parallel, numbers, _ = actor
     if not shape.features.sinks:
@@ -273,8 +274,9 @@ def _sinks(actor: Actor, tokens: int) -> float:
 def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]:
     """Returns {module: bytes of activations that a layer does not keep if the module is recomputed}.
 
-    The module core_attn (the attention kernel) is not included: its kernels keep no scores, and its inputs must be kept
-    for recomputation. The gathered keys and values of shared prompts are counted in `activations`.
+    The module core_attn (the attention kernel) is not included, because recomputing it saves almost no memory: the
+    kernel keeps no attention scores, and its inputs must be kept for the recomputation. The gathered keys and values of
+    shared prompts are not included either, because `activations` counts them.
     """
     shape, parallel, numbers, _ = actor
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
@@ -289,8 +291,9 @@ def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]
 def workspace(actor: Actor, load: MicroBatchLoad) -> float:
     """Returns the bytes of the output layer's backward pass, which needs more memory than the forward pass.
 
-    The bytes consist of chunks of log-probs, their gradient, and the weight's gradient. A frozen weight has no
-    gradient. A value or reward head computes in float32 and needs only the hidden states and their gradient.
+    The bytes are those of a chunk of log-probs, the gradient of this chunk, and the gradient of the output layer's
+    weight, which is absent if the weight is frozen. A value or reward head needs only the hidden states and their
+    gradient, both in float32.
     """
     shape, parallel, numbers, lora = actor
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
@@ -331,10 +334,10 @@ def _stream(parallel: Parallel, tokens: int) -> float:
 
 
 def _under_way(parallel: Parallel, count: int, stage: int) -> float:
-    """Returns the number of micro-batches whose activations a pipeline stage holds at once, in units of all layers of
-    the stage.
+    """Returns the number of micro-batches whose activations a pipeline stage holds at once.
 
-    The pipeline schedule is 1F1B, interleaved if `vpp` > 1.
+    The pipeline schedule is 1F1B, interleaved if `vpp` > 1. In the interleaved schedule, a micro-batch in one of the
+    stage's `vpp` chunks of layers counts as 1 / `vpp`.
     """
     if parallel.vpp == 1:
         return min(count, parallel.pp - stage)

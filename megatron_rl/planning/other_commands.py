@@ -28,7 +28,7 @@ from megatron_rl.spec.run_spec import (
 )
 
 ASKED = 512  # number of problems whose answers `generate` generates and saves together
-ASSUMED = 1000  # assumed number of rows of a data set whose files are not on this host, without --rows
+ASSUMED = 1000  # number of rows that is assumed for a data set whose number of rows is unknown (see Rows.of)
 # Numbers of problems of benchmarks
 SIZES = {
     "math500": 500, "aime24": 30, "aime25": 30, "aime26": 30, "amc23": 40, "minerva_math": 272, "gsm8k": 1319,
@@ -92,11 +92,11 @@ def as_run(spec: Spec) -> RunSpec:
 
 
 def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) -> list[IterationWork]:
-    """Returns the parts into which the work of a command is divided: for `sft` one optimizer step, for `generate` parts
-    of ASKED problems, for `eval` one part for each set and measure.
+    """Returns the parts into which the work of a command is divided. For `sft`, a part is one optimizer step, for
+    `generate` the answers to ASKED problems, and for `eval` one measure on one problem set.
 
-    `run`: the result of `as_run`. `fills`: {role: mean length as a share of the maximum length}. A preference pair
-    counts as two samples, and all tokens of both samples count as trained.
+    `run`: the result of `as_run`. `fills`: {role: mean length as a share of the maximum length}. A preference pair of
+    `sft` counts as two samples, and all tokens of both samples count as trained.
     """
     if isinstance(spec, SftSpec):
         samples = spec.samples_per_step * (2 if "pairs" in loss_of(run.roles["model"]).needs else 1)
@@ -155,7 +155,9 @@ def _part(name: str, *draws: Draw, trained: Sequence[Draw] = (), times: int = 1)
 
 
 def _draw(role: RoleSpec, samples: int, fills: Mapping[str, float], per_prompt: int) -> Draw:
-    """Returns a draw of samples of a role. Mean lengths come from `fills` or, if the role has no entry, mean_tokens."""
+    """Returns the samples that a role draws. `fills`: {role: mean length as a share of the maximum length}. For a role
+    without an entry, the mean lengths are those of the setting mean_tokens or, if not set, a share FILL of the maximum.
+    """
     share, own, longest = fills.get(role.name, FILL), role.mean_tokens, role.sampling.max_tokens
     prompt, answer = share * role.max_prompt_tokens, share * longest
     if role.name not in fills:

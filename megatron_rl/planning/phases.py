@@ -35,7 +35,7 @@ class EpisodePlan:
     # maximum number of tokens of the role's micro-batches; None if the role has no model in the trainer
     micro_batch: int | None
     kept: bool  # whether the engine keeps the KV cache of an episode between its answers
-    waiting: float  # seconds by which tool calls outlast the generation of other episodes
+    waiting: float  # seconds by which tool calls prolong the generation of the role's answers
 
     def __str__(self) -> str:
         own = self.estimate
@@ -167,9 +167,9 @@ def _refits(
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
     """Returns {phase: seconds} of the generation in an iteration, with one phase per role.
 
-    Each answer is forwarded to the next role as soon as it is generated, so that roles generate at the same time.
-    Therefore, a later role counts only with the seconds by which it takes longer than the earlier roles. If the same
-    server or the same GPUs generate for both roles, a later role counts with all its seconds.
+    Each answer is forwarded to the next role as soon as it is generated, so that all roles generate at the same time.
+    Therefore, the phase of a later role has only the seconds by which this role takes longer than the earlier roles.
+    If a later role uses the same server or the same GPUs as an earlier role, its phase has all its seconds.
     """
     phases, before, asked = dict[str, float](), 0.0, set[str]()
     apart = case.servers is not None and not case.colocated
@@ -240,14 +240,16 @@ def _episode(role: RoleConfig, draw: Draw, cost: compute.RolloutCost) -> Episode
 
 
 def writers_of(role: RoleConfig) -> int:
-    """Returns the number of models in an engine of the role. The number is 2 in Tandem RL, whose frozen junior model is
-    assumed to be as large as the trained senior model.
+    """Returns the number of models that generate a role's answers together in one engine: 2 in Tandem RL, otherwise 1.
+
+    In Tandem RL, the frozen junior model is assumed to be as large as the trained senior model.
     """
     return 1 if role.tandem is None else 2
 
 
 def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
-    """Returns the batch of a pass through the model over `sequences` samples of `draw`."""
+    """Returns the batch of one pass through the model. `draw`: the role's samples of an iteration. `sequences`: number
+    of these samples that the pass processes."""
     return SequenceBatch(
         sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
         prompt=draw.prompt, told=draw.length - draw.prompt - draw.written,
@@ -293,11 +295,12 @@ def _training(role: RoleSpec, cluster: Cluster, draws: Sequence[Draw], actor: Ac
 
 
 def micro_batch(role: RoleConfig, draw: Draw | None) -> MicroBatchLoad:
-    """Returns the sizes of a full micro-batch from which memory is estimated, including the number of prompt tokens
-    that need no computation because samples share prompts (`behind`).
+    """Returns the sizes of a full micro-batch, from which the memory of training is estimated.
 
-    The estimate is conservative: it assumes prompts of mean length and responses of half the mean length. With longer
-    responses, fewer prompts are shared.
+    The field `behind` of the result is the number of prompt tokens that need no computation, because another sample of
+    the micro-batch has the same prompt. The keys and values of these tokens need memory. So that the memory is not
+    underestimated, responses are assumed to have half the mean length: a micro-batch then has more samples that share
+    a prompt. Prompts are assumed to have the mean length.
     """
     tokens, behind = role.micro_batch_tokens * role.layout.cp, 0.0
     if role.shared_prefixes and draw is not None:

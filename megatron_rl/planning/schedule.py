@@ -25,8 +25,10 @@ from megatron_rl.spec.run_spec import RunSpec
 STALENESS = range(5)  # values of rollouts.max_staleness that a plan compares
 NEAR_BEST = 0.95  # `auto` takes the lowest staleness whose rate is at least this share of the best rate
 LONGEST_SHARE = 0.01  # assumed share of a role's answers that reach sampling.max_tokens
-VISITS = 500  # maximum number of answers of one simulated iteration; larger iterations and engines are scaled down
-KINDS = 8  # maximum number of iterations of a simulated cycle
+# approximate maximum number of answers of one simulated iteration: in larger iterations, the numbers of samples and
+# the capacities of engines are divided by the same factor
+VISITS = 500
+KINDS = 8  # approximate maximum number of iterations of a simulated cycle
 _NORMAL = NormalDist()
 
 
@@ -41,7 +43,7 @@ class Station:
 
     places: int
     rates: Sequence[float]
-    engine: bool = True  # False for tools, which a weight sync does not pause and whose idle time does not count
+    engine: bool = True  # False for tools: a weight sync does not pause them, and their idle time is not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Sample:
 
     visits: Sequence[tuple[int, float]]  # (index of the station, units of work) of each visit, in order
     policy: str = ""  # policy that generates the sample
-    after: int | None = None  # index of the iteration's sample that must end before this sample begins
+    after: int | None = None  # index of another sample of the iteration, after whose end this sample begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,14 +85,14 @@ def simulate(
     stations: Sequence[Station], cycle: Sequence[SimulatedIteration], *, max_staleness: int, count: int = 12,
     one_at_a_time: bool = False,
 ) -> Schedule:  # fmt: skip
-    """Simulates a run that repeats the iterations of `cycle`, and returns the rates of the run. The first
+    """Simulates a run that repeats one cycle of iterations, and returns the rates of the run. The first
     2 * (max_staleness + 1) iterations are not measured.
 
-    `count`: number of measured iterations, which is rounded up to a multiple of
-        len(cycle) * (max_staleness + 1).
+    `cycle`: the iterations of the cycle, in order.
+    `count`: minimum number of measured iterations. It is rounded up to a multiple of len(cycle) * (max_staleness + 1).
     `one_at_a_time`: whether generation of an iteration begins only when the previous iteration is completely generated.
     """
-    # only whole periods are measured, because iterations may end in bursts of max_staleness + 1
+    # measure only whole periods, because up to max_staleness + 1 iterations may end at almost the same time
     period = len(cycle) * (max_staleness + 1)
     count = -(-count // period) * period
     run = _Simulation([_Servers(station) for station in stations], cycle, max_staleness, one_at_a_time=one_at_a_time)
@@ -113,7 +115,7 @@ class _Servers:
 
     def __init__(self, station: Station) -> None:
         self.station, self.paused = station, False
-        self.done = 0.0  # units of work done for a sample that has been at the station from the start
+        self.done = 0.0  # units of work done so far for each sample that was here from the beginning
         # samples at work: heap of (value of `done` at which the sample leaves, iteration, index of the sample)
         self.active: list[tuple[float, int, int]] = []
         self.queue: list[tuple[int, int, int, float]] = []  # waiting samples: (iteration, arrival, index, work)
@@ -126,7 +128,8 @@ class _Servers:
         return max(0.0, self.active[0][0] - self.done) / self.station.rates[len(self.active)]
 
     def advance(self, seconds: float) -> float:
-        """Lets the station work for `seconds`. Returns `seconds` times the number of samples at work."""
+        """Lets the station work for some seconds. Returns the product of the seconds and the number of samples that the
+        station works on, or 0 if the station is paused."""
         if self.paused or not self.active:
             return 0.0
         self.done += seconds * self.station.rates[len(self.active)]
@@ -139,8 +142,8 @@ class _Servers:
 
 @dataclass
 class _InFlight:
-    """An iteration whose generation has begun. `left`: number of unfinished samples. `visits`: index of the current
-    visit of each sample; -1 for a sample that has not begun.
+    """An iteration whose generation has begun. `left`: number of unfinished samples. `visits`: for each sample, the
+    index in Sample.visits of the current visit; -1 if the sample has not begun.
     """
 
     work: SimulatedIteration
@@ -260,10 +263,11 @@ class _Simulation:
 
 
 def lengths(mean: float, longest: float, count: int, *, seed: int = 0) -> np.ndarray:
-    """Returns [count] lengths of answers in tokens, in random order. The lengths are quantiles of a log-normal
-    distribution that is clipped at `longest` and has the mean `mean`. LONGEST_SHARE of the distribution is clipped."""
+    """Returns lengths of answers in tokens as an array of shape [count], in random order. The lengths are quantiles of
+    a log-normal distribution whose largest values, a share LONGEST_SHARE, are clipped to `longest`, and whose mean
+    after the clipping is `mean`."""
     tail = _NORMAL.inv_cdf(1 - LONGEST_SHARE)
-    low, high = 0.0, 6.0  # bounds of the logarithm's standard deviation; a higher deviation gives a lower mean
+    low, high = 0.0, 6.0  # bounds of the sought standard deviation of log(length); a higher one gives a lower mean
     for _ in range(50):
         middle = (low + high) / 2
         clipped = math.exp(middle * middle / 2 - tail * middle) * _NORMAL.cdf(tail - middle) + LONGEST_SHARE
@@ -316,8 +320,8 @@ def best_staleness(found: Sequence[Schedule]) -> int:
 
 
 def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[SimulatedIteration]]:
-    """Returns (stations, iterations of a cycle) for the simulation of planned iterations. Numbers of samples and of
-    places are divided by the same number, so that an iteration has about VISITS answers at most.
+    """Returns (stations, iterations of a cycle) for the simulation of planned iterations. The numbers of samples and
+    the capacities of stations are divided by the same factor, so that an iteration has about VISITS answers at most.
     """
     draws = [draw for one in iterations for draw in one.generation]
     most = max(sum(draw.samples * draw.answers for draw in one.generation) for one in iterations)
@@ -338,9 +342,10 @@ def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[Sim
 
 
 def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: float) -> SimulatedIteration:
-    """Returns the simulated iteration of a planned iteration. `stations`: all stations by name. `scale`: number by
-    which the numbers of samples are divided. The work of the samples is scaled so that the generation of this
-    iteration takes the planned seconds if no other iteration is in flight.
+    """Converts a planned iteration to an iteration for the simulation. The units of work of all samples are multiplied
+    by one factor, so that generation takes the planned seconds if no other iteration is in flight.
+
+    `stations`: all stations by name. `scale`: factor by which the number of samples is divided.
     """
     names, samples, before = list(stations), list[Sample](), range(0)
     for draw in plan.generation:

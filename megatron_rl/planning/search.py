@@ -23,7 +23,8 @@ from megatron_rl.weights import counting
 
 # shares of the cluster's nodes that the search tries to give to the engines
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-# share of a GPU's memory that servers use: on the trainer's GPUs (all roles together), and on separate GPUs
+# share of a GPU's memory that servers use: COLOCATED_SHARE for the servers of all roles together on a GPU of the
+# trainer, OWN_SHARE for a server on a separate GPU
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
 PAIRS = 150  # approximate number of combinations of the roles' layouts that are tried for each choice of engines
 # micro-batch sizes in tokens that are tried in addition to the configured size
@@ -181,10 +182,13 @@ def engine_choices(case: Case) -> Iterator[Case]:
 
 
 def setting_words(place: str, before: Any, after: Any) -> list[str]:
-    """Returns the config overrides that change the settings `before` to `after`, two dataclasses of the same type.
+    """Returns the config overrides that change some settings.
 
-    `place`: dotted name of the settings. The fields `urls` and `servers` are left out: no override can remove `urls`
-    from a config, and `servers` follows from other settings.
+    `before`, `after`: the old and the new settings, two dataclasses of the same type.
+    `place`: dotted name of the settings in the config, such as roles.generator.
+
+    The field `urls` is left out, because no override can remove it from a config. The field `servers` is left out,
+    because it follows from other settings.
     """
     words = list[str]()
     for name in (field.name for field in dataclasses.fields(after)):
@@ -199,10 +203,10 @@ def setting_words(place: str, before: Any, after: Any) -> list[str]:
 
 
 def _nodes_words(asked: Case, case: Case) -> list[str]:
-    """Returns the config overrides that give the run `asked` the trainer's number of nodes in `case`.
+    """Returns the config overrides that change the trainer's number of nodes from that of one run to that of another.
 
-    If the trainer shares a single node with servers, the overrides also set the number of ranks. Returns an empty list
-    if `asked` has the same numbers.
+    `asked`: the run with the original config. `case`: the changed run. If the trainer shares a single node with
+    servers, the overrides also set the number of ranks. Returns an empty list if both runs have the same numbers.
     """
     ranks, before = case.ranks, asked.spec.cluster
     nodes = -(-ranks // case.cluster.per_node)
@@ -312,7 +316,7 @@ def _changes(case: Case, made: RunPlan) -> Iterator[Case]:
                 other = other.with_role(name, **model)
             yield other
     sets, engine = len(case.spec.engine.server_roles), case.servers
-    if engine is None:  # servers on half of the GPUs in place of the embedded engine
+    if engine is None:  # try servers on half of the GPUs instead of the embedded engine
         yield case.with_engine(
             replace(default_servers(), replicas=max(1, made.cluster.gpus // 2 // sets))
         ).beside_trainer()
@@ -322,13 +326,14 @@ def _changes(case: Case, made: RunPlan) -> Iterator[Case]:
 
 
 def _told(asked: Case, case: Case) -> str:
-    """Returns the config overrides that turn the run `asked` into `case`, as words of a command line."""
+    """Returns the result of `overrides` as words of a command line."""
     return " ".join(overrides(asked, case))
 
 
 def overrides(asked: Case, case: Case) -> list[str]:
-    """Returns the config overrides that turn the run `asked` into `case`, including the number of the trainer's
-    nodes.
+    """Returns the config overrides that change a run's config, including the number of the trainer's nodes.
+
+    `asked`: the run with the original config. `case`: the run with the changed config.
     """
     out = [word for name in case.held for word in setting_words(f"roles.{name}", asked.roles[name], case.roles[name])]
     if case.servers is None:

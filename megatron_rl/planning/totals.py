@@ -52,7 +52,7 @@ def of_training(case: Case, made: RunPlan, rows: Rows, fills: Mapping[str, float
         regular, left = divmod(iterations, settings.every) if settings.every else (0, iterations)
         evaluations = settings.at_start + regular + (left > 0)
         evaluated_s = evaluations * each_s
-        if evaluations and spec.evaluates_beside:  # every evaluation but the last overlaps one iteration
+        if evaluations and spec.evaluates_beside:  # all evaluations except the last overlap one iteration each
             beside_s = max(0.0, each_s - cycles * made.cycle_s / iterations)
             evaluated_s = (evaluations - 1) * beside_s + each_s
     best = settings.best.keep if settings.best else 0

@@ -110,7 +110,7 @@ def cycle_work(
     out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
         said, same = Counter[str](), Counter[str]()
-        for name in roles:  # the largest count suffices, because the roles of an iteration share one set of samples
+        for name in roles:  # take the largest number of any role, because all roles share one set of samples
             said |= Counter(parts[name].drawn or {name: parts[name].samples})
             same |= Counter(parts[name].per_prompt)
         own = {**said, **{to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}}
@@ -187,10 +187,11 @@ def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str,
 
 
 def _split(option: str, form: str, text: str, roles: Collection[str]) -> list[str]:
-    """Splits a text of the form A.B=VALUE into A, B and VALUE. `form`: the expected form.
+    """Splits a text of the form A.B=VALUE into A, B and VALUE.
 
-    Raises ConfigError if the text does not have the same number of parts as `form`. Also raises it if a part is not in
-    `roles` although `form` has a word in capitals in its position before =.
+    `form`: the expected form, such as ROLE.name=value. `roles`: the names that are allowed in place of a word in
+    capitals before the = of the form. Raises ConfigError if the text has another number of parts than the form, or
+    another name in place of such a word.
     """
     names, _, value = text.partition("=")
     parts, kinds = names.split("."), form.partition("=")[0].split(".")
@@ -271,9 +272,10 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
 
     `fill`: mean length as a share of the maximum length. If None, the role's mean_tokens are used.
 
-    In a bounded episode, the prompt, the earlier answers and the tokens between answers share the budget of the prompt.
-    Answers are as long as in other episodes, but short enough to leave an equal part of the budget for the prompt. The
-    maximum is the length of an answer in the longest sample, in which all answers are equally long.
+    In a bounded episode, the prompt, the earlier answers and the tokens between answers share the number of tokens that
+    the prompt has in other episodes. If necessary, answers are assumed to be shorter than in other episodes, so that at
+    least a part 1 / (number of answers) of these tokens is left to the prompt. The maximum is the length of each answer
+    in the longest sample, if all answers of this sample are equally long.
     """
     own, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
     before, response = share * role.max_prompt_tokens, share * longest
@@ -292,8 +294,8 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
 def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str, Shape]:
     """Returns the shape of every role's model.
 
-    `given`: texts of the form ROLE=SOURCE, which take the shape of a role's model from SOURCE instead of from the
-    role's model path.
+    `given`: texts of the form ROLE=SOURCE. For such a role, the shape is read from SOURCE instead of from the role's
+    model path.
 
     Raises ConfigError for an invalid format, and for a model whose shape cannot be resolved.
     """
