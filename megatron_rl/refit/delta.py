@@ -34,7 +34,7 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
         costs = {FULL: size * width, MASK: (size + 7) // 8 + count * width, POSITIONS: count * (4 + width)}
         kind = min(costs, key=lambda k: costs[k])
         if kind == FULL:
-            count = size  # FULL holds all values, including the unchanged values
+            count = size  # the encoding FULL stores all values, including the unchanged values
         else:
             values, positions = _pick(new, changed)
             marks = (

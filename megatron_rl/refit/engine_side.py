@@ -38,7 +38,7 @@ class Endpoint(Protocol):
         ...
 
     def commit_refit(self, version: int) -> None:
-        """Serves the weights in `targets` from now on. All weights in `targets` have the version `version`."""
+        """Makes the engine serve the weights in `targets`, all of which now have the weight version `version`."""
         ...
 
 
@@ -93,7 +93,7 @@ class EngineSide:
             return False, None
         self._store.put(f"{number}/ready/{self._rank}", {"version": self.version, "location": self._location})
         go = self._await_value(number, "go")
-        # If the location differs, `go` names an earlier process of this engine rank, which died during this refit.
+        # If `go` lists another location, it means an earlier process of this engine rank, which died during this refit.
         if go is None or go["engines"].get(str(self._rank)) != [*self._location]:
             self._await_value(number, "verdict")
             return False, None

@@ -114,8 +114,8 @@ class Exchange:
 
         `route`: function that returns the transport between a trainer rank and an engine rank.
         `dtype`: the dtype in which weights are sent.
-        `pulse`: function that takes an engine rank and returns a value that changes while the engine rank is alive and
-        waiting.
+        `pulse`: function that takes an engine rank. It returns a value that changes as long as this engine rank is
+        alive and waits for a message.
         """
         self._side, self._route, self._dtype, self._pulse = side, route, dtype, pulse
         width, sent = dtype.itemsize, [*enumerate(plan.buckets)]
@@ -144,7 +144,7 @@ class Exchange:
                 self._copy_locally(message, run)
             _finish(waiting)
             waiting = begun
-        for message in inside:  # messages within this process that were not copied between rounds
+        for message in inside:  # the remaining messages within this process, which the loop above did not copy
             self._copy_locally(message, run)
         _finish(waiting)
         _synchronize(self._side.device)
@@ -171,9 +171,10 @@ class Exchange:
     def _start_probe(
         self, message: BucketMessage, out: bool, lost: dict[int, str], deadline: Deadline
     ) -> Callable[[], None]:
-        """Starts to send (if `out` is True) or to receive a dummy message of the same size as `message`.
+        """Starts the transfer of a dummy message of the same size as `message`. Sends it if `out` is True, otherwise
+        receives it. Returns a function that waits for the end of the transfer.
 
-        Returns a function that waits until the dummy message is transferred, and records a failure in `lost`.
+        `lost`: rank of the other side -> error message. The returned function adds an entry if the transfer fails.
         """
         bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
         transport, peer = self._route(bucket.source, bucket.destination)
@@ -245,7 +246,7 @@ class Exchange:
             end = head + elements_of(joined) * width
             values = self._pack(joined, whole[head:end])
             begun = time.perf_counter()
-            if head:  # sends a delta if this rank still has the values of version `base`, which the receiver holds
+            if head:  # sends a delta if this rank still has the values that the receiver has (version `base`)
                 version, old = self._last.get(message.number, (None, None))
                 end = delta.encode(values, old if version == base else None, whole)
             if order.keeps_sent:
@@ -293,7 +294,7 @@ class Exchange:
                 raise TransportError(f"{message.label(order.version)} {error}") from error
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
-            # The values must be written before `release`, after which the sender may overwrite the message's memory.
+            # Wait until the values are written, because the sender may overwrite the message's memory after `release`.
             _synchronize(self._side.device)
 
         return _completion(handle, bucket.source, out.lost_sources, run.deadline, land)

@@ -50,11 +50,10 @@ class BucketMessage(NamedTuple):
     runs: list[SliceRun]
 
     def split(self, pieces: bool, width: int) -> tuple[list[SliceRun], list[SliceRun]]:
-        """Returns (runs that are packed into one message, runs that are sent as separate pieces).
+        """Divides the runs of slices. Returns (runs that are packed into one message, runs that are sent as separate
+        pieces). The sender and the receiver of a message compute the same result.
 
-        The sender and the receiver of a message compute the same result.
-
-        `pieces`: whether the transport can send from any memory. If not, all runs are packed into one message.
+        `pieces`: whether the transport can send separate pieces. If not, all runs are packed into one message.
         `width`: size of an element in bytes.
         """
         alone = [run.part.elements * width >= ALONE_BYTES for run in self.runs] if pieces else [False] * len(self.runs)

@@ -48,7 +48,7 @@ class Nccl:
     Closing the transport ends a wait on the store, but not NCCL's own wait for a peer that never comes.
     """
 
-    takes_pieces = False  # on a GPU, packing slices into one message is faster than sending a further message
+    takes_pieces = False  # because packing all slices into one message is faster on a GPU than a message per piece
 
     def __init__(self, store: RefitStore, rank: int, size: int, settings: RefitConfig) -> None:
         """Creates the process group. Collective over the `size` ranks of the group.
@@ -59,7 +59,7 @@ class Nccl:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = NCCL_TIMEOUT
         try:
-            # This reference keeps the Python store object alive, because torch refers only to the object's C++ part.
+            # This reference is needed because torch keeps only the C++ part of the store alive, not the Python object.
             self._store = store.rank_store(timedelta(seconds=come))
             with _quiet():
                 self._group = dist.ProcessGroupNCCL(dist.PrefixStore(store.prefix, self._store), rank, size, options)
@@ -122,8 +122,8 @@ class Nccl:
 
     def _start(self, verb: str, message: Tensor, peer: int, stream: torch.cuda.Stream | None) -> Any:
         """Waits until the peer is about to connect, then starts one send or receive after the work on `stream`. Returns
-        the torch Work. Raises TransportError if the transport is closed before the start, because a call after the
-        abort would connect the ranks again.
+        the torch Work. Raises TransportError if the transport is closed before the start: a send or receive after the
+        group's abort would connect the ranks again.
         """
         come = peer in self._connected
         if not come and not self._closed.is_set():

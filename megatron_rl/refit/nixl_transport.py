@@ -31,7 +31,7 @@ class Nixl(Slots):
         super().__init__(store, rank, self._memory)
 
     def close(self) -> None:
-        self._memory.stop()  # before the slots are freed, because a receiver that timed out may still read the slots
+        self._memory.stop()  # comes first, because until then a receiver that timed out may still read the slots
         super().close()
 
 
@@ -55,8 +55,8 @@ class RegisteredMemory(Medium):
         self._agent: Any = self._api.nixl_agent(uuid.uuid4().hex, settings)
         self._registered: dict[int, Any] = {}  # address of a slot's first byte -> the slot's registration with NIXL
         self._landing: Tensor | None = None  # memory into which NIXL writes the messages that this process receives
-        self._peers: dict[str, tuple[str, str]] = {}  # name of a peer's agent -> last metadata loaded of this agent
-        self._unfinished: list[Any] = []  # (read, memory that NIXL writes) of reads that failed or are under way
+        self._peers: dict[str, tuple[str, str]] = {}  # name of a peer's agent -> its last loaded metadata
+        self._unfinished: list[Any] = []  # for each failed or running read: (the read, the memory that NIXL writes)
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -76,9 +76,9 @@ class RegisteredMemory(Medium):
             if landing is not None:
                 self.free(landing.data_ptr())
             _, landing = self.allocate(size, device)
-        self._landing = None  # this memory is not used again if the read fails
+        self._landing = None  # stays None if the read fails, because NIXL may still write to the memory
         try:
-            if self._peers.get(name) != metadata:  # the agent is new, or has registered other slots
+            if self._peers.get(name) != metadata:  # the agent is new, or its slots have changed since the last read
                 if name in self._peers:
                     self._agent.remove_remote_agent(name)
                 self._agent.add_remote_agent(bytes.fromhex(metadata))

@@ -27,7 +27,7 @@ class QuantisedSource:
         *, float32: Collection[str],
     ) -> None:  # fmt: skip
         """`held`: maps the name of each Hugging Face tensor that is sent quantised to a list of (parameter name, Rect).
-        The parameter of this rank with this name holds the part Rect of the tensor.
+        An entry says that the named parameter of this rank holds the block of the tensor that the Rect describes.
         `dtype`: the dtype in which parameters that are not quantised are sent.
         `float32`: names of the parameters that are sent as float32 instead of `dtype`.
         """
@@ -56,7 +56,8 @@ class QuantisedSource:
         return values[row : row + rows, column : column + columns]
 
     def _blocks(self, tensor: str, down: tuple[int, int], across: tuple[int, int]) -> Tensor:
-        """Returns the weights of the blocks [down[0], down[1]) x [across[0], across[1]) of a Hugging Face tensor."""
+        """Returns the weights of a range of quantisation blocks of a Hugging Face tensor. `down`, `across`: the range
+        [start, end) of block rows and of block columns."""
         (high, wide), own = self._form.block, self._own[tensor]
         row, column = down[0] * high, across[0] * wide
         end_row, end_column = min(down[1] * high, own.row + own.rows), min(across[1] * wide, own.column + own.columns)

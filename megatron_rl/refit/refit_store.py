@@ -87,8 +87,8 @@ class RefitStore:
         return hmac.digest(self._secret, text, "sha256")
 
     def rank_store(self, timeout: timedelta) -> RankStore:
-        """Returns a torch.distributed store backed by this store, for a process group. The returned store does not
-        prepend the prefix of this view to keys. `timeout`: the default timeout of waits on the returned store."""
+        """Returns a torch.distributed store for a process group. It accesses the same key-value store as this client,
+        but does not add this client's prefix to keys. `timeout`: the default timeout of the returned store's waits."""
         return RankStore(self._client, timeout)
 
     def put(self, key: str, value: Any) -> None:

@@ -54,8 +54,8 @@ class Medium(ABC):
         ...
 
     def free(self, address: Any) -> None:  # noqa: B027
-        """Frees the memory of a slot that no receiver reads. A no-op in this base class, for media whose memory is
-        freed together with the slot's tensor.
+        """Frees the memory of a slot that no receiver reads. Does nothing in this base class, which suits media whose
+        memory is freed when the slot's tensor is garbage-collected.
         """
         ...
 
@@ -165,7 +165,8 @@ class CudaIpc(Medium):
         key = str(address)
         if key not in self._open:
             parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
-            parts[0] = device.index  # the sending process may number the same GPU differently
+            # Use this process's index of the GPU, because the sending process may have another index for it.
+            parts[0] = device.index
             storage = torch.UntypedStorage._new_shared_cuda(*parts)
             self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._open[key]
@@ -184,7 +185,7 @@ class Slots:
         self._store, self._rank, self._medium = store, rank, medium
         self._slots: list[_Slot] = []
         self._lost: list[_Slot] = []  # slots that the receiver did not mark as free in time, and may still read
-        # _sent: peer -> number of messages sent to the peer so far; _came: number expected from the peer so far
+        # _sent: peer -> number of the next message to the peer; _came: peer -> number of the next message from the peer
         self._sent: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._came: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 

@@ -37,6 +37,6 @@ class TaskThread:
             future, function = task
             try:
                 future.set_result(function())
-            except BaseException as error:  # raised again in the thread that waits for the result
+            except BaseException as error:  # the Future raises the error in the thread that waits for the result
                 future.set_exception(error)
-            del task, future, function  # otherwise an idle thread would keep the last message in memory
+            del task, future, function  # so that an idle thread does not keep the last message in memory

@@ -35,7 +35,8 @@ from megatron_rl.refit.transport import RECHECK_S, Deadline, Handle, TransportEr
 HELLO = struct.Struct("<32sI")
 # header of each message: size of the message in bytes, not counting pieces sent separately
 LENGTH = struct.Struct("<Q")
-JOIN_S = 1.0  # longest wait in seconds for a thread to end that has no connection yet (and thus accesses no message)
+# Longest wait in seconds for the end of a thread that has no connection yet, and therefore does not access a message.
+JOIN_S = 1.0
 PAUSE_S = 0.1  # pause in seconds after a failed attempt to accept a connection
 HELLO_S = 5.0  # seconds after which a caller is refused if it has not sent its hello (proof that it knows the secret)
 MAX_CALLERS = 256  # maximum number of connections without a hello; each has a thread and a file descriptor
@@ -123,8 +124,8 @@ class Tcp:
         return Handle(wait, lambda: self._buffers.give_back(done.result()))
 
     def _receive(self, message: Tensor | None, pieces: Sequence[Tensor | int], of: socket.socket) -> Tensor:
-        """Receives one message and its pieces from the connection `of`. Returns the message. `message`: the buffer to
-        receive into, or None if the size of the message is not known yet.
+        """Receives one message and its pieces. Returns the message. `of`: the connection to receive from.
+        `message`: the buffer to receive into, or None if the size of the message is not known yet.
         """
         head = bytearray(LENGTH.size)
         _fill(of, memoryview(head))
@@ -270,7 +271,7 @@ class _Lane:
         self._thread = TaskThread()
 
     def give(self, made: socket.socket) -> None:
-        """Gives the thread of this lane a connection, which the other side has opened."""
+        """Passes a connection that the other side has opened to the thread of this lane (message queue)."""
         self._given.put(made)
         if self.ended:
             self._refuse()
@@ -285,8 +286,9 @@ class _Lane:
         return made
 
     def submit(self, use: Callable[[socket.socket], Any]) -> futures.Future[Any]:
-        """Queues the transfer of a message: a call of `use` with the connection. Returns a Future of the call's result.
-        The Future raises TransportError if this transfer or an earlier transfer of this lane failed.
+        """Queues the transfer of a message. `use`: function that transfers the message over the given connection.
+        Returns a Future of the function's result. The Future raises TransportError if this transfer or an earlier
+        transfer of this lane failed.
         """
         if self.ended:
             done: futures.Future[Any] = futures.Future()
@@ -339,7 +341,7 @@ class _Lane:
 
 
 def _memory(block: Tensor) -> memoryview:
-    return memoryview(cast(Any, block.numpy()))  # numpy declares the buffer protocol from Python 3.12 on
+    return memoryview(cast(Any, block.numpy()))  # cast: numpy declares the buffer protocol only from Python 3.12
 
 
 def _send(blocks: Sequence[memoryview], to: socket.socket) -> None:

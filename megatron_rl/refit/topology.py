@@ -62,8 +62,8 @@ class Topology:
         )
 
     def plan(self, locations: RankLocations, bucket_mib: float) -> RefitPlan:
-        """Returns the refit plan (the list of messages) for the engine ranks in `locations`, with messages of up to
-        `bucket_mib` MiB, or GPU_BUCKETS times as much between processes on the same GPU.
+        """Returns the refit plan (the list of messages) for the engine ranks in `locations`. `bucket_mib`: maximum size
+        of a message in MiB. A message between processes on the same GPU may be GPU_BUCKETS times as large.
         """
         bucket_elements = max(1, int(bucket_mib * 2**20) // self.torch_dtype.itemsize)
         on_gpu = locations.trainer[0].device != "cpu"
@@ -130,8 +130,8 @@ class Topology:
             )
 
     def _words(self, tensor: str) -> int:
-        """Returns the number of elements of the sent dtype that have the size of one element of a Hugging Face tensor,
-        for example 2 for a float32 tensor if bfloat16 is sent.
+        """Returns how many elements of the dtype in which weights are sent are as large as one element of a Hugging
+        Face tensor. For example, returns 2 for a float32 tensor if weights are sent as bfloat16.
         """
         form, width = self.engines.format, getattr(torch, self.dtype).itemsize
         size = rank_layouts.element_bytes(self.sizes, form, tensor, width)

@@ -103,7 +103,7 @@ class TrainerSide:
         self._trainer_locations: list[RankLocation] = self._gather(RankLocation.new(self._device))
         self._store, self.address = self._open_store(host)
         self._number, self._epoch = 0, 0
-        self._awaited: set[int] = set()  # engine ranks that took part in a failed refit and that the retry waits for
+        self._awaited: set[int] = set()  # engine ranks of a failed refit, for which its retry waits
         self._locations: RankLocations | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
@@ -127,7 +127,7 @@ class TrainerSide:
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
         again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
-        if again:  # retry, since an engine may have died between its answer and its first message
+        if again:  # retry, because an engine may have died after its answer and before its first message
             deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
             report = self._transfer(self._roll_call(deadline, None), version, deadline)
         self._awaited = set()
@@ -178,7 +178,8 @@ class TrainerSide:
                 ready = self._store.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
             except TransportError:
                 call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
-                self._store.remove(f"hello/{rank}")  # an engine that finds its registration removed registers again
+                # An engine registers again when it finds that its registration is missing.
+                self._store.remove(f"hello/{rank}")
                 continue
             call.locations[rank], call.versions[rank] = RankLocation(*ready["location"]), ready["version"]
         for rank in call.locations.keys() - _whole(call.locations, tp):
@@ -222,7 +223,7 @@ class TrainerSide:
             self._close_call(call, report)
         if fresh:
             self._probes = [each.probe for each in report.outcomes]
-            return_free_pages()  # malloc's heaps have grown if threads sent requests to a lost engine
+            return_free_pages()  # needed because malloc's heaps have grown if threads sent requests to a lost engine
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
             if self._rank in report.committed:

@@ -86,7 +86,7 @@ class Tensors:
         self._words = {name: as_words(t) for name, t in self._tensors.items()}
         self._cut: dict[
             tuple[str, ParameterPart, torch.dtype], np.ndarray | None
-        ] = {}  # cached, because every refit accesses the same parts
+        ] = {}  # a cache of parts, because every refit accesses the same parts
         self._whole: dict[tuple[str, ParameterPart, torch.dtype], Tensor | None] = {}
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
@@ -154,10 +154,11 @@ class Sums:
 
 
 def bits(name: str, tensor: Tensor, float32: Collection[str], dtype: torch.dtype) -> Tensor:
-    """Returns the parameter `name` viewed bit for bit as `dtype` if `name` is in `float32` or `dtype` is uint8,
-    otherwise unchanged. A tensor [n] is viewed as [n, r], where r is the ratio of the old to the new element size.
+    """Returns a parameter in the form in which it is sent if weights are sent as `dtype`. A float32 parameter is viewed
+    bit for bit as `dtype`, other parameters are unchanged. If `dtype` is uint8, every parameter is viewed as
+    uint8. A tensor [n] is viewed as [n, r], where r is the ratio of the old to the new element size.
 
-    Raises ValueError if a parameter in `float32` has another dtype.
+    `float32`: names of the float32 parameters. Raises ValueError if one of these parameters has another dtype.
     """
     if name in float32 and tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype}: it must be float32, whatever the model's dtype is")
@@ -169,8 +170,8 @@ def bits(name: str, tensor: Tensor, float32: Collection[str], dtype: torch.dtype
 def as_words(tensor: Tensor) -> np.ndarray | None:
     """Returns the memory of a [rows, columns] tensor as 64-bit words, or None if it cannot be viewed as words.
 
-    The tensor must be on a CPU, and each row must consist of whole words. For short rows of two-byte numbers, numpy
-    copies words in half the time that torch takes. The tensor cannot be resized afterwards.
+    The tensor must be on a CPU, and each row must consist of whole words. Words are used for speed: numpy copies short
+    rows of two-byte numbers as words in half the time that torch takes. The tensor cannot be resized afterwards.
     """
     whole = all(
         n * tensor.element_size() % WORD_BYTES == 0
@@ -185,7 +186,7 @@ class Deadline:
 
     end: float  # time.monotonic() value at which the whole refit must have ended
     message_s: float  # longest wait for one message, in seconds
-    # Called every RECHECK_S seconds during a wait. Returns true if the refit has ended without this process.
+    # Called every RECHECK_S seconds during a wait. Returns True if the refit has ended without this process.
     is_over: Callable[[], bool] = lambda: False
     # Returns a value that changes while the other process is alive but itself waiting for a message.
     # If the value has changed when a wait times out, the wait goes on.
@@ -201,9 +202,10 @@ class Deadline:
         return max(0.01, min(self.message_s, self.end - time.monotonic()))
 
     def until(self, done: Callable[[float], bool]) -> str | None:
-        """Calls `done` repeatedly until `done` returns true. The argument is the number of seconds that it may block.
+        """Waits until a condition is true. `done`: function that checks the condition, and may block for the number of
+        seconds that it gets as argument. It is called repeatedly.
 
-        Returns None once `done` has returned true. Returns the reason as text if the wait timed out or the refit ended.
+        Returns None once `done` has returned True. Returns the reason as text if the wait timed out or the refit ended.
         """
         allowed = self.wait_s()
         end, pulse = time.monotonic() + allowed, self.pulse()
@@ -237,10 +239,10 @@ class Transport(Protocol):
 
     @property
     def takes_pieces(self) -> bool:
-        """Returns whether this transport can send directly from any memory, and receive several consecutive pieces as
-        a single piece.
+        """Returns whether this transport can send pieces directly from any memory, in addition to the message itself.
+        The receiver may then receive several consecutive pieces as a single piece.
 
-        If true, long slices are not copied into the message. Sender and receiver pass them as `pieces` instead.
+        If True, long slices are not copied into the message. Sender and receiver pass them as `pieces` instead.
         """
         ...
 

@@ -78,7 +78,7 @@ class RankLocations:
 
     @property
     def members(self) -> list[RankLocation]:
-        """Returns the location of every process once, trainer processes first."""
+        """Returns the locations without duplicates: first those of the trainer processes, then those of the engines."""
         return [*dict.fromkeys((*self.trainer, *self.engines.values()))]
 
 
