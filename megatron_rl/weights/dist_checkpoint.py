@@ -25,7 +25,7 @@ from megatron_rl.weights.parameter_mapping import WHOLE, Rect, megatron, megatro
 from megatron_rl.weights.plain_data import DAMAGED, read_metadata, read_object
 from megatron_rl.weights.tensor_copies import assemble, local
 
-COMMON = "common.pt"  # file of the state that is not in tensors
+COMMON = "common.pt"  # name of the file with the state that does not consist of tensors, such as optimizer settings
 
 
 class DistCheckpoint:
@@ -177,10 +177,11 @@ def has_head(checkpoint: DistCheckpoint) -> bool | None:
 
 
 def head_difference(directory: Path, head: Head | None, *, beside: bool = False) -> str | None:
-    """Returns an error sentence if only one of the checkpoint in `directory` and the role has a head in place of the
-    output layer, or only one of them has a value head beside the output layer. Otherwise returns None.
+    """Compares the heads of a checkpoint's model with those of the role that resumes from it. Returns an error sentence
+    if only one of the two has a head in place of the output layer, or if only one has a value head beside the output
+    layer. Returns None if the heads agree.
 
-    `head`: the role's head setting; None if the role has an output layer.
+    `directory`: the checkpoint. `head`: the role's head setting; None if the role has an output layer.
     `beside`: whether the role's model has a value head beside its output layer.
 
     The checkpoint is opened as trusted, because Megatron-core is about to load it anyway.
@@ -200,9 +201,9 @@ def head_difference(directory: Path, head: Head | None, *, beside: bool = False)
 
 
 def refuse_code(directory: Path) -> None:
-    """Raises ConfigError if megatron-core would run code from this checkpoint of one role when loading it.
+    """Raises ConfigError if loading a role's checkpoint with Megatron-core would run code from the checkpoint.
 
-    Megatron-core loads .metadata and the objects in the files as unrestricted pickles.
+    The check is needed because Megatron-core loads .metadata and the objects in the files as unrestricted pickles.
     """
     checkpoint = DistCheckpoint(directory)
     for _ in checkpoint.objects():

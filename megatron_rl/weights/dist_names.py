@@ -70,8 +70,8 @@ def is_layered(sizes: Sizes) -> bool:
 def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
     """Returns every key and index under which a parameter is stored.
 
-    If layers are stacked, the norm before experts is stored under two keys, because Megatron-core's layer specs name
-    the norm differently.
+    There is one key, with one exception: if layers are stacked, the norm before experts is stored under two keys,
+    because Megatron-core's layer specs have two names for it.
     """
     layer = _LAYER.fullmatch(name)
     if is_layered(sizes):

@@ -30,7 +30,8 @@ from megatron_rl.weights.tensor_copies import blocks, from_tensor
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-# With eq=False, equality and hash come from Sizes and ignore the fields added here, which caches do not depend on.
+# eq=False: inherit equality and hash from Sizes. They ignore the fields added here, on which cached results do not
+# depend.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture(Sizes):
     """The sizes of the model in a directory, its features (such as the kinds of attention), and its transformers
@@ -134,7 +135,7 @@ def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
     found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
     check_complete(found, sizes)
     if SCORE not in found:
-        wanted.pop(SCORE, None)  # the files of a language model, to which a new head is added
+        wanted.pop(SCORE, None)  # the files are of a language model: the role adds a new head, which the files lack
     for name, (rows, columns) in wanted.items():
         shape = (rows,) if columns == 1 else (rows, columns)
         if name not in found:

@@ -88,8 +88,8 @@ class HfWriter:
             self._index.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def _joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors in the form in which files hold them. The parts of a larger tensor are first collected in
-        memory.
+        """Yields the tensors in the form in which files hold them. Tensors that are parts of a larger tensor in the
+        files are collected in memory, until the larger tensor is complete.
         """
         left, filled = Counter(part.name for part in self._parts.values()), dict[str, Tensor]()
         for name, tensor in tensors:
@@ -117,7 +117,7 @@ class HfWriter:
             )
         with file.open("r+b") as out:
             out.seek(start)
-            # numpy declares the buffer protocol from Python 3.12 on.
+            # cast: numpy declares the buffer protocol only from Python 3.12
             out.write(memoryview(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy())))
 
 

@@ -267,7 +267,8 @@ def _peft_name(layer: int, projection: Projection, part: str) -> str:
 
 
 def _find(sizes: Sizes, name: str, rank: int = 1) -> tuple[Projection, Source, Partition]:
-    """Returns (projection, peft's tensor, partition) of a LoRA matrix.
+    """Returns (adapted projection, name and shape of peft's tensor, sharding over tensor-parallel ranks) of a LoRA
+    matrix.
 
     `rank`: the LoRA rank r.
 

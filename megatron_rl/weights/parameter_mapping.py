@@ -35,7 +35,8 @@ class Shard(NamedTuple):
     expert_rank: int = 0
 
     def of(self, row: Row) -> tuple[int, int]:
-        """Returns (number of ranks, rank) over which the parameter described by a `Row` is sharded."""
+        """Returns (number of parts into which a parameter is split, index of this rank's part). `row`: the parameter's
+        description."""
         return (self.expert_tp, self.expert_rank) if row.experts else (self.tp, self.rank)
 
 
@@ -183,7 +184,8 @@ def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool)
 
 
 def _spelled(row: Row, prefix: str, experts: Sequence[int], fused: bool) -> Iterator[tuple[str, str]]:
-    """Yields (Megatron name, expert index or "") of the parameters that a `Row` describes: one, or one per expert."""
+    """Yields (Megatron name, expert index or "") of the parameters that a `Row` describes. There is one
+    parameter, or one per expert."""
     name = prefix + row.spelled(fused)
     if not row.experts:
         yield name, ""
@@ -260,7 +262,7 @@ def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
     """Returns a cached version of the function `cut`, which is called only once for each `Row` object. Equal layers
     share their `Row` objects.
     """
-    known: dict[int, tuple[Row, Held]] = {}  # the `Row` is stored with the result, so that its id is not reused
+    known: dict[int, tuple[Row, Held]] = {}  # stores the `Row` too, so that no other object gets the id() of the `Row`
 
     def held(row: Row) -> Held:
         if id(row) not in known:
@@ -274,7 +276,7 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     """Raises ConfigError if one of the tensors does not belong to the model. Without this check, the weights of a
     different model could be loaded.
     """
-    # The output layer may be in the files of a tied model, and in the files of a model that gets a head instead.
+    # The files may hold an output layer that is not used: if the model is tied, or if a head replaces the output layer.
     known = {*hf_shapes(sizes), HEAD, *([BIAS] if sizes.head else [])}
     family = family_of(sizes)
     left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))

@@ -61,8 +61,8 @@ def dequantise(values: Tensor, scales: Tensor, form: Format, dtype: torch.dtype)
 
 
 def _chunks(weights: Tensor, form: Format) -> Iterator[Tensor]:
-    """Yields chunks of `weights` that consist of whole rows of blocks, as float32 [block rows, rows of a block, block
-    columns, columns of a block]. Incomplete blocks are padded with zeros.
+    """Yields `weights` in float32 chunks [block rows, rows of a block, block columns, columns of a block]. A chunk has
+    one or more whole rows of blocks. Incomplete blocks are padded with zeros.
     """
     high, wide = form.block
     for part in weights.split(max(1, CHUNK // (high * max(1, weights.shape[1]))) * high):

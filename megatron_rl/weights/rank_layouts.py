@@ -88,7 +88,7 @@ class EngineLayout:
     """The layout of `replicas` engines with `tp` ranks each. Ranks are numbered engine by engine.
 
     `whole`: whether every rank holds the whole model under Hugging Face's names (the embedded engine, where tp is 1).
-    `expert_parallel`: whether a rank holds whole experts.
+    `expert_parallel`: whether a rank holds some experts as a whole, instead of a part of every expert.
     `quantization`: the format in which the engines hold the weights of linear layers, a key of
     weights.quantisation.FORMATS. None means that these weights have the model's dtype.
     """
@@ -118,7 +118,7 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     Raises ConfigError if the layout does not divide the model.
     """
     etp = layout.etp if sizes.experts or layout.etp > 1 else None
-    # the runs of layers are not checked, since they may be uneven
+    # does not check the numbers of layers in the runs, because runs may have different lengths
     checked = Layout(tp=layout.tp, ep=layout.ep, etp=etp, sequence_parallel=layout.tp > 1)
     refuse(*(f"trainer: {line}" for line in trainer_problems(sizes, checked, f"the {sizes.family} model")))
     stage_ranks = layout.tp * layout.dp
@@ -208,7 +208,8 @@ def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -
 
 
 def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
-    """Returns the `Holding` of the parameters `found` on the ranks `ranks`."""
+    """Returns the `Holding` that describes the parameters in `found`. `ranks`: the ranks that hold copies of these
+    parameters."""
     return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
 
 

@@ -37,7 +37,7 @@ class _Columns:
     """
 
     def take(self, index: NDArray[Any], **columns: Column) -> Self:
-        """Returns the rows at the given indices. `columns` replaces the columns of the same names."""
+        """Returns a table with the rows at the given indices. `columns`: new values for columns, by name."""
         held: Any = self
         own = {name: values[index] for name, values in vars(held).items() if not isinstance(values, tuple)}
         return replace(held, **(own | columns))
@@ -96,14 +96,14 @@ class RefitPlan:
 
     slices: Slices
     buckets: tuple[RefitBucket, ...]  # messages between devices, sorted by round
-    local: tuple[RefitBucket, ...]  # messages within a device, with separate rounds
+    local: tuple[RefitBucket, ...]  # messages within a device; their rounds are numbered separately
     needed: Mapping[int, int]  # engine rank -> number of elements that the rank needs, without padding
-    held: Mapping[int, int]  # engine rank -> number of needed elements that are on the rank's device before the refit
+    held: Mapping[int, int]  # engine rank -> how many of the needed elements the trainer holds on the same device
 
     @property
     def lower_bound(self) -> int:
-        """Returns the number of elements that any plan has to send between devices: the needed elements that are not
-        already on the right device.
+        """Returns the minimum number of elements that a plan must send between devices: the number of needed elements
+        that the trainer does not hold on the engine rank's device.
         """
         return sum(self.needed.values()) - sum(self.held.values())
 
@@ -155,7 +155,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Table(_Columns):
-    """Rectangles of parameters stored as columns, one entry per rectangle."""
+    """A table of rectangles of parameters, stored as columns: each array has one entry per rectangle."""
 
     tensor: Column
     row: Column
@@ -174,9 +174,10 @@ class _Table(_Columns):
 
 
 def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
-    """Returns (table of the rectangles of all holdings, list of the ranks of each holding).
+    """Returns (table of the rectangles of all holdings, list of the ranks of each holding). A holding lists parameters
+    and the ranks that hold copies of them.
 
-    Adds every new tensor to `tensors`, which maps the tensor's name to its index.
+    `tensors`: tensor name -> index. Tensors that are not in this dict yet are added.
     """
     names: dict[str, int] = {}
     rows: list[tuple[int, ...]] = []
@@ -192,8 +193,8 @@ def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table
 
 
 def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
-    """Repeats the rectangles of each holding, once for each rank that holds them. Returns (new table, rank that holds
-    each row of the new table).
+    """Returns (a table in which each rectangle is repeated once for each rank that holds it, the rank of each row of
+    this table). `holders`: the ranks of each holding (list of parameters with the same ranks).
     """
     copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
     index = np.repeat(np.arange(len(copies)), copies)
@@ -205,8 +206,8 @@ def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tupl
 
 @dataclass(frozen=True)
 class _Pairs(_Columns):
-    """Pairs of a rectangle that a trainer rank holds and an overlapping rectangle that an engine rank needs, stored as
-    columns.
+    """A table of pairs, stored as columns. A pair is a rectangle that a trainer rank holds, and an overlapping
+    rectangle that an engine rank needs.
     """
 
     send: Column  # row indices in the sending table
@@ -263,10 +264,11 @@ def _drop_duplicates(
 def _nearest(
     holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
 ) -> tuple[int, Sequence[int]]:
-    """Returns (distance from `destination` to the nearest of the ranks `holders`, the ranks at this distance).
+    """Finds the trainer ranks among `holders` that are nearest to the engine rank `destination`. Returns (distance,
+    ranks). The distance is 0 for the same device, 1 for the same node, otherwise 2.
 
-    The distance is 0 for the same device, 1 for the same node, otherwise 2. The order of the ranks depends on the
-    destination, which spreads the load.
+    Returns one rank for distance 0, and all ranks at the distance otherwise. The order of the ranks depends on the
+    destination, so that different destinations prefer different ranks.
     """
     turned = [holders[(i + destination) % len(holders)] for i in range(len(holders))]
     same_device = [r for r in turned if trainer.devices[r] == engine.devices[destination]]

@@ -175,8 +175,8 @@ def _stack(found: dict[str, Stored], part: Part, dtype: str | None = None) -> St
 
 def stacked(sizes: Sizes, *, in_files: bool = False) -> Iterator[tuple[Source, Part]]:
     """Yields (name and shape of the tensor, its position in a larger tensor) for each tensor that transformers 5 stores
-    in memory as a part of a larger tensor, for example the tensors of one expert. `in_files`: yields only tensors that
-    are also stored in this way in the files.
+    in memory as a part of a larger tensor, for example the tensors of one expert. `in_files`: whether to leave out
+    tensors that files store separately.
     """
     for layer in range(sizes.num_layers):
         prefix = HF_LAYER.format(layer)

@@ -16,12 +16,12 @@ Read = Callable[[Rect], Tensor]
 
 
 def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
-    """Returns the part of a whole Hugging Face tensor that `rect` refers to, as a view."""
+    """Returns a view of a block of a Hugging Face tensor. `rect`: describes the block."""
     return _view(tensor, rect.row, rect.column, rect)
 
 
 def local(parameter: Tensor, rect: Rect) -> Tensor:
-    """Returns the part of a rank's parameter (1-D or 2-D) that `rect` refers to, as a view."""
+    """Returns a view of the block of a rank's parameter (1-D or 2-D) where `rect` (block of a tensor) is stored."""
     return _view(parameter, rect.at_row, rect.at_column, rect)
 
 
