@@ -57,10 +57,10 @@ def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str,
 
 
 def _stated_answers(response: str) -> list[str]:
-    r"""Returns up to two readings of the answer in a response: the content of the last \boxed{}, unchanged and with
-    LaTeX escapes removed.
+    r"""Returns up to two texts that may be the answer in a response: the content of the last \boxed{}, and the same
+    content without LaTeX escapes.
 
-    Without a box, the content of the last <answer> block is used. Readings longer than MAX_CHARACTERS are left out.
+    Without a box, the content of the last <answer> block is used. Texts longer than MAX_CHARACTERS are left out.
     """
     found = (answer_text(response) or "").strip().strip("`").strip()
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):

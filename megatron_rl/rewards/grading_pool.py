@@ -28,7 +28,7 @@ from megatron_rl.rewards import reaper
 from megatron_rl.rewards.grading_worker import APART, TOGETHER
 from megatron_rl.types import Outcome
 
-# number of items, spread evenly over a call of `GradePool.grade`, that are graded before the call's other items
+# A call of `GradePool.grade` grades at most this many items first. They are spread evenly over all items of the call.
 FIRST = 8
 CHUNK = 16  # maximum number of responses that are sent to a worker at once
 START_TIMEOUT_S = 120.0  # time limit in seconds for a worker process to import the reward function's module
@@ -117,13 +117,13 @@ class _Worker:
         with self._lock:
             if self.closed:
                 raise RewardFailure("the pool of reward workers was closed")
-            if self.alive:  # the process was already started again at the end of the pool's previous call
+            if self.alive:  # nothing to do: the process was started again at the end of the pool's previous call
                 return
             self._files.close()
             self._socket, other = map(self._files.enter_context, socket.socketpair())
             self.process, self.ready, self._heard = _open_process(other), False, b""
             other.close()
-        with contextlib.suppress(OSError):  # a process that has ended or does not read is detected later, by `hear`
+        with contextlib.suppress(OSError):  # `hear` later reports a process that has ended or does not read
             self.say(self._task, START_TIMEOUT_S)
 
     def say(self, message: bytes, timeout_s: float) -> None:
@@ -206,7 +206,7 @@ class GradePool:
         self._items_before = 0
         self._proven = False  # whether any worker has ever imported the reward function
         self._failed_starts = 0  # number of consecutive failed starts of workers
-        self._least = reward.range[0]  # the lower end of reward.range, or the lowest returned score if it is lower
+        self._least = reward.range[0]  # minimum of reward.range, or the lowest returned score if that is lower
         self._known: dict[str, bool] = {}  # key of a problem -> whether the problem's known answer is graded as correct
 
     def __enter__(self) -> GradePool:
@@ -240,7 +240,7 @@ class GradePool:
         If all of more than FIRST gradings failed, no grading is repeated.
 
         Raises RewardFailure if the function cannot be imported. Also raises RewardFailure if the gradings that are
-        tried first (FIRST of them) are all cut off and not excused, because thousands of time-outs would take hours.
+        tried first (at most FIRST) are all cut off and not excused, because thousands of time-outs would take hours.
         """
         count = len(responses)
         first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
@@ -285,7 +285,7 @@ class GradePool:
         call = _Call(items, [Future() for _ in items])
         workers = min(self.reward.workers, len(items))
         start = 0
-        while start < len(items):  # the last chunks are small, so that all workers end at about the same time
+        while start < len(items):  # chunks become smaller, so that all workers end at about the same time
             end = start + min(CHUNK, -(-(len(items) - start) // workers))
             call.chunks.put(deque(range(start, end)))
             start = end
@@ -379,7 +379,7 @@ class GradePool:
         except ValueError:
             ended = "sent something else than answers to the pool"
         seconds, status = time.monotonic() - since, worker.kill()
-        killed = ended == "ended" and status == -signal.SIGKILL  # killed from outside, not because of the item
+        killed = ended == "ended" and status == -signal.SIGKILL  # something outside the pool killed the worker
         if worker.together and len(held) > 1:
             for item in held:
                 call.chunks.put(deque([item]))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-if TYPE_CHECKING:  # at run time, `_find` imports reward_functions after `main` has received sys.path
+if TYPE_CHECKING:  # imported later, in `_find`, because `main` must receive sys.path before
     from megatron_rl.rewards.reward_functions import Grader
 
 from megatron_rl import processes
@@ -49,7 +49,9 @@ def main(reaper: int | None) -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if reaper is not None:  # without a reaper, a worker ends when its socket is closed, unless the worker hangs
+    # With a reaper, Linux kills this process when the reaper ends, even if this process hangs. Without a reaper, this
+    # process ends when its socket is closed, unless it hangs.
+    if reaper is not None:
         end_with_parent(signal.SIGKILL, reaper)
     # The worker ignores the signals that stop a run: the run itself handles them and then ends its workers.
     # A handler is used and not SIG_IGN, because programs that a reward function starts would inherit SIG_IGN.
@@ -66,7 +68,7 @@ def main(reaper: int | None) -> None:
         for answer in _grade(found, pickle.load(requests), memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # this is a child process: the reward function forked and also returned in the child
-            exhausted = answer != APART and answer[4]  # the pool kills an exhausted worker together with its children
+            exhausted = answer != APART and answer[4]  # if out of memory, the pool kills this process and its children
             if reaper is not None and not exhausted:
                 processes.end_strays(reaper, own)
             _write(answers, answer)
@@ -89,7 +91,7 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
         if isinstance(found, type):
             found, args = found(**args), {}
         if isinstance(found, RewardFunctions):
-            # with the default reward.range, the sum of several rewards is not limited
+            # (0, 1) is the default of reward.range. This default does not limit the sum of several rewards.
             found.grader.limits = None if bounds == (0.0, 1.0) else bounds
             return found.grader
         if not callable(found):

@@ -29,7 +29,7 @@ except ImportError as error:
         "reward.target"
     ) from error
 
-DetectorFactory.seed = 0  # without a seed, the detected language of a text may differ between calls
+DetectorFactory.seed = 0  # fixed, because otherwise the detected language of a text may differ between calls
 Check = Callable[..., bool]  # function (response, **values) -> whether the response follows an instruction
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _JSON_MARKS = ("```json", "```Json", "```JSON", "```")
@@ -63,9 +63,10 @@ def grade(
 
 
 def followed(texts: Sequence[str], kinds: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Returns for each of [K] instructions whether at least one of the variants `texts` of a response follows it. A
-    blank variant follows no instruction. `kinds` and `values`: the kind and the values of each instruction; values that
-    are None are ignored. Raises ValueError for an unknown kind and for missing values.
+    """Returns for each of [K] instructions whether the response follows it, which means that at least one variant of
+    the response follows it. `texts`: the variants; a blank variant follows no instruction. `kinds` and `values`: the
+    kind and the values of each instruction; values that are None are ignored. Raises ValueError for an unknown kind and
+    for missing values.
     """
     known, out = checks(), []
     for kind, own in zip(kinds, values, strict=True):

@@ -114,7 +114,7 @@ def _same(gold: str, answer: str) -> bool:
         return True
     said = [text.strip() for text in _TEXTS.findall(answer)]
     if any(_HEDGE.search(text) and text not in ("or", "and") and text not in gold for text in said):
-        return False  # the answer names an alternative, such as "5 (or maybe 6)"
+        return False  # rejects an answer that names an alternative, such as "5 (or maybe 6)"
     (known, unit), (value, own_unit) = split_unit(gold), split_unit(answer, letters=True)
     if clash(unit, own_unit):
         return False
@@ -196,7 +196,9 @@ def _same_single(gold: str, answer: str) -> bool:
     if words or _DATE.fullmatch(gold) or (time and math.gcd(int(time[1]), int(time[2])) > 1):
         return False  # words, dates and times are only compared as texts: `stop` is not a product, and 10:30 is not 1/3
     based, own = BASED.fullmatch(gold), BASED.fullmatch(answer)
-    if based or own:  # if 52_9 is the known answer, 52 is correct, as the problem may name the base; not the reverse
+    # For the known answer 52_9, the answer 52 is correct, because the problem may name the base.
+    # For the known answer 52, an answer with a base is only correct if the base is 10.
+    if based or own:
         return bool(based and not own and based[1] == answer) or bool(own and own[2] == "10" and own[1] == gold)
     ratio, other = gold.split(":"), answer.split(":")
     if max(len(ratio), len(other)) > 2:
@@ -215,7 +217,7 @@ def _verified(gold: str, answer: str) -> bool:
     if known is None or found is None:
         return False
     symbols = {symbol.name: symbol for symbol in known.free_symbols | found.free_symbols}
-    # both are functions: f(x) = 2x equals f(t) = 2t
+    # If both texts define the same function, the names of the variables do not matter: f(x) = 2x equals f(t) = 2t.
     if functions[0] and functions[1] and functions[0][1] == functions[1][1]:
         one, other = symbols.get(functions[0][2]), symbols.get(functions[1][2])
         found = found.xreplace({one: other, other: one})
@@ -235,7 +237,7 @@ def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
     decimals = DECIMALS if smallest >= SMALL else DIGITS + math.ceil(-math.log10(smallest))
     return verify(
         known, found, decimals, decimals + 9, timeout_seconds=None, allow_set_relation_comp=interval
-    )  # the defaults of math-verify are 15 significant digits and 6 decimal places
+    )  # instead of math-verify's defaults, which are 6 decimal places and 15 significant digits
 
 
 @lru_cache(maxsize=256)

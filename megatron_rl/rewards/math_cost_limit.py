@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-LONGEST = 1_000  # maximum number of characters of an answer, unless the known answer has more than half as many
+LONGEST = 1_000  # maximum number of characters of an answer; if more, twice the length of the known answer
 DIGITS = 400  # maximum number of digits of one number
 DEPTH = 24  # maximum depth of nested brackets
 POWERS = 4  # maximum depth of nested powers
@@ -47,8 +47,8 @@ _LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 def too_costly(answer: str, known: str = "") -> bool:
     """Returns whether the text of an answer is too costly for sympy to parse.
 
-    `known`: the known answer. The answer may have twice the length of the known answer, or LONGEST characters if that
-    is more. The answer may have many letters if the known answer has many letters.
+    `known`: the known answer. The maximum length of the answer is LONGEST characters, or twice the length of the known
+    answer if that is more. An answer with many letters is only too costly if the known answer has few letters.
     """
     many_letters = _many_letters(answer) and not _many_letters(known)
     return len(answer) > max(LONGEST, 2 * len(known)) or many_letters or too_costly_anywhere(answer)
@@ -90,7 +90,7 @@ def _costly_formula(text: str) -> bool:
 
 def _depths(answer: str) -> tuple[int, int]:
     """Returns (depth of nested brackets, depth of nested powers) of a text."""
-    deepest = powers = above = 0  # above: number of open brackets that are inside an exponent
+    deepest = powers = above = 0  # `above`: number of open brackets that are inside an exponent
     opened: list[bool] = []  # for each open bracket: whether it contains an exponent
     exponent = False  # whether the next character is an exponent
     chain = 0  # number of powers in a chain without brackets, such as 2^3^4

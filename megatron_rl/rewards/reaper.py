@@ -45,7 +45,7 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         worker_script.main(reaper)
         return
-    # the run itself handles these signals and then ends the reaper
+    # These signals are ignored here, because the run itself handles them and then ends the reaper.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     for descriptor in (0, 1):  # closes the socket here, so that only the worker has it open until the worker ends

@@ -29,8 +29,10 @@ except ImportError as error:
     ) from error
 
 COMPOSITE = "composite"  # name of the library's data set that mixes other data sets by weight
-GIVEN = ("size", "seed")  # settings of a data set that the config has in data.generated, not in data.generated.args
-KEPT = 64  # size of a grading worker's cache of problems; the answers to one problem are graded consecutively
+GIVEN = ("size", "seed")  # settings of a data set that are set in data.generated and refused in data.generated.args
+# Number of problems that a grading worker caches. A small cache is enough, because the answers to one problem are
+# graded consecutively.
+KEPT = 64
 # reasoning-gym data sets whose scorer evaluates the answer as Python code, directly or through sympy's parse_expr.
 EVALUATED = frozenset(
     {
@@ -92,9 +94,10 @@ def stated(response: str) -> str | None:
 
 
 def reference(name: str, args: Mapping[str, Any], index: int, question: str) -> dict[str, Any]:
-    """Returns a JSON-serializable reference from which `score` regenerates problem `index` of the data set `name`.
+    """Returns a JSON-serializable mapping from which `score` regenerates problem `index` of the data set `name`.
 
-    `args`: all settings of the data set, including size and seed. `question`: text of the problem, stored as a digest.
+    `args`: all settings of the data set, including size and seed. `question`: text of the problem; the mapping has only
+    the digest of this text.
     """
     return {"name": name, "args": dict(args), "index": index, "digest": digest(question)}
 

@@ -30,7 +30,7 @@ RESPONSE, SCORE = "solution_str", "score"
 VERL = {"data_source": "data_source", "ground_truth": "answer", "extra_info": "extra_info"}  # {parameter: column}
 # errors of user code that end only the grading in which they are raised
 GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)
-_OWN = ("messages", "prompt")  # keys of a payload that are not passed as columns of the data set
+_OWN = ("messages", "prompt")  # keys of a payload that are not passed to batch functions as columns
 
 
 class BatchFailed(Exception):
@@ -53,7 +53,7 @@ class Function:
     """The location of a reward function, and the weight of the function in a sum of several rewards."""
 
     target: str | None = None  # import path of the function, package.module:name
-    pickled: str | None = None  # instead of `target`: a cloudpickle file of a function that cannot be imported
+    pickled: str | None = None  # cloudpickle file of a function that cannot be imported, used instead of `target`
     weight: float = 1.0  # factor of the function's reward in the sum
     name: str = ""  # name of the reward in the metrics; if empty, the name of the function
     args: dict[str, Any] = field(default_factory=dict)  # additional keyword arguments for the function
@@ -256,8 +256,8 @@ class Grader:
         return self._loop.run(together())
 
     def _sum(self, row: Sequence[Any]) -> Result:
-        """Returns the result of one item: the weighted sum of the rewards in `row`, one from each function. Functions
-        that returned None are left out."""
+        """Returns the result of one item: the weighted sum of its rewards, without functions that returned None. `row`:
+        the value that each function returned for the item, or the error that the function raised."""
         total, parts, metrics = 0.0, 0, {}
         for one, value in zip(self._functions, row, strict=True):
             if isinstance(value, BaseException):

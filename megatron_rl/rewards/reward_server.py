@@ -41,10 +41,11 @@ class ServedRewardModel:
     # Part of the response that the reward model reads. whole: all of it. answer: the text after the last </think>.
     # With `answer`, the reward model reads nothing of a response with a thought that is not closed.
     reads: Literal["whole", "answer"] = "whole"
-    # sigmoid: the score is the sigmoid of the model's output, 0 to 1. none: it is the output; then set reward.range.
+    # sigmoid: the score is the sigmoid of the model's output, from 0 to 1. none: the score is the output itself, which
+    # needs reward.range.
     scale: Literal["sigmoid", "none"] = "sigmoid"
     key_variable: str | None = None  # environment variable that holds the API key; null: requests have no key
-    attempts: Count = 5  # attempts of a request while the server cannot be reached or is busy
+    attempts: Count = 5  # maximum number of attempts of a request, if the server cannot be reached or is busy
     timeout_s: PositiveFloat = 60.0  # timeout of one attempt in seconds; see also reward.timeout_s
 
     async def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Prompt]) -> list[float]:

@@ -29,10 +29,11 @@ from typing import IO, Any
 
 from megatron_rl.rewards import sandbox_walls
 
-# time limit in seconds for the start of a sandbox, and for its end after the code has ended; enough on a busy machine
+# Time limit in seconds for the start of a sandbox, and for the end of a sandbox after the code has ended.
+# The limit is long enough for a busy machine.
 START_TIMEOUT_S = 30.0
 ERROR_BYTES = 1 << 20  # limit in bytes of standard error; the code is ended if it prints more
-KEPT_ERROR_BYTES = 4096  # number of bytes that are kept from the end of standard error
+KEPT_ERROR_BYTES = 4096  # only this many bytes from the end of standard error are stored
 # All environment variables that the sandboxed code gets.
 # The fixed hash seed makes the iteration order of a set of strings the same in every run.
 ENVIRONMENT = {
@@ -139,7 +140,7 @@ def _request(code: str, settings: SandboxSettings, what: Mapping[str, Any]) -> b
         "RLIMIT_CPU": math.ceil(settings.timeout_s) + 1,
         "RLIMIT_FSIZE": settings.scratch_mib << 20,
         "RLIMIT_NOFILE": settings.open_files,
-        "RLIMIT_NPROC": settings.processes + 1,  # one more, for the process of bubblewrap
+        "RLIMIT_NPROC": settings.processes + 1,  # one more, because the process of bubblewrap also counts
         "RLIMIT_CORE": 0,
         "RLIMIT_MSGQUEUE": 0,
     }

@@ -162,7 +162,7 @@ def call_filter() -> bytes:
         lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]
     for numbers in REFUSED.values():
         lines += [(EQUAL, 0, 1, numbers[index]), (RETURN, 0, 0, REFUSE)]
-    # clone3 is reported as missing, so that the C library uses clone: a filter cannot read the flags of clone3.
+    # clone3 is reported as missing, because a filter cannot read its flags. The C library then uses clone instead.
     lines += [(EQUAL, 0, 1, CLONE3[index]), (RETURN, 0, 0, MISSING)]
     lines += [(EQUAL, 0, 4, CLONE[index]), (LOAD, 0, 0, FIRST_ARGUMENT)]
     lines += [(ANY_BIT, 0, 1, ALL_NAMESPACES), (RETURN, 0, 0, REFUSE), (LOAD, 0, 0, CALL_NUMBER)]

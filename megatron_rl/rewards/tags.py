@@ -106,7 +106,7 @@ def generator_format(text: str) -> float:
 
 def _boxes(text: str) -> list[tuple[int, int]]:
     r"""Returns the spans of all balanced \boxed{...}, in one pass over the braces."""
-    opened: list[int | None] = []  # stack of open braces: the start of the box, or None for a plain brace
+    opened: list[int | None] = []  # stack of open braces: the index of its \boxed, or None for a brace of no box
     boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         token = match.group()

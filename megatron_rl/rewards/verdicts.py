@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_rl.rewards.tags import between, step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score in the reward of a verification
-COUNT_GATE = 0.6  # from this format score of the solution on, the number of verdicts must equal the number of steps
+COUNT_GATE = 0.6  # minimum format score of a solution for which the number of verdicts must equal the number of steps
 
 _STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
 _FINAL, _END_FINAL = "<final_verification>", "</final_verification>"
@@ -97,8 +97,8 @@ def review(
 ) -> Review:
     """Parses one verification of a solution and computes its reward. Any text is allowed.
 
-    `correct` is the graded outcome of the solution. The reward is correctness * 1[final verdict = outcome] + gamma *
-    format score; both terms are 0 if the final verdict cannot be parsed.
+    `correct` is the graded outcome of the solution. The reward is correctness * agrees + gamma * format score, where
+    agrees is 1 if the final verdict equals the outcome, else 0. The reward is 0 if the final verdict cannot be parsed.
     """
     final, verdicts = final_verdict(text), step_verdicts(text)
     if final is None:
