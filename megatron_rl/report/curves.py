@@ -17,7 +17,7 @@ from megatron_rl.run.metrics import EVAL
 # A downsampled line has two values for each bucket of iterations: the minimum and the maximum.
 MAX_POINTS = 2000
 PAGE_POINTS = 400_000  # maximum number of values of all lines of an HTML page together
-FEWEST = 100  # on a page with many lines, the limit of values per line is not lowered below this number
+FEWEST = 100  # lower bound of the maximum number of values per line, which is reduced on pages with many lines
 LEARN, UPDATE, REST = "learn", "update", "rest"  # keys of METRICS["questions"]
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 
@@ -78,7 +78,7 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
         chart.about = chart.about or ("" if chart.dots else about)
         for place, curve in found:
             same = [i for i, (other, _, drawn) in enumerate(chart.lines) if other == place and drawn == curve]
-            if same:  # the run has another line with equal values; the two lines are drawn as one line with both names
+            if same:  # draw two lines of the run with equal values as one line with both names
                 chart.lines[same[0]] = (place, f"{chart.lines[same[0]][1]} = {name}", curve)
             else:
                 chart.lines.append((place, name, curve))
@@ -92,7 +92,8 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
 
 
 def question_of(scope: str, name: str) -> str:
-    """Returns the question that a metric answers, a key of METRICS["questions"]."""
+    """Returns the key in METRICS["questions"] of the question that a metric answers, such as "learn". The page groups
+    charts by these questions."""
     last = name.rpartition("/")[2]
     if scope == PREFLIGHT:
         return UPDATE

@@ -14,7 +14,7 @@ from megatron_rl.run.metrics import REPLACED
 # The sentences of `signs` call a share above NEARLY_ALL "nearly all".
 # An entropy below FEW times its first value counts as collapsed.
 NEARLY_ALL, FEW = 0.9, 0.1
-# A text is suspicious if it was graded correct for at least SAME_ANSWERS different known answers.
+# A text is suspicious if it was graded correct for problems with at least SAME_ANSWERS different correct answers.
 # Suspicious texts are reported if they are more than a share SAME_SHARE of the answers that were graded correct.
 SAME_ANSWERS, SAME_SHARE = 3, 0.02
 # Failed gradings and episodes are reported if their number is above FAILED times the number of the role's samples.
@@ -35,14 +35,15 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
         reward = reward_gain(run, role)
         own = [gain for gain in held_out if gain.role == role]
         found += [*_verifier(run, role), *_hacked(role, reward, own, graded=role in rising)]
-        if reward is None or reward.end < NEARLY_ALL:  # in a solved task, equal samples are no problem
+        if reward is None or reward.end < NEARLY_ALL:  # a solved task may have equal samples
             found += [*_collapsed(run, role), *_unfinished(run, role)]
         found += _ungraded(run, role)
     return found
 
 
 def _blind_reward(picked: Picked) -> Iterator[str]:
-    """Yields a sentence if texts were graded correct whatever the known answer was."""
+    """Yields a sentence if the grader seems to accept a text for any problem: the same text was graded correct for
+    problems with different correct answers."""
     totals, texts = Counter[str](), defaultdict[tuple[str, str], Counter[str]](Counter)
     for (role, text, answer), count in picked.correct.items():
         totals[role] += count
@@ -62,10 +63,12 @@ def _blind_reward(picked: Picked) -> Iterator[str]:
 def _hacked(role: str, reward: Gain | None, held_out: list[Gain], *, graded: bool) -> Iterator[str]:
     """Yields a sentence if the reward rose in training, but the role's main held-out metric got worse or stayed low.
 
-    Only an accuracy can stay low, and only compared with a reward between 0 and 1. It stayed low if it is below half of
-    the reward, and its rise is below a quarter of the reward's rise even at the upper end of the 95 % interval.
-    `graded`: whether the held-out reward rose too. A low accuracy then only shows that solutions get partial credit,
-    and gives no sentence.
+    The metric counts as low only if it is an accuracy, the reward is between 0 and 1, the accuracy is below half of the
+    reward, and the accuracy rose by less than a quarter of the reward's rise, even at the upper end of the 95 %
+    interval of its rise.
+
+    `graded`: whether the reward on held-out problems rose too. In this case, no accuracy counts as low, because a low
+    accuracy only shows that incorrect solutions get partial credit.
     """
     for gain in held_out if reward is not None and reward.rose else ():
         assert reward is not None
@@ -103,8 +106,8 @@ def _collapsed(run: RunMetrics, role: str) -> Iterator[str]:
 
 
 def _unfinished(run: RunMetrics, role: str) -> Iterator[str]:
-    """Yields a sentence if nearly all samples were cut at their maximum length. Short maximum lengths, below LONG
-    tokens, are left out."""
+    """Yields a sentence if nearly all samples were cut at the role's maximum length. Yields nothing if this maximum is
+    below LONG tokens."""
     finished = run.curves.get((role, "finished"), Curve())
     asked = run.settings.get(f"roles.{role}.sampling.max_tokens", LONG)
     if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL and asked not in range(LONG):

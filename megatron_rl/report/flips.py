@@ -13,7 +13,7 @@ from megatron_rl.report.html_page import shortened
 from megatron_rl.report.shown_rollouts import Picked
 
 FLIP = 0.5  # a problem is solved if more than this fraction of its answers is correct
-MAX_FLIPS = 500  # maximum number of flipped problems that are shown for each pair of evaluations or times
+MAX_FLIPS = 500  # maximum number of flipped problems that are shown for each comparison (see Flips)
 MAX_CHARACTERS = 4000  # maximum length of a text; longer texts are truncated
 Solved = tuple[int, int]  # (number of correct answers, number of answers)
 

@@ -106,7 +106,7 @@ class _Content:
         ]
 
     def data(self, found: Sorted) -> Iterator[tuple[str, str]]:
-        """Yields the blocks of data for the page's scripts, as (id, text). `found`: the charts."""
+        """Yields the blocks of data for the page's scripts, as (id, text). `found`: the metrics, sorted into charts."""
         report = {
             "runs": self.runs_and_colours(),
             "arms": [arm.label for arm in self.arms],

@@ -19,7 +19,7 @@ from megatron_rl.run.run_directory import flatten
 
 # How reports show metrics: questions, units, descriptions, and which metrics are shown first
 METRICS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "page/metrics.yaml").read_text(encoding="utf-8"))
-PREFLIGHT, SFT = "preflight", "sft"  # scopes of metrics lines that are not roles; EVAL is a third such scope
+PREFLIGHT, SFT = "preflight", "sft"  # names of scopes of metrics lines that are not roles, in addition to EVAL
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a metrics line with a larger iteration index counts as damaged
 # Reports show means over the first and over the last iterations of a run, each a fraction WINDOW of all iterations.
@@ -39,8 +39,8 @@ class Curve:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Returns the means over the first and the last values, each a fraction WINDOW of all values. Returns zeros if
-        there are no values."""
+        """Returns the mean of the first values and the mean of the last values. Each mean is over a fraction WINDOW of
+        all values. Returns zeros if there are no values."""
         count = max(1, int(WINDOW * len(self.values)))
         return mean(self.values[:count]), mean(self.values[-count:])
 
@@ -127,8 +127,7 @@ class RunMetrics:
 
     @property
     def iterations(self) -> int:
-        """Returns the number of iterations so far, which is the last iteration index in the lines of all roles, plus
-        1."""
+        """Returns the number of iterations so far: the largest iteration index in the lines of any role, plus 1."""
         own = (
             curve.iterations[-1]
             for (scope, _), curve in self.curves.items()
@@ -170,8 +169,8 @@ def metric_of(name: str, names: Collection[str]) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Returns the mean of values; 0 if there are none. Each value is divided first, so that the sum of very large
-    values does not overflow."""
+    """Returns the mean of values; 0 if there are none. The values are divided before they are added, so that the sum
+    of very large values does not overflow."""
     return sum(value / len(values) for value in values)
 
 

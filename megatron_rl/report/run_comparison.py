@@ -22,7 +22,7 @@ SEED = "run.seed"  # means are taken over runs that differ only in this setting
 MAX_LABEL = 60
 MAX_COLUMNS = 12  # maximum number of runs in the table of settings, which has one column per run
 # The 97.5 % quantiles of Student's t distribution with 1 to 30 degrees of freedom.
-# For more degrees of freedom, NORMAL is used.
+# For more degrees of freedom, NORMAL is used: the quantile of the normal distribution.
 T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),

@@ -36,14 +36,15 @@ class RunRecord:
         return rows
 
     def each_metric(self, take: Callable[[MetricsRow], object]) -> None:
-        """Calls `take` with each row of metrics.jsonl. A row for which `take` raises ValueError is recorded as
+        """Calls the function `take` once for each row of metrics.jsonl. If it raises ValueError, the row is recorded as
         damaged."""
         damage = each_metric(self.directory.path, take)
         if damage is not None:
             self.damage.append(damage)
 
     def each_refit(self, take: Callable[[dict[str, Any]], object]) -> None:
-        """Calls `take` with each line of refits.jsonl: a dict of `role` and numbers."""
+        """Calls the function `take` once for each line of refits.jsonl. Its argument is a dict with the name of the
+        role under the key "role", and numbers under the other keys."""
 
         def refit(raw: Any) -> None:
             if not isinstance(raw["role"], str):

@@ -204,8 +204,8 @@ def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
 
 
 def schedules(run: RunMetrics) -> dict[str, list[str]]:
-    """Returns {label: row of a table with the columns SCHEDULE_FIGURES}. There is a row of rates that were predicted at
-    the start of the run for each rollouts.max_staleness, and a row of measured rates."""
+    """Returns {label: row of a table with the columns SCHEDULE_FIGURES}. For each value of rollouts.max_staleness, a
+    row has the rates that were predicted at the start of the run. The last row has the measured rates."""
     found: dict[str, list[str]] = {}
     told, own = run.summary.get("schedule", {}), run.settings.get("rollouts.max_staleness", 0)
     with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):  # the summary is damaged
@@ -216,7 +216,7 @@ def schedules(run: RunMetrics) -> dict[str, list[str]]:
             found[label] = _schedule_row(rate, *idle, list(map(float, one["staleness"])))
     speed: dict[str, list[float]] = {"iteration_seconds": [], "trainer_idle": [], "engines_idle": []}
     for (_, name), curve in run.curves.items():
-        if name.removeprefix(SPEED) in speed:  # iteration 0 is left out: it had no rollouts ahead
+        if name.removeprefix(SPEED) in speed:  # leave out iteration 0, for which no rollouts were generated in advance
             speed[name.removeprefix(SPEED)] += [v for i, v in zip(curve.iterations, curve.values, strict=True) if i]
     if seconds := speed["iteration_seconds"]:
         late, lines = (

@@ -24,7 +24,7 @@ from megatron_rl.types import Author
 
 MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
 # Maximum number of iterations whose rollouts are read, for all runs together.
-# If more than 16 * MAX_FILES rollouts are requested, more iterations are read.
+# This maximum is raised if more than 16 * MAX_FILES rollouts are requested.
 MAX_FILES = 400
 CHUNK = 64  # number of rollouts whose HTML is compressed together
 MAX_CHARACTERS = 20_000  # maximum length of a text; longer texts are truncated
@@ -45,9 +45,9 @@ class Index:
 
     `run`, `iteration`: index of the run, and of the iteration. `role`, `agent`: indices in `roles` and `agents`.
     `episode`: index of the episode on the page. `outcome`: 1 for a correct rollout, 0 for a wrong one. `says`: the
-    verifier's final verdict on the solution, 1 or 0, or 2 if it is unreadable. `truth`: whether the solution is
-    correct. `length`: number of tokens that models generated. `steps`: number of reasoning steps. `reward` and
-    `advantage`: floats or None.
+    verifier's final verdict on the solution: 1 for correct, 0 for wrong, 2 for unreadable. `truth`: 1 if the solution
+    is correct, 0 if it is wrong. `length`: number of tokens that models generated. `steps`: number of reasoning steps.
+    `reward` and `advantage`: floats or None.
     """
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Index:
         return len(self.columns.get("run", ()))
 
     def add(self, run: int, row: Row, threshold: float) -> dict[str, Any]:
-        """Adds a rollout to the columns, and returns its values. `run`: index of the rollout's run. `threshold`: score
-        above which an answer is correct."""
+        """Adds the values of a rollout to the columns, and returns them as {column: value}. `run`: index of the
+        rollout's run. `threshold`: score above which an answer is correct."""
         says, truth = opinion(row, threshold)
         episode, agent = row["episode"], row["agent"]
         values = {
@@ -84,21 +84,23 @@ class Index:
         return values
 
     def plain(self, runs: Sequence[str]) -> dict[str, Any]:
-        """Returns the index in the format of the page's scripts. `runs`: names of the runs."""
+        """Returns the columns, and the names to which their indices refer, in the format of the page's scripts. `runs`:
+        names of the runs."""
         names = {"roles": self.roles, "agents": self.agents, "runs": runs}
         return {**self.columns, **{key: [*map(visible, own)] for key, own in names.items()}, "chunk": CHUNK}
 
 
 @dataclass(slots=True)
 class Picked:
-    """The rollouts that a page shows, and, for problems that occur in several iterations, the number of correct answers
-    in each iteration."""
+    """The rollouts that a page shows, and counts of correct answers over these rollouts: by iteration for each problem,
+    and by text."""
 
     index: Index = field(default_factory=Index)
-    chunks: list[str] = field(default_factory=list)  # HTML of CHUNK rollouts per item: base64 of a gzipped JSON list
+    # each item has the HTML of CHUNK rollouts, as a JSON list that is compressed by gzip and encoded as base64
+    chunks: list[str] = field(default_factory=list)
     solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
     """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
-    # number of correct answers in the last iterations, as {(role, text of the answer, known answer): number}
+    # {(role, text of the answer, the data set's correct answer): number of correct answers in the last iterations}
     correct: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     files: int = 0  # number of files of rollouts
     read: int = 0  # number of files that were read
@@ -157,11 +159,12 @@ def is_correct(row: Row, threshold: float) -> bool | None:
 
 
 def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
-    """Returns (a verifier's final verdict on a solution, whether the solution is correct or None if unknown).
+    """Returns (a verifier's final verdict on a solution, whether the solution is correct). The first value is 1 for
+    correct, 0 for wrong, 2 if the verdict is unreadable, and -1 without a verdict. The second is None if unknown.
 
-    The verdict is 1 (correct), 0 (wrong), 2 if it is unreadable, or -1 if there is none. The row of a solution has its
-    verification in the column `review`. The row of a verification has `verdicts` and no `review`; its column `correct`
-    is whether the verdict agrees with the truth. `threshold`: score above which an answer is correct.
+    `row`: a row of a solution or of a verification. A solution has its verification in the column `review`. A
+    verification has a value in the column `verdicts` and none in `review`; its column `correct` is whether the verdict
+    agrees with the truth. `threshold`: score above which an answer is correct.
     """
     if row["review"] is not None:
         verdict = final_verdict(row["review"])
@@ -173,7 +176,8 @@ def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
 
 
 def main_reward(rewards: Mapping[str, float]) -> float | None:
-    """Returns the reward `trained`, or else `outcome`, or else the first reward; None if there are no rewards."""
+    """Returns the reward that is named "trained". Without it, returns the reward named "outcome", or else the first
+    reward. `rewards`: {name: reward}. Returns None if there are no rewards."""
     for name in ("trained", "outcome"):
         if name in rewards:
             return rewards[name]
@@ -210,7 +214,9 @@ class Piece(NamedTuple):
 
 
 def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> list[tuple[str, str | None, str]]:
-    """Splits a solution's text into [(text, kind of the step or None, words about its verdict)]."""
+    """Splits a solution's text into its steps and the texts between steps. Returns [(text, kind, label)]. The kind of a
+    step says how a verifier judged it: "right", "wrong" or "unread". The label shows the verdict and the advantage of
+    the step. A text between steps has the kind None and an empty label."""
     steps, verdicts, parts, at = found["steps"], found["verdicts"], list[tuple[str, str | None, str]](), 0
     for k, step in enumerate(steps):
         start = text.find(step, at)
@@ -225,11 +231,12 @@ def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> l
 
 
 def _conversation(pieces: Sequence[Piece], *, coloured: bool) -> list[dict[str, Any]]:
-    """Returns the turns of a conversation. The key `parts` of a turn has pairs (whether the parts are in a tool call,
-    parts). A part is (text, whether a partner wrote the text, the advantage as text, such as "+0.5").
+    """Returns the turns of a conversation, in the format of the page's template.
 
-    The advantage is "" if it is unknown or if `coloured` is False. Turns of the environment without text,
-    which are the frame of a chat template, are left out.
+    The key `parts` of a turn has a list of groups (whether this text is in a tool call, parts of the text). A part is
+    (text, whether a partner wrote the text, the advantage as text, such as "+0.5"). The advantage is "" if it is
+    unknown or if `coloured` is False. Turns of the environment that have no text, but only tokens of the chat template,
+    are left out.
     """
     turns, answers = [], 0
     for outside, group in groupby(pieces, key=lambda piece: piece.author == Author.ENVIRONMENT):
@@ -282,8 +289,8 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
 
 
 def _count(picked: Picked, run: int, row: Row, threshold: float, *, late: bool) -> None:
-    """Counts an answer in `picked.solved`, if it is known whether the answer is correct. Counts a correct answer in
-    `picked.correct` too if `late`, which means that the answer is from the last iterations."""
+    """Counts an answer in `picked.solved`, if it is known whether the answer is correct. `late`: whether the answer is
+    from the last iterations; a correct answer is then counted in `picked.correct` too."""
     correct = is_correct(row, threshold)
     if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
