@@ -18,7 +18,7 @@ from megatron_rl.text import decode
 TEXT, CHAT = "text", "chat"  # names of two kinds of dialogue; the third kind is `renderers:NAME`
 RENDERERS = "renderers:"
 # Exceptions that a chat template or a renderer raises if it cannot process a message or an answer.
-# Code that catches these exceptions calls no engine, because exceptions of engines must not be caught.
+# A `try` block that catches these exceptions must not call an engine, because an engine's exceptions must propagate.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, NotImplementedError)
 
 
@@ -62,22 +62,23 @@ class Dialogue(ABC):
 
     @abstractmethod
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        """Returns the tokens [T] between the last answer in `past` and the model's next answer: the end of the turn,
-        and the messages `new`.
+        """Returns the tokens [T] between the last answer and the model's next answer: the tokens that end the turn, and
+        the new messages. `past`: the conversation up to the last answer. `new`: the messages since then.
 
-        Returns None if rendering the conversation with `new` would change tokens that exist already. The caller then
-        calls `open` with the whole conversation.
+        Returns None if rendering the conversation with the new messages would change tokens that exist already. The
+        caller then calls `open` with the whole conversation.
         """
         ...
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        """Parses the tokens `answer` [T] that the model generated after the tokens `prompt` [T]."""
+        """Parses an answer of the model. `answer` [T]: the generated tokens. `prompt` [T]: all tokens before them."""
         text = decode(self._tokenizer, answer).text
         return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
 
 
 def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
-    """Returns a Dialogue of a kind (EpisodeSettings.dialogue). Raises ConfigError if `kind` is not available."""
+    """Returns a new Dialogue. `kind`: a value of the setting EpisodeSettings.dialogue. Raises ConfigError if this kind
+    is not available."""
     if kind == TEXT:
         return TextDialogue(tokenizer)
     if kind == CHAT:

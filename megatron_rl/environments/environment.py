@@ -33,7 +33,8 @@ class EpisodeSettings:
     system: Mapping[str, str] = field(default_factory=dict)
     episode_timeout_s: PositiveFloat = 3600.0  # timeout of an episode, from the call of the environment's `begin`
     step_timeout_s: PositiveFloat = 120.0  # timeout of one call of the environment's `begin`, `step` or `close`
-    workers: PositiveInt = 64  # maximum number of methods of environments that run at the same time
+    # maximum number of concurrent calls of methods of environments; for Verifiers, of concurrent episodes
+    workers: PositiveInt = 64
     # Mean number of tokens that the environment inserts before each answer of an agent except the agent's first answer.
     # Only `megatron-rl plan` uses this estimate.
     told: NonNegativeInt = 0
@@ -43,7 +44,7 @@ class EpisodeSettings:
 
 
 class EpisodeMaker(ABC):
-    """Base class of objects that play episodes with the roles' engines, such as environments.
+    """Base class of environments, and of other objects that play episodes with the engines of the roles.
 
     Copies of a recipe share one EpisodeMaker, so that the processes and data that the EpisodeMaker has started or
     loaded exist only once. Therefore several threads may call `play` at the same time.
@@ -90,7 +91,7 @@ class EpisodeMaker(ABC):
     def most_answers(self, role: str) -> int | None:
         """Returns the maximum number of answers of an agent per episode, or None if the maximum is not known.
 
-        Only the command `megatron-rl plan` uses this maximum.
+        The maximum is used by `megatron-rl plan`, and by the check of the settings `told` and `tool_s`.
         """
         return None
 
@@ -116,8 +117,9 @@ class Environment(EpisodeMaker):
 
     The environment is built once on every rank, also by the commands `check` and `plan`. Only the rank that plays the
     episodes calls `load`, which loads the environment's data. Each episode uses a shallow copy of the environment.
-    `begin`, `step` and `close` of a copy are called from different threads, so the state of an episode must be set in
-    `begin`. The episode must be a deterministic function of the task, the seed and the models' answers.
+    `begin` must create the state of the episode, because a shallow copy shares lists and other mutable values with the
+    other copies. `begin`, `step` and `close` of a copy are called from different threads. The episode must be a
+    deterministic function of the task, the seed and the models' answers.
     """
 
     @abstractmethod
@@ -162,10 +164,10 @@ def problems(
 ) -> Iterator[str]:  # fmt: skip
     """Yields an error message for each setting that does not fit the EpisodeMaker.
 
-    `roles`, the roles of the recipe's agents, must be equal to `maker.speaking_roles()`, unless that is None. Every
-    system message in the settings must be used. `settings.told` and `settings.tool_s` must be 0, unless
-    `maker.most_answers` says that a role may answer more than once. `key`: name of the recipe's setting with the roles,
-    for the error messages.
+    The roles of the recipe's agents (`roles`) must be equal to `maker.speaking_roles()`, unless this method returns
+    None. Every system message in the settings must be used. `settings.told` and `settings.tool_s` must be 0 if
+    `maker.most_answers` gives no role more than one answer. `key`: name of the recipe's setting that lists the roles,
+    which error messages contain.
     """
     asked = maker.speaking_roles()
     if asked is not None and set(asked) != set(roles):

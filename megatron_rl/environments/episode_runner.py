@@ -92,7 +92,7 @@ class EpisodesPlay:
             try:
                 with self._answers.reading():
                     return self._answers.look_after(thread.start(self._play(tasks, seeds, numbers)))
-            finally:  # after an error, all requests are cancelled, and an episode ends when it waits for an answer
+            finally:  # after an error, all requests are cancelled, so each episode ends when it next awaits an answer
                 thread.run(self._wait())
 
     async def _play(self, tasks: Sequence[Prompt], seeds: Sequence[int], numbers: Sequence[int]) -> list[Episode]:
@@ -129,7 +129,7 @@ class EpisodesPlay:
         """Passes answers of the models to the environment until the environment ends the episode. Returns the
         EpisodeEnd.
 
-        `limit`: the timeout of the episode, which begins when a new thread calls the environment's `begin`.
+        `limit`: the timeout of the episode. The time starts when the environment's `begin` is called in a new thread.
         """
         method, world = "begin", running.world
         payload = dict(running.task.payload)
@@ -158,7 +158,7 @@ class EpisodesPlay:
 
         Returns the result of the call, or the exception that the call raised. If the call takes longer than the setting
         `step_timeout_s`, returns an EpisodeEnd with the outcome TIMEOUT; the hanging call no longer counts as running.
-        `limit`: the timeout of the episode, which is set when the call starts; None to leave the timeout unchanged.
+        `limit`: the timeout of the episode, whose time starts with this call; None: its time has started already.
         """
         loop, seconds = asyncio.get_running_loop(), self._settings.step_timeout_s
         done: asyncio.Future[object] = loop.create_future()
@@ -168,9 +168,9 @@ class EpisodesPlay:
                 result = job()
             except Exception as error:  # any exception raised by an environment fails only its episode
                 result = error
-            except SystemExit as error:  # some libraries exit on failure; SystemExit would silently end the thread
+            except SystemExit as error:  # some libraries exit on failure; if uncaught, it ends the thread silently
                 result = EnvironmentFailure(told(error))
-            with contextlib.suppress(RuntimeError):  # the event loop is closed if the call ended after its timeout
+            with contextlib.suppress(RuntimeError):  # raised if the call ended only after the loop was closed
                 loop.call_soon_threadsafe(lambda: done.cancelled() or done.set_result(result))
 
         async with self._workers:

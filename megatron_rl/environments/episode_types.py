@@ -29,8 +29,8 @@ def quoting(role: str, template: str, **values: str) -> Message:
 
 
 # Who caused the failure of an episode.
-# "infrastructure": not the model, but for example a server that is down. The episode is played again.
-# "policy": the model, for example because its program crashed. The samples of the episode are trained on.
+# "infrastructure": the cause is not the model, but for example a server that is down. The episode is played again.
+# "policy": the cause is the model, for example its program crashed. The samples of the episode are trained on.
 FailureKind = Literal["infrastructure", "policy"]
 
 
@@ -129,7 +129,7 @@ class EpisodeEnd:
     # SCORE if the episode is used; TIMEOUT or ERROR if it failed
     outcome: Outcome = Outcome.SCORE
     why: str = ""  # reason of an outcome other than SCORE
-    # Who caused an outcome other than SCORE. "infrastructure": the episode is played again.
+    # Who caused the failure; unused if `outcome` is SCORE. "infrastructure": the episode is played again.
     # "policy": the samples are trained on; missing rewards are set to the lower end of reward.range.
     # None: the samples are dropped, and the episode is not played again, because it would fail again.
     failure: FailureKind | None = "infrastructure"

@@ -60,7 +60,7 @@ class LineProcess:
         """
         reading = asyncio.ensure_future(self._out.readline())
         while not (await asyncio.wait([reading], timeout=LOOK_S))[0]:
-            if self.ended:  # a child of the process may keep the standard output open
+            if self.ended:  # stop reading, because a child of the process may keep the standard output open
                 reading.cancel()
                 break
         line = b"" if reading.cancelled() or not reading.done() else reading.result()
@@ -80,7 +80,7 @@ class LineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # the process is gone, or belongs to another user
+            with contextlib.suppress(psutil.Error):  # raised if the process has ended or belongs to another user
                 if process.create_time() > self._started - 1 and process.environ().get(MARK) == self.mark[MARK]:
                     process.kill()
         await self._wait(GRACE_S)

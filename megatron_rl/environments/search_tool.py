@@ -147,8 +147,9 @@ class CorpusIndex:
 
 @functools.lru_cache(maxsize=KEPT)
 def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
-    """Returns the search index of a corpus. With `keep`, loads the saved index if its stamp is equal to `stamp`, and
-    otherwise builds and saves a new index. Without `keep`, builds a new index and does not save it."""
+    """Returns the search index of a corpus. If `keep` is set, loads the saved index if it was built with the same
+    settings from the same corpus file (`stamp`), and otherwise builds and saves a new index. If `keep` is not set,
+    builds a new index and does not save it."""
     library = _library()
     place = path.with_name(path.name + INDEX)
     wanted = {**vars(stamp), "library": library.__version__}

@@ -62,7 +62,7 @@ class _Request(pydantic.BaseModel, strict=True):
     model: str  # the role
     token_ids: Annotated[list[TokenId], pydantic.Field(min_length=1)]  # the prompt
     sampling_params: _SamplingParams
-    features: Any = None  # inputs other than text, which are refused
+    features: Any = None  # inputs other than text; a request with such inputs is refused
     content_parts: Any = None
 
 
@@ -94,11 +94,12 @@ class TokenRoute:
         self, context: RolloutContext, samplings: Mapping[str, Sampling], seeds: Sequence[int],
         numbers: Sequence[int] | None = None,
     ) -> Iterator[RoutedPlay]:  # fmt: skip
-        """Context manager in whose block the server answers requests for the roles of `samplings`. Yields a RoutedPlay,
-        which records the answers.
+        """Context manager. Inside its block, the server answers requests. Yields a RoutedPlay, which records the
+        answers.
 
-        `context`: has the engines of the roles. `samplings`: {role: sampling parameters}. `seeds`, `numbers`: seed and
-        index of each of the E episodes that are played in the block; `numbers` is 0 to E - 1 if None.
+        `context`: contains the engines of the roles. `samplings`: {role: sampling parameters}; the server accepts
+        requests for these roles only. `seeds`, `numbers`: seed and index of each of the E episodes that are played
+        inside the block. If `numbers` is None, the indices are 0 to E - 1.
         """
         play = RoutedPlay(next(self._names), context, samplings, seeds, numbers)
         self._plays[play.name] = play
@@ -152,7 +153,7 @@ class TokenRoute:
         if len(self._strangers) >= MOST_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
-            # Scheduled instead of called at once, because the connection may not be open yet
+            # call_soon closes the connection later, because it may not be open yet
             asyncio.get_running_loop().call_soon(oldest.force_close)
         connection = self._server()
         self._strangers[connection] = None

@@ -44,7 +44,7 @@ class ToolTask(Environment):
     role: str = "agent"  # role of the agent, and its name
     calls: Literal["tags", "template"] = "tags"  # format of the model's tool calls
     answer: str = "answer"  # tag of the answer (calls = tags)
-    result: str = "\n<result>{result}</result>\n"  # format of a tool's result (calls = tags)
+    result: str = "\n<result>{result}</result>\n"  # message with a tool's result, if calls = tags
     # Message to an agent that neither called a tool nor answered (calls = tags). A reminder is counted towards
     # max_calls. null: the episode ends with the text that the agent wrote.
     reminder: str | None = None
@@ -123,8 +123,8 @@ class ToolTask(Environment):
     def _after_tags(self, text: str) -> Sequence[NextRequest] | EpisodeEnd:
         """Runs the first tool call in a text. Returns the next request, or the end of the episode.
 
-        The episode ends if the first block is an answer, or if the text has neither an answer nor a call and `reminder`
-        is None.
+        A block <tag>...</tag> is a call if the tag is a tool's name, and an answer if the tag is `self.answer`. The
+        episode ends if the first block is an answer, or if the text has no block and the setting `reminder` is null.
         """
         found = first_call(text, [*self._tools, self.answer])
         if found is None and self.reminder is not None:

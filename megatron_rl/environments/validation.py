@@ -62,11 +62,11 @@ def check_request(
 
 
 def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
-    """Validates an EpisodeEnd. Returns a copy with rewards converted to floats, and the payload to JSON values.
+    """Validates an EpisodeEnd. Returns a copy in which rewards are floats and the payload consists of JSON values.
 
-    `agents`: {agent: number of the agent's answers}. A failure of the kind "policy" gets the outcome SCORE; any other
-    failure loses its rewards and answers. Raises EnvironmentFailure if the outcome, rewards, answers or payload are
-    invalid, or if no agent answered because all prompts were too long.
+    `agents`: {agent: number of the agent's answers}. In the copy, a failure of the kind "policy" has the outcome SCORE,
+    and any other failure has no rewards and no answers. Raises EnvironmentFailure if the outcome, rewards, answers or
+    payload are invalid, or if no agent answered because all prompts were too long.
     """
     if over.failure not in (None, *get_args(FailureKind)):
         raise EnvironmentFailure(
@@ -97,8 +97,8 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
 def failed(error: Exception, before: str = "") -> EpisodeEnd:
     """Returns the EpisodeEnd of an episode in which the exception `error` was raised.
 
-    The reason begins with `before` and ends with the location of the error in the environment's code. A long reason is
-    truncated.
+    Its field `why` consists of the text `before` and the error message (both truncated if they are long), and the
+    location of the error in the environment's code.
     """
     place = place_of(error)
     try:
@@ -118,11 +118,12 @@ def refused(error: EnvironmentFailure) -> EpisodeEnd:
 def with_rewards(
     episode: Episode, names: Collection[str], roles: Collection[str], *, graded: str, lowest: float
 ) -> Episode:
-    """Checks that each sample of the roles `roles` has all of the rewards `names`. Returns the episode unchanged if so.
+    """Checks that each sample whose role is in `roles` has every reward in `names`. If so, returns the episode.
 
-    If rewards are missing and the failure kind of the episode is "policy", sets them to `lowest`. If rewards are
-    missing in any other episode, returns an episode with the outcome ERROR and no samples. `graded`: the name of the
-    reward that the run's reward function gives to the texts in EpisodeEnd.answers.
+    If rewards are missing and the failure kind of the episode is "policy", sets the missing rewards to `lowest`. If
+    rewards are missing in any other episode, returns an episode with the outcome ERROR and no samples. `graded`: name
+    of the reward that the run's reward function gives later to the texts in EpisodeEnd.answers. For agents with such a
+    text, this reward does not count as missing.
     """
     if episode.failure == "policy":
         rollouts = []

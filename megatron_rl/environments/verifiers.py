@@ -34,7 +34,8 @@ HOST = Path(__file__).with_name("verifiers_host.py")
 REWARD = "reward"  # name of the reward that is the sum of an agent's other rewards; every agent has this reward
 START_S = 600.0  # timeout for loading the library and the task set, which may be on a slow disk or a network
 _OPENING = threading.Lock()  # lock, held while a Verifiers object looks up or creates its _Host
-LATE_S = 30.0  # seconds after an episode's timeout after which the library's process is considered hung
+# seconds after an episode's timeout; if the library has not ended the episode by then, its process is considered hung
+LATE_S = 30.0
 
 
 @dataclass(kw_only=True)
@@ -52,7 +53,8 @@ class Verifiers(EpisodeMaker):
     # {role: settings of the library renderers}, such as {solver: {name: qwen3}}. Default: the tokenizer's chat
     # template, which does not parse tool calls.
     renderers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    index: str = "index"  # field of a problem that has the index of the problem's task in the environment's task set
+    # name of the problem field that contains the index of the problem's task in the environment's task set
+    index: str = "index"
     paths: tuple[str, ...] = ()  # directories from which environments that are not installed are imported
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class Verifiers(EpisodeMaker):
         if why is None:
             try:
                 return _scored(play, number, task, self.agents, result["traces"])
-            except EnvironmentFailure as error:  # malformed trace; playing again would give the same trace
+            except EnvironmentFailure as error:  # malformed trace; not played again, as the trace would be the same
                 return Episode(task=task, number=number, rollouts=(), outcome=Outcome.ERROR, why=str(error))
         if result.get("timeout"):  # the time limit of the whole episode was exceeded
             return Episode(task=task, number=number, rollouts=(), outcome=Outcome.TIMEOUT, why=why)
@@ -126,11 +128,11 @@ class Verifiers(EpisodeMaker):
 
 
 class _Host:
-    """The process of the library verifiers, the token route, and a temporary directory. All calls of `play` of one
-    Verifiers object use the same _Host, also at the same time.
+    """The resources of one Verifiers object: the process of the library verifiers, the token route, and a temporary
+    directory. Concurrent calls of `Verifiers.play` share them.
 
     A _Host has no reference to the Verifiers object. Therefore the Verifiers object can be garbage collected, which
-    closes the _Host. All coroutines run in the event loop of `thread`.
+    closes the _Host. The coroutines of a _Host run in the event loop of its attribute `thread`.
     """
 
     def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -144,7 +146,8 @@ class _Host:
         self._pending: dict[str, asyncio.Future[Mapping[str, Any]]] = {}  # {session id of an episode: its result}
         self.route, self.thread = TokenRoute(), LoopThread("verifiers")
         self._owner = os.getpid()
-        # Checked by `results`, because a thread that generates rollouts ahead of training may call it after `close`
+        # `results` checks this flag, because a thread that generates rollouts ahead of training may call it after
+        # `close`
         self._closed = False
 
     async def results(
@@ -183,8 +186,8 @@ class _Host:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _ready(self, context: RolloutContext, play: RoutedPlay) -> LineProcess:
-        """Returns the library's process. Starts the process if it is not running. Raises CancelledError if `play` is
-        over, so that no further episode begins after an error."""
+        """Returns the library's process. Starts the process if it is not running. Raises CancelledError if the requests
+        of `play` are already cancelled, so that no further episode begins after an error."""
         async with self._starting:
             if play.over:
                 raise asyncio.CancelledError
@@ -222,8 +225,9 @@ class _Host:
             await self._end(process, f"verifiers broke off: {error}")
 
     async def _end(self, process: LineProcess | None, why: str, grace_s: float = 0.0) -> None:
-        """Ends the library's process, and gives all its running episodes a failed result with the reason `why`. No-op
-        if `process` is not the current process. `grace_s`: time in seconds that the process has to end by itself."""
+        """Ends the library's process. Its running episodes get a failed result. `why`: reason in these results.
+        `grace_s`: time in seconds that the process has to end by itself. No-op if `process` is not the current process,
+        because another coroutine may have ended it already."""
         if process is None or process is not self._process:
             return
         self._process, pending, self._pending = None, self._pending, {}
@@ -233,10 +237,10 @@ class _Host:
         await process.end(grace_s)
 
     def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
-        """Returns the first message to the process: its settings.
+        """Returns the first message to the process, which contains its settings.
 
-        Saves the roles' tokenizers to files that the process loads. The model's directory is not loaded instead,
-        because a role's chat template may differ from the template in that directory.
+        Saves the roles' tokenizers to files that the process loads. The process does not load the tokenizers from the
+        models' directories, because a role's chat template may differ from the template in the model's directory.
         """
         clients = {}
         for role in self._own["agents"].values():
@@ -293,10 +297,10 @@ def _rollout(
     branch: Mapping[str, Any], answers: Sequence[Rollout], role: str, group: str, payload: Mapping[str, Any],
     rewards: Mapping[str, float],
 ) -> Rollout:  # fmt: skip
-    """Joins the recorded answers of one branch, a token sequence of a trace, to a rollout.
+    """Joins the recorded answers of one branch to a rollout. A branch is a token sequence of a trace.
 
-    Token ranges that are trained in an earlier branch have the author ENVIRONMENT in this branch, so that they are
-    trained once.
+    A token range that is also in an earlier branch is trained there. In this branch it has the author ENVIRONMENT, so
+    that it is not trained twice.
     """
     tokens = np.array(branch["tokens"], np.int32)
     logprobs, parts, done = np.zeros(len(tokens), np.float32), [], 0

@@ -31,7 +31,7 @@ class Host:
     """A host of one environment of the library, which plays episodes of the environment's tasks."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        """Loads the environment. Exits with a message if the environment's agents differ from those in the settings."""
+        """Loads the environment. Exits with a message if its agents differ from the agents in `settings`."""
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         _prepare(settings)
@@ -108,9 +108,10 @@ def main() -> None:
 
 
 def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
-    """Writes one JSON line {"index", "question"} for each of the first `count` tasks, as a file for `data.path`.
+    """Writes one JSON line {"index", "question"} for each task of an environment. The lines form a file for the setting
+    `data.path` of a run.
 
-    `environment`: the library's settings of the environment.
+    `environment`: the library's settings of the environment. `count`: maximum number of tasks.
     """
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -151,7 +152,7 @@ def _prepare(settings: dict[str, Any]) -> None:
 
     os.environ.update(settings["mark"])
     os.environ[TOKEN_VARIABLE] = settings["token"]
-    for name in ("NO_PROXY", "no_proxy"):  # otherwise the library's clients would use a proxy for 127.0.0.1
+    for name in ("NO_PROXY", "no_proxy"):  # keeps the library's clients from using a proxy for 127.0.0.1
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     sys.path.extend(settings["paths"])
     os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # for the tool servers, which are subprocesses
@@ -174,8 +175,9 @@ def _prepare(settings: dict[str, Any]) -> None:
 def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the environment's settings with a model, a client, a runtime and a harness for each agent.
 
-    An agent without a runtime gets a subprocess on this machine; the library's default is its vendor's cloud. An agent
-    without a harness gets the default harness of the task set, or the harness without tools (`null`) instead of `bash`.
+    An agent without a runtime in the settings gets a subprocess on this machine instead of the library's default, its
+    vendor's cloud. An agent without a harness gets the default harness of the task set. If this default is `bash`, the
+    agent gets `null`, the harness without tools.
     """
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.runtimes import PrimeConfig
