@@ -15,7 +15,8 @@ from megatron_rl.environments.episode_types import Tool
 
 ROUNDED_DIGITS = 15  # number of significant digits shown of a result without a finite decimal representation
 MOST_DIGITS = 4000  # upper bound of max_digits; Python by default refuses to convert integers of over 4300 digits
-# upper bound of log2(10), so that only powers that certainly have too many digits are rejected before computation
+# Upper bound of the number of bits per decimal digit, log2(10). With an upper bound, a power is rejected before it is
+# computed only if it certainly has too many digits.
 BITS_PER_DIGIT = 4
 _BINARY: Mapping[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -96,7 +97,7 @@ class Calculator(Tool):
             written = Decimal(ast.get_source_segment(source, node) or "")
         except InvalidOperation:  # the exponent is outside the range of Decimal
             raise self._too_large() from None
-        if abs(written.adjusted()) > self.max_digits:  # checked before the zeros of a large exponent are written out
+        if abs(written.adjusted()) > self.max_digits:  # checked first, because Fraction writes out the exponent's zeros
             raise self._too_large()
         return Fraction(written)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 ORDERS = (1, 2, 3, 4)  # lengths n of the n-grams used by BLEU
-NONE_SHARED = 0.1  # count used instead of 0 if no n-gram of an order is shared: nltk's SmoothingFunction().method1
+NONE_SHARED = 0.1  # replaces 0 as the number of shared n-grams of a length, as in nltk's SmoothingFunction().method1
 
 
 def cluster_shares(texts: Sequence[str], distance: float) -> list[float]:

@@ -54,7 +54,7 @@ class Pair:
 
     id: str
     payload: Mapping[str, Any]
-    own: str  # the response whose margin over `other` is computed
+    own: str  # the margin of the pair is the score of this response minus the score of `other`
     other: str
     turned: bool  # True if `other` is shown first
 
@@ -89,7 +89,8 @@ class Comparisons:
         self._found: dict[int, list[Answer]] = {}
 
     def add(self, place: int, prompt: Prompt, own: str, other: str) -> None:
-        """Asks the judge about a pair. `place`: index of the pair. An order whose prompt is too long is skipped."""
+        """Asks the judge about a pair, in each of the pair's orders. `place`: index of the pair. An order is skipped if
+        its prompt is too long."""
         for turned in self._orders(place):
             self._judging.ask(2 * place + turned, Pair(prompt.id, prompt.payload, own, other, turned))
 

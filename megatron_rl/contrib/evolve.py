@@ -51,7 +51,7 @@ class Evolve(Recipe):
     updates: Count  # number of updates in the run
     proposals: Count = 1  # number of proposals per problem that an iteration takes from the data set
     answers: Count = 5  # number of solver answers per accepted question, to measure its difficulty
-    judgements: Count = 5  # number of judgements per proposed question, and per answer that measures a difficulty
+    judgements: Count = 5  # number of judgements of each proposed question, and of each of the solver's `answers`
     practice: Literal["pool", "proposed"] = "pool"  # questions on which the solver and the judge are trained
     reference_share: Share = 0.5  # share of proposals with reference questions in the prompt
     references: Count = 1  # number of reference questions in a prompt that has reference questions
@@ -171,8 +171,8 @@ class Evolve(Recipe):
         return judged_answers(context, solver, judge, questions)
 
     def _proposer_prompt(self, context: RolloutContext, pool: Sequence[str], rng: random.Random) -> Prompt:
-        """Returns a prompt for the proposer. Whether the prompt contains reference questions, and which ones, is chosen
-        randomly. If they make the prompt too long, returns the prompt without reference questions.
+        """Returns a prompt for the proposer. Whether the prompt contains reference questions, and which ones, is a
+        random choice. If the prompt with reference questions is too long, returns the prompt without them.
         """
         shown = rng.sample(pool, min(self.references, len(pool)))
         text = fill(self._templates["reference_template"], references="\n\n".join(shown))

@@ -38,11 +38,13 @@ from megatron_rl.types import WRITTEN_BY, Prompt, Rollout
 FIRST, SECOND = "first", "second"
 OTHER = {FIRST: SECOND, SECOND: FIRST}
 OBJECTIVE = "megatron_rl.contrib.hacpo:hacpo"
-# keys in Rollout.values, [T] float32 with one number for all tokens of a rollout
-SOURCE = "source_logprobs"  # mean log-prob of the response under the source model, over the source's own tokens
-LOW = "cross_clip_low"  # lower bound of the ratio of a rollout of the other model; OWN for the learner's own rollouts
+# SOURCE and LOW are keys in Rollout.values. The value is float32 [T], with the same number for all tokens of a rollout.
+# SOURCE: mean log-prob per token of the response under the model that generated it, with the tokens of that model.
+SOURCE = "source_logprobs"
+# LOW: lower bound of a rollout's probability ratio if the other model generated the rollout, OWN if the learner did.
+LOW = "cross_clip_low"
 OWN = -1.0
-EPSILON = 1e-6  # added to the standard deviation of a group's rewards
+EPSILON = 1e-6  # added to the standard deviation of a group's rewards, by which the advantages are divided
 MOST = 10.0  # a capability ratio is clipped to [1 / MOST, MOST]
 LEAST = 1e-8  # lower bound of a role's share of solved problems, because the share is a divisor
 
@@ -93,17 +95,18 @@ class Hacpo(Recipe):
     other role are left out and not truncated.
     """
 
-    needs_shares = True  # rewards must be in [0, 1]: above 0 counts as solved, and a baseline above 1 is replaced
+    # Rewards must be in [0, 1], because a reward above 0 counts as solved and a baseline above 1 is replaced.
+    needs_shares = True
     allows_votes = True
     updates: Count  # number of iterations, each of which trains both roles
     group_size: Count = 8  # samples per problem and role
     window: Count = 5  # number of iterations over which a role's capability is averaged
-    # In optimizer step m, a rollout of the other role has the lower ratio bound 1 - cross_clip + m cross_clip_step.
-    # The bound is at most 1, and m starts at 0 in each update. An update trains on the role's own rollouts first.
+    # Lower bound of the probability ratio of a rollout of the other role, in optimizer step m of an update (from 0):
+    # 1 - cross_clip + m cross_clip_step, at most 1. An update trains on the role's own rollouts first.
     cross_clip: Share = 0.2
     cross_clip_step: NotNegative = 0.025
     samples_per_optimizer_step: Count | None = None  # must equal roles.X.samples_per_optimizer_step of both roles
-    template: str = "grpo_generator"  # text file with {question}, or name of a packaged prompt
+    template: str = "grpo_generator"  # text file that contains {question}, or name of a packaged prompt
 
     def __post_init__(self) -> None:
         check_arguments(self, templates={"template": ["question"]})
@@ -177,8 +180,8 @@ class Hacpo(Recipe):
     def _crossed(
         self, context: RolloutContext, role: str, solved: Mapping[str, Sequence[Rollout]]
     ) -> Iterator[Rollout]:
-        """Yields the solutions of the other role, tokenized again for `role`. A solution is left out if it is too long
-        for `role`, or if the tokenizer of `role` cannot represent it."""
+        """Yields the solutions of the other role as rollouts that `role` can be trained on, with the tokens of the
+        tokenizer of `role`. A solution is left out if it is too long, or if this tokenizer cannot represent it."""
         left_out = 0
         for rollout in solved[OTHER[role]]:
             own = rewritten(context, rollout, role, self.prompt(rollout.payload))
@@ -236,8 +239,8 @@ def capability_advantages(rewards: np.ndarray, groups: Sequence[str], own: np.nd
 
 
 def _with_source(rollout: Rollout, source: Rollout | None = None) -> Rollout:
-    """Returns a rollout with the mean log-prob of the response under its source. `source`: the rollout as the source
-    generated it; by default the rollout itself.
+    """Returns a rollout with SOURCE, the mean log-prob under the model that generated the response, in its values.
+    `source`: the rollout as that model generated it; None if it is `rollout` itself.
     """
     drawn = rollout if source is None else source
     mean = drawn.logprobs[drawn.trainable].mean(dtype=np.float64)

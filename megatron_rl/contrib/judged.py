@@ -30,12 +30,12 @@ Ask = Callable[..., Prompt | None]
 class JudgedAnswer:
     """One answer to a question, with the judge's judgements."""
 
-    question: int  # key of the question in the mapping of questions
+    question: int  # key of the question in the argument `questions` of `judged_answers`
     rollout: Rollout
     text: str
     # all judgements, including judgements without a readable score, because the judge also learns the answer format
     judgements: list[Rollout]
-    scores: list[float]  # scores in [0, 1] of those judgements that have a readable score
+    scores: list[float]  # scores in [0, 1] of the judgements that have a readable score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def put(
 
 
 def put_filled(context: RolloutContext, role: str, template: str, *, question: str, **values: str) -> Prompt | None:
-    """Fills a template with texts that models generated, and converts it to a prompt of a role with `put`."""
+    """Fills a template with texts that models generated, and converts the result to a prompt of a role (see `put`)."""
     text = fill_quoting(context.tokenizers[role], template, question=question, **values)
     return put(context, role, text, payload={"question": question})
 

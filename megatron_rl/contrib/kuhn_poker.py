@@ -45,7 +45,7 @@ class KuhnPoker(Environment):
     answered: str = "\nThe other player says: {said}. Your actions are: {actions}.\n"
     # The action is inside the last <tag>...</tag> of the answer; null: the whole answer is the action.
     tag: str | None = "action"
-    illegal: float = 2.0  # chips paid for an illegal action; a legally played hand costs at most 2
+    illegal: float = 2.0  # chips that an illegal action costs; in a legally played hand, an agent loses at most 2
 
     def __post_init__(self) -> None:
         if not self.illegal >= FOLDED:
@@ -117,7 +117,7 @@ def deal(seed: int) -> tuple[str, str]:
 
 
 def legal_actions(said: Actions) -> tuple[str, str]:
-    """Returns the two legal actions of the agent that acts next. The second of them (bet or call) pays a chip."""
+    """Returns the two legal actions of the agent that acts next. The second action (bet or call) costs a chip."""
     return ("fold", "call") if said[-1:] == ("bet",) else ("check", "bet")
 
 

@@ -44,12 +44,12 @@ class Pairwise(Recipe):
     group_size: Count = 8  # number of responses per problem; one response is the reference for the others
     # true: compare each pair in both orders and average the margins; false: compare each pair in one random order
     both_orders: bool = False
-    judge_warmup: CountOrZero = 0  # judge iterations before the first generator iteration
-    judge_iterations: CountOrZero = 0  # judge iterations after each generator iteration
-    judgements: Count = 8  # judgements per pair and order in a judge iteration
+    judge_warmup: CountOrZero = 0  # number of judge iterations before the first generator iteration
+    judge_iterations: CountOrZero = 0  # number of judge iterations after each generator iteration
+    judgements: Count = 8  # number of judgements of each pair in each order, in a judge iteration
     format_weight: float = 0.8  # weight of the format score in the judge's reward
     estimator: EstimatorName = "grpo"  # estimator for the judge: a name in algorithms.estimators, or module:name
-    generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
+    generator_template: str = "open_generator"  # text file that contains {question}, or name of a packaged prompt
     judge_template: str = "pairwise_judge"  # template with {question}, {first}, {second}
 
     def __post_init__(self) -> None:

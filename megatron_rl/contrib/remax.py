@@ -46,7 +46,8 @@ class Remax(Dapo):
     def _draw(
         self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
     ) -> tuple[list[Group], Metrics]:
-        """Samples the groups of one round, and the greedy answer to each of their prompts."""
+        """Samples the groups of one round (see DynamicSampling.rounds), and the greedy answer to the prompt of each
+        group."""
         groups, metrics = super()._draw(iteration, context, number, prompts)
         likeliest = replace(greedy(context.samplings[GENERATOR], seed=context.seed), logprobs=False)
         ones, _ = solve_groups(context, GENERATOR, [group.prompt for group in groups], likeliest)
@@ -57,8 +58,9 @@ class Remax(Dapo):
 
 
 def _compared(group: Group, likeliest: Group) -> Group:
-    """Returns `group` with the baseline, the outcome of the greedy answer, added to the rewards of each solution. If
-    the greedy answer could not be graded, returns the group without solutions. `likeliest`: the greedy answer.
+    """Returns `group` with an additional reward of each solution: the baseline, which is the outcome of the greedy
+    answer. If the greedy answer could not be graded, returns the group without solutions. `likeliest`: a group with the
+    greedy answer.
     """
     if not likeliest.solutions:
         return replace(group, solutions=[])

@@ -44,7 +44,8 @@ class Criterion:
     criterion: str  # description of the criterion
     weight: float = 1.0  # weight of the score in the reward, at least 0
     veto: bool = False  # if True, a response that does not fulfil the criterion has the reward 0
-    saturation: float = 1.0  # score in (0, 1] above which a higher score increases the reward less; 1: no such limit
+    # Above this score, in (0, 1], a higher score increases the reward less and less (see `saturated`). 1: at no score.
+    saturation: float = 1.0
     tiers: Sequence[str] = ("It is not fulfilled.", "It is fulfilled.")  # descriptions of the score levels, worst first
 
     def read(self, answer: str) -> float | None:
@@ -126,7 +127,8 @@ class Claim:
         return self.criterion.read(answer)
 
 
-Answer = Judgement[Claim, float | None]  # the judge's answer about a claim: a score in [0, 1], or None if unreadable
+# The judge's answer about a response and a criterion (a Claim): a score in [0, 1], or None if unreadable.
+Answer = Judgement[Claim, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +147,14 @@ class Rubric(Recipe):
     criteria: Count = 4  # approximate number of criteria in a rubric; used only to estimate memory and time
     estimator: EstimatorName = "grpo"  # a name in algorithms.estimators, or module:name
     train_judge: bool = False
-    # module:name of a function (response, payload) -> list with the known score in [0, 1], or None, of each criterion
+    # module:name of a function (response, payload) -> list with one entry for each criterion. An entry is the known
+    # score in [0, 1], or None.
     labels: str | None = None
     # Whether the reward is multiplied by the score of the run's reward function, which checks rules.
     # For VerIF (arXiv 2506.09942), set reward.target to megatron_rl.rewards.instructions:grade.
     rules: bool = False
-    format_weight: float = 0.8  # weight of a readable answer in the judge's reward
-    generator_template: str = "open_generator"  # text file with {question}, or name of a packaged prompt
+    format_weight: float = 0.8  # weight, in the judge's reward, of whether the answer is readable
+    generator_template: str = "open_generator"  # text file that contains {question}, or name of a packaged prompt
     judge_template: str = "rubric_judge"  # template with {question}, {response}, {criterion}, {tiers}
 
     def __post_init__(self) -> None:
@@ -199,10 +202,10 @@ class Rubric(Recipe):
         return "total" if role == JUDGE else "outcome"
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        """Evaluates the generator with a judge that samples greedily: on sampled responses as `context.evaluation`
-        determines and, with its option `also_greedy`, on greedy responses. The metrics are reward (mean of the
-        outcomes), fulfilled, vetoed and, if the setting `rules` is True, rules. A response that could not be graded
-        counts as 0 in these means, and is counted in the metric ungraded.
+        """Evaluates the generator with a judge that samples greedily. `context.evaluation` determines how the responses
+        are sampled; if its option `also_greedy` is set, greedy responses are evaluated as well. The metrics are reward
+        (mean of the outcomes), fulfilled, vetoed and, if the setting `rules` is True, rules. A response that could not
+        be graded counts as 0 in these means, and is counted in the metric ungraded.
         """
         own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
         found: dict[str, float] = {}
@@ -222,10 +225,11 @@ class Rubric(Recipe):
         self, context: RolloutContext, prompts: Sequence[Prompt], own: Sampling, asked: Sampling
     ) -> tuple[list[Rollout], list[Answer], dict[str, float]]:
         """Samples responses and asks the judge about each response as soon as it is generated. Returns the graded
-        responses with rewards and all answers of the judge, both in order, and metrics.
+        responses with rewards, all answers of the judge (both in the order of the prompts), and metrics.
         """
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
-        # index of the first claim of each problem; it does not depend on the order in which responses arrive
+        # Index of the first claim of each problem. The indices are computed here, before any response arrives, so that
+        # they do not depend on the order of arrival.
         first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]
         question = Question[Claim, float | None](
             prompt=lambda claim: self._ask(context, claim), read=Claim.read, answer_only=True
@@ -256,8 +260,8 @@ class Rubric(Recipe):
     def _claims(
         self, context: RolloutContext, place: int, group: Sequence[Rollout], rubric: Sequence[Criterion]
     ) -> list[Claim]:
-        """Returns one claim for each pair of a response to one problem and a criterion, [n * K]. `place`: index of the
-        first response."""
+        """Returns n * K claims: one for each of n responses to a problem and each of the problem's K criteria. `place`:
+        index of the first response."""
         claims: list[Claim] = []
         for j, rollout in enumerate(group):
             text = answer_text(context, rollout)
@@ -285,11 +289,11 @@ class Rubric(Recipe):
 
 
 def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]], rules: Graded | None) -> Rollout | None:
-    """Returns a response with the rewards outcome, fulfilled (share of fulfilled criteria) and vetoed. `rows`: a claim
-    for each criterion, with the judge's answers about the claim. `rules`: the grading of the response by the run's
-    reward function, or None. Its score becomes the reward `rules`, and the outcome is multiplied by this score. Returns
-    None if a criterion has no readable answer, or `rules` has no score. A response without an answer has the score 0 on
-    each criterion.
+    """Returns a response with the rewards outcome, fulfilled (share of fulfilled criteria) and vetoed. `rows`: for
+    each criterion, the claim and the judge's answers about the claim. `rules`: the grading of the response by the run's
+    reward function, or None. The score of this grading becomes the reward `rules`, and the outcome is multiplied by the
+    score. Returns None if a criterion has no readable answer, or `rules` has no score. A response without an answer has
+    the score 0 on each criterion.
     """
     read = [
         [0.0] if claim.text is None else [answer.opinion for answer in answers if answer.opinion is not None]

@@ -45,11 +45,12 @@ class SelfPlay(Recipe):
     solver's accuracy determines the proposer's reward.
     """
 
-    needs_shares = True  # rewards must be from 0 to 1, because a missing answer has the reward 0
+    needs_shares = True  # rewards must be in [0, 1], because a missing answer gets 0, which must be the lowest reward
     # Number of iterations, each of which trains both roles.
     # If `proposer_iterations` is above 0: number of rounds, each with first proposer and then solver iterations.
     updates: Count
-    # number of proposer iterations per round, which do not train the solver; 0 here and in solver_iterations: no rounds
+    # Number of proposer iterations per round. They do not train the solver.
+    # If this setting and solver_iterations are both 0, there are no rounds.
     proposer_iterations: CountOrZero = 0
     solver_iterations: CountOrZero = 0  # number of solver iterations per round, each with one proposal per task
     proposals: Count = 4  # proposals per task
@@ -77,7 +78,7 @@ class SelfPlay(Recipe):
     estimator: EstimatorName = (
         "grpo"  # advantage estimator for the solver; a group is the set of answers to one question
     )
-    proposer_template: str = "self_play_proposer"  # text file with {question}, or name of a packaged prompt
+    proposer_template: str = "self_play_proposer"  # text file that may contain {question}, or name of a packaged prompt
     solver_template: str = "boxed_answer"  # template with {question}
 
     def __post_init__(self) -> None:
@@ -185,8 +186,8 @@ class SelfPlay(Recipe):
         return shares
 
     def _compared(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Assigns advantages to proposals with the estimator `proposer_estimator`. With "ema", a reward is compared
-        with the moving average before the average is updated with this reward.
+        """Assigns advantages to proposals as `proposer_estimator` determines. With "ema", the advantage is the reward
+        minus the moving average; the average is updated with this reward only afterwards.
         """
         if self.proposer_estimator == "hierarchical":
             return compare_peers(rollouts, [rollout.group for rollout in rollouts], "total")

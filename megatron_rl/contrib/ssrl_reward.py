@@ -54,8 +54,8 @@ def search_format(response: str) -> float:
 
 
 def _kept(response: str) -> bool:
-    """Returns whether the content of every block is allowed: not empty, not the template's placeholder, and only one
-    line for a query.
+    """Returns whether the content of every block is allowed. The content may not be empty and may not contain the
+    template's placeholder. A query may have only one line.
     """
     placeholder = {"think": "your thoughts", "search": "your query", "information": "your information"}
     for name in _NAMES:
@@ -67,8 +67,8 @@ def _kept(response: str) -> bool:
 
 
 def _paired(tags: list[str]) -> bool:
-    """Returns whether every search is closed and immediately followed by its information. Other tags may be
-    in between.
+    """Returns whether every search block is closed and immediately followed by an information block. Other tags may be
+    before and after such a pair of blocks.
     """
     at = 0
     while at < len(tags):
