@@ -88,7 +88,8 @@ class _Canonical(cloudpickle.Pickler):
         """Returns the value that is pickled instead of an object; None to pickle the object itself."""
         kind = type(obj)
         if kind is str:
-            return obj + "."  # a new object, which is pickled in full and not as a reference to an earlier object
+            # A new object, because the pickler writes only a reference for an object that it has pickled before.
+            return obj + "."
         if kind is bytes:
             return obj + b"."
         if kind is tuple:
@@ -100,7 +101,8 @@ class _Canonical(cloudpickle.Pickler):
             names = (obj.co_name, obj.co_names, obj.co_varnames, obj.co_freevars, obj.co_cellvars)
             return ("code", counts, names, obj.co_code, obj.co_consts, obj.co_exceptiontable)
         torch: Any = sys.modules.get("torch")
-        if torch is not None and isinstance(obj, torch.Tensor):  # torch's pickle of a tensor contains an address
+        # Tensors are converted here, because torch's pickle of a tensor contains an address.
+        if torch is not None and isinstance(obj, torch.Tensor):
             content = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             return (kind.__name__, str(obj.dtype), *obj.shape, content)
         return None

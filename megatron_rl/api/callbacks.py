@@ -17,8 +17,8 @@ class RunState:
     run: Path  # the run's directory
     iterations: int  # number of iterations of the whole run
     iteration: int = 0  # number of completed iterations
-    # Index, in the newest metrics line, of the recipe's cycle (a cycle is one item of the recipe's schedule).
-    # After an evaluation, this is the number of cycles that have begun.
+    # Index of the cycle of the newest metrics line (a cycle is one item of the recipe's schedule). If the line is from
+    # an evaluation, this is instead the number of cycles that had begun before the evaluation.
     cycle: int = 0
     # Metrics lines since this start of the run, in the format of `TrainResult.history`.
     # A line has the keys iteration, cycle and scope (a role, eval or preflight), and the name of each metric.

@@ -134,8 +134,8 @@ def _nested(key: Any, value: Any) -> dict[str, Any]:
 
 
 def _with_stubs(tree: Settings) -> dict[str, Any]:
-    """Returns the settings with placeholders for missing required keys, so that the schema can check the other keys. A
-    value that should be a mapping and is not stays unchanged, so that the schema reports the error."""
+    """Returns the settings with placeholders for missing required keys, so that the schema can check the other keys. If
+    a mapping is required and the value has another type, the value is not changed, so that the schema reports it."""
 
     def filled(value: Any, key: str) -> Any:
         return {key: "", **value} if isinstance(value, Mapping) else value

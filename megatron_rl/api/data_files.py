@@ -117,8 +117,9 @@ def reward_settings(given: Reward, directory: Path) -> tuple[dict[str, Any], lis
 def _called(given: Any, taken: Sequence[str]) -> tuple[Any, CalledFunction]:
     """Returns (function as it was given, function with its parsed signature, name and weight).
 
-    `given`: a function, a name package.module:name, or a pair of one of them and a weight. `taken`: names of the other
-    functions. Raises ConfigError for anything else, and for a function that cannot be called as a reward.
+    `given`: a function, a name package.module:name, or a pair of one of them and a weight. `taken`: names
+    that other functions already have. Raises ConfigError for anything else, and for a function that cannot be called as
+    a reward.
     """
     pair = list(given) if isinstance(given, (list, tuple)) else [given, 1.0]
     if len(pair) != 2 or isinstance(pair[1], bool) or not isinstance(pair[1], (int, float)):

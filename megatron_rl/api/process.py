@@ -104,7 +104,8 @@ class _Call:
         self._told, self._shown = told, show
         in_notebook = type(sys.stdout).__module__.startswith("ipykernel.")
         self._screen = _NotebookOutput() if in_notebook else sys.stdout
-        # Watches the output, the socket for events, and its connections. Each is registered with its read method.
+        # Watches the output of the process, the socket for events, and the connections to this socket. The data of each
+        # entry is the method that reads from the entry.
         self._sources = stack.enter_context(selectors.DefaultSelector())
         if told is not None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_"))
@@ -134,7 +135,7 @@ class _Call:
         """Asks the run to save and exit, and waits for its end. If another KeyboardInterrupt arrives, the run is
         killed."""
         self._told = None
-        self._drop(connection.Connection)  # the run stops when its event connection is closed
+        self._drop(connection.Connection)  # the run stops because its event connections are closed
         try:
             if interrupted and self.process.poll() is None:
                 self.process.send_signal(signal.SIGINT)
@@ -170,8 +171,8 @@ class _Call:
             program.send_bytes(json.dumps({"stop": stop}).encode())
 
     def _drop(self, kind: type) -> None:
-        """Closes the sources of one type: `int` closes the output's file descriptor, `Connection` the event connections
-        of the run's processes."""
+        """Closes the sources of one type. `kind`: int for the file descriptor of the output, Connection for the event
+        connections of the run's processes."""
         for source in [key.fileobj for key in self._sources.get_map().values() if isinstance(key.fileobj, kind)]:
             self._sources.unregister(source)
             if isinstance(source, int):

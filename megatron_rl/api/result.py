@@ -25,7 +25,7 @@ class TrainResult:
     metrics: Mapping[str, Any]
     # Lines of metrics.jsonl as flat dicts for pandas.DataFrame(result.history).
     # A line has iteration, cycle, scope (a role, eval or preflight), and the metrics. The indices start at 0.
-    # An evaluation has the iteration and the cycle of the last iteration before it; -1 before the first iteration.
+    # A line of an evaluation has the indices of the last iteration and cycle before it, which are -1 at the start.
     history: list[dict[str, Any]]
     models: Mapping[str, Path]  # {policy: Hugging Face directory of the trained model}
 

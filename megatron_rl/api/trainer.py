@@ -227,8 +227,9 @@ class Trainer:
         return vars(plugins.build(recipe))[named[0]] if named else None
 
     def _asked(self, dataset: Any) -> list[Any]:
-        """Returns the problem sets of a call of `evaluate`, as the setting `sets` of `megatron-rl eval`: `dataset`, or
-        the config's evaluation.sets if `dataset` is None. Raises ConfigError if there is neither.
+        """Returns the problem sets for a call of `evaluate`, in the format of the setting `sets` of `megatron-rl eval`.
+        They are `dataset`, or the config's evaluation.sets if `dataset` is None. Raises ConfigError if both are
+        missing.
         """
         held = self.config.get("evaluation.sets") or []
         if dataset is None:
@@ -241,7 +242,8 @@ class Trainer:
 
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
         """Returns all prompts in the same form. They become conversations if any prompt is a conversation, or if the
-        training problems (those of the first source) are conversations. Otherwise, they stay texts."""
+        training problems are conversations (with several sources: the problems of the first source). Otherwise, all
+        prompts stay texts."""
         source = self.config.get("data")
         source = {**source, **next(iter(source["sources"].values()))} if "sources" in source else source
         columns = data_files.prompt_columns(source, data_files.first_row(source) or {})
@@ -269,8 +271,8 @@ def _callback(given: Any) -> Callback:
 
 
 def _with_recipe(base: Config, recipe: Any) -> Config:
-    """Returns the config `base` with the given recipe. If `base` has the same recipe, its arguments in `base` are kept.
-    `recipe`: None selects the recipe of `base`, or grpo if `base` has no recipe."""
+    """Returns the config `base` with the given recipe. The recipe's arguments in `base` are kept, unless `base` has
+    another recipe. `recipe`: None selects the recipe of `base`, or grpo if `base` has no recipe."""
     former = base.get("recipe.target")
     if recipe is None and former is not None:
         return base
@@ -296,8 +298,9 @@ def _with_rewards(
 
 
 def _data(base: Config, sets: Sequence[Any] | None, dataset: Any, held_out: Any, directory: Path) -> Settings:
-    """Returns the config sections of the given data sets. The held-out data become the first evaluation set, in front
-    of `sets`, and are read with the settings of the training data."""
+    """Returns the config sections `data` and `evaluation` for the given data sets. `dataset`: training problems.
+    `held_out`: problems that become the first evaluation set, before the evaluation sets `sets`; they are read with the
+    settings of the training problems."""
     found: dict[str, Any] = {}
     data = base.get("data", {})
     if dataset is not None:
@@ -343,8 +346,8 @@ def _without(config: Config, section: str, key: str) -> Config:
 
 
 def _named(config: Config) -> Config:
-    """Returns the config with the setting run.name. If run.name is not set, it becomes the recipe's name and a digest
-    of the settings, so that other settings give another run."""
+    """Returns the config with the setting run.name. If run.name is not set, it is set to the recipe's name and a
+    digest of the settings, so that runs with different settings have different names."""
     if config.get("run.name") is not None:
         return config
     word = str(config.get("recipe.target")).rpartition(":")[2].lower()
