@@ -38,8 +38,8 @@ TABLE_ROWS = 400  # maximum number of rows of a table that is part of a question
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A named set of problems to be solved by a generator. If `judged` is True, a set of solutions to be judged by a
-    verifier."""
+    """A named set of problems that a generator solves or, if `judged` is True, a named set of solutions that a verifier
+    judges."""
 
     name: str
     title: str
@@ -123,9 +123,10 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
     places += [] if found.hub is None else [base / found.hub]
     place = next((p for p in places if p.exists()), None)
-    if place is None:  # the file may be written later by another job, or may be on another host
+    if place is None:  # no error: another job may write the file later, or it may be on another host
         return PromptSet(path=str(places[1]), split=found.split, subset=found.subset, file=found.file, limit=limit)
-    # only a folder from `megatron-rl fetch` has the splits of the hub
+    # Only a folder from `megatron-rl fetch` is known to have the split names of the hub. In any other folder, the files
+    # whose names begin with `test` are read, if there are any.
     own = place.is_dir() and (found.hub is None or place != base / found.hub)
     tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split

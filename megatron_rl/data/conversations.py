@@ -20,7 +20,8 @@ _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")
 _OF_VERL = ("data_source", "extra_info")  # verl's columns for the reward function
 # Names of values that the run itself adds to a problem or an answer; columns with these names are not passed on
 _OF_RUN = (SOURCE, TEMPLATE, AGENT, EPISODE, WRITTEN_BY, "correct", "grading", "review", "verdicts")
-_OF_REWARDS = ("answers",)  # names that a built-in reward function reads; passed on only if data.fields has them
+# Names of columns that built-in reward functions read. Such a column is passed on only if data.fields names it.
+_OF_REWARDS = ("answers",)
 _SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
 _UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
 # Keys of a message that determine whether its turn is trained: the keys of OpenAI, axolotl and ms-swift, in this order.
@@ -47,7 +48,8 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
         else:
             return None
     if MESSAGES in fields:
-        # Ready-made settings (data.settings) may set QUESTION; the question of a conversation is its last user message
+        # Ready-made settings (data.settings) may name a column for QUESTION. It is not used here, because the question
+        # of a conversation is its last user message.
         fields.pop(QUESTION, None)
     if ANSWER not in fields:
         found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
@@ -58,9 +60,9 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
 def passed_on(source: PromptSet, row: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
     """Returns the columns that prompt templates, reward functions and environments get in addition to `fields`.
 
-    These are the other columns of the row, without conversations, nulls, values that JSON cannot represent, and columns
-    whose names the run or a built-in reward function uses. The columns in _OF_VERL are never left out. Returns {} if
-    the data set has ready-made settings (data.settings)."""
+    These are the columns of the row that are not in `fields`. Conversations, nulls, values that JSON cannot represent,
+    and columns whose names the run or a built-in reward function uses are left out. The columns in _OF_VERL are never
+    left out. Returns {} if the setting data.settings selects ready-made settings for the data set."""
     if source.settings is not None:
         return {}
     left_out = {*fields, *fields.values(), *_OF_RUN, *_OF_REWARDS}
@@ -152,8 +154,8 @@ def as_conversation(question: str, system: str | None) -> list[Message]:
 
 
 def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the roles of a problem's messages. Whether a chat template can render a conversation depends mostly on
-    the roles."""
+    """Returns the roles of a problem's messages. The roles mostly determine whether a chat template can render a
+    conversation, so one conversation of each shape is enough for a check."""
     return tuple(message["role"] for message in values.get(MESSAGES, ()))
 
 

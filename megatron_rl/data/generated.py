@@ -17,19 +17,19 @@ HELD_OUT = 5  # on average, one of HELD_OUT questions belongs to the split `test
 # reasoning-gym generate other problems when their size changes.
 _DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
 _MORE = 100
-# exceptions that data sets of the library raise for arguments with which no problem can be generated
+# exceptions that reasoning-gym's data sets raise for arguments with which they cannot generate a problem
 BROKEN = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (location, row) of the problems of a path `reasoning_gym:NAME`.
 
-    A row has the keys question, entry (from which the grader generates the problem again) and, if the data set has
-    answers, answer. The rows depend only on NAME, data.generated and data.split. Draw i is problem i of reasoning-gym's
-    data set with the seed data.generated.seed. The SHA-256 of a question alone determines whether the question belongs
-    to `test` or `train`, so the two splits have no question in common, also with other seeds, settings or data sets.
-    The split `all` has all problems. Raises ConfigError if the data set cannot be made, and DataError if too few draws
-    belong to the split.
+    A row has the keys question and entry and, if the data set has answers, the key answer. The grader generates the
+    problem again from the entry. The rows depend only on NAME, data.generated and data.split. Generated problem i, also
+    called draw i, is problem i of reasoning-gym's data set with the seed data.generated.seed. The SHA-256 of a question
+    alone determines whether the question belongs to `test` or `train`, so the two splits have no question in common,
+    even with other seeds, settings or data sets. The split `all` has all problems. Raises ConfigError if the data set
+    cannot be made, and DataError if too few draws belong to the split.
     """
     made = source.generated or Generated()
     name = generated_name(source.path) or ""

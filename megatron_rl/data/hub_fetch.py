@@ -155,7 +155,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     info = ask(wanted.name, revision=wanted.revision or known.get("commit"), files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
     patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
-    left_out = [*LEFT_OUT[kind], RECORD]  # a file of the repository must not replace the record
+    left_out = [*LEFT_OUT[kind], RECORD]  # a file with this name in the repository would replace the record
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
     weightless = wanted.weights and not any(name.endswith(".safetensors") for name in names)
     if kind == "model" and ("config.json" not in names or weightless):

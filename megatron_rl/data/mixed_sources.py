@@ -23,7 +23,7 @@ class MixedReader:
     """
 
     def __init__(self, readers: Mapping[str, PromptReader], weights: Mapping[str, float], *, seed: int | str) -> None:
-        """`weights`: the weight of each source, unless a call of `take` gives others."""
+        """`weights`: the weight of each source. The weights in the argument `draw` of `take` have precedence."""
         self._readers, self._weights, self._seed, self._draws = dict(readers), dict(weights), seed, 0
         self._start = int.from_bytes(hashlib.blake2b(f"{seed}/sources".encode(), digest_size=8).digest(), "big")
 

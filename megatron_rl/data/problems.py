@@ -127,7 +127,8 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
 
 
 def asked(values: Mapping[str, Any]) -> str:
-    """Returns a text that is the same for problems with the same question and the same messages."""
+    """Returns a text that identifies a problem's question and messages. Two problems have the same text if their
+    questions and messages are equal."""
     return repr((values[QUESTION], values.get(MESSAGES)))
 
 
@@ -135,8 +136,8 @@ def asked(values: Mapping[str, Any]) -> str:
 class Draw:
     """The settings with which a stage of the run takes prompts from a reader."""
 
-    weights: Mapping[str, float] | None = None  # weights of the sources; None: the weights of the reader
-    max_prompt_tokens: float = math.inf  # longer prompts are dropped; the maximum of the reader applies as well
+    weights: Mapping[str, float] | None = None  # weights of the sources; None selects the weights that the reader has
+    max_prompt_tokens: float = math.inf  # prompts longer than this, or than the reader's own maximum, are dropped
 
 
 ANY = Draw()
@@ -205,9 +206,9 @@ class PromptReader:
 
     def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> PromptReader:
         """Returns a new reader over this reader's problems in another random order, which depends only on the seed and
-        `name`. `taken`: prompts that this reader has returned. `state`: the `state_dict` of this reader after that. The
-        new reader begins in the epoch of `state`, and in this epoch it skips the problems of `taken`. The present
-        position of this reader has no effect and is not changed.
+        `name`. `taken`: prompts that this reader has returned. `state`: the `state_dict` of this reader after it
+        returned these prompts. The new reader begins in the epoch of `state`, and in this epoch it skips the problems
+        of `taken`. The present position of this reader has no effect and is not changed.
         """
         other = copy.copy(self)
         other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
@@ -257,7 +258,7 @@ class PromptReader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a saved position. If the data, seed or shuffle have changed, continues at the beginning of the next
         epoch. For an empty position, begins with the first epoch. Whether a run may continue with changed data is
-        decided before, in run/input_digests.py."""
+        decided before this call, in run/input_digests.py."""
         self._epoch, self._position = state.get("epoch", -1), state.get("position", 0)
         self.dropped = state.get("dropped", 0)
         if state.get("order") != self._told_order:
@@ -286,7 +287,7 @@ class PromptReader:
 
     @functools.cached_property
     def lengths(self) -> list[tuple[int, int]]:
-        """Returns (row, number of prompt tokens) of at most MEASURED problems, evenly spaced."""
+        """Returns (row, number of prompt tokens) of at most MEASURED problems, which are evenly spaced in the data."""
         chosen = self._problems[:: -(-len(self._problems) // MEASURED)]
         return [(problem.row, len(self._tokens(problem))) for problem in chosen]
 
@@ -297,7 +298,7 @@ class PromptReader:
 
     @property
     def questions(self) -> list[str]:
-        """Returns the result of `asked` for each problem."""
+        """Returns, for each problem, the text that identifies the problem's question and messages (see `asked`)."""
         return [asked(problem.values) for problem in self._problems]
 
     @functools.cached_property

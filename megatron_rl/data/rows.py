@@ -26,7 +26,7 @@ SHOWN = 5  # maximum number of bad rows named in a message
 LARGEST = 1e300  # limit of the absolute value of answers that are numbers; larger numbers make a row bad
 # Names of splits. A file in a directory belongs to a split if its name begins with the split's name.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-# Number of rows per batch when a Parquet file is read, and maximum size of a batch in bytes
+# A Parquet file is read in batches. BATCH_ROWS: number of rows in a batch. MOST_BATCH_BYTES: maximum size of a batch.
 BATCH_ROWS, MOST_BATCH_BYTES = 1024, 1 << 30
 # Matches the name of a data set on the Hugging Face hub, `name` or `owner/name`, but not a file name.
 _HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")

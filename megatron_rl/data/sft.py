@@ -69,7 +69,8 @@ class Preference:
 
     chosen: TextPair | Conversation
     rejected: TextPair | Conversation
-    # in a pair for a reward model: by how much the score of `chosen` should exceed that of `rejected`; otherwise None
+    # Amount by which the score of `chosen` should exceed the score of `rejected`, in a pair for a reward
+    # model. None in any other pair.
     margin: float | None = None
 
     @property
@@ -92,8 +93,8 @@ SftSample = TextPair | Conversation | Preference | LabelledSteps
 
 
 def rows_of_loss(needs: frozenset[str], *, uses_advantages: bool) -> Rows:
-    """Returns which kind of data rows a loss with these properties needs. `needs` and `uses_advantages`: properties of
-    the loss, see packed_batch.BatchLoss."""
+    """Returns the kind of data rows that a loss needs. `needs` and `uses_advantages`: properties of the loss, see
+    packed_batch.BatchLoss."""
     if "pairs" in needs:
         return "compared" if "margin" in needs else "pair"
     return "steps" if "step_label" in needs else "scored" if uses_advantages else "completion"
@@ -187,8 +188,8 @@ def sft_rollouts(
 
 def mismatched(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
     """Combines the prompt of each rollout with the response of the rollout before it, and the first prompt with the
-    response of the last rollout. Returns the new rollouts, truncated to `max_tokens`. Rollouts of pairs are first
-    reordered, so that responses to one prompt are not adjacent.
+    response of the last rollout. Returns the new rollouts, truncated to `max_tokens`. The rollouts are reordered
+    before they are combined, so that the two responses of a pair, which have the same prompt, are not adjacent.
 
     KTO estimates a KL divergence with such mismatched texts (arXiv 2402.01306, section 4.1).
     """
@@ -207,7 +208,8 @@ def mismatched(rollouts: Sequence[Rollout], max_tokens: int) -> list[Rollout]:
 
 
 def _parts(sample: SftSample) -> list[tuple[TextPair | Conversation | LabelledSteps, float | None]]:
-    """Returns the texts of a sample with their advantages."""
+    """Returns each text of a sample with the advantage of the text, which is None if the text has no advantage. A pair
+    has two texts, and any other sample has one."""
     if isinstance(sample, Preference):
         return [(sample.chosen, 1.0), (sample.rejected, -1.0)]
     return [(sample, None if isinstance(sample, LabelledSteps) else sample.advantage)]
@@ -239,8 +241,9 @@ def _rollouts_of(
 
 
 def _labelled(group: str, sample: LabelledSteps, tokenizer: Any) -> Rollout:
-    """Returns the rollout of a solution in steps. Its scores are read at the last token of each step, with the labels
-    (0 or 1) as the values "step_label". As in TRL, steps and separators are tokenized one by one.
+    """Returns the rollout of a solution in steps. One score is read at the last token of each step, and the rollout's
+    value "step_label" at this score is the label of the step, 0 or 1. As in TRL, steps and separators are tokenized one
+    by one.
     """
     tokens, ends = tokenize(tokenizer, sample.prompt), list[int]()
     for step in sample.steps:
@@ -260,7 +263,8 @@ def _preference(data: SftData, row: Mapping[str, Any], where: str) -> Preference
     reject(*(f"no {key}; the row has {', '.join(map(str, row))}" for key in absent))
     if isinstance(sides[0], (list, tuple)):
         read = [read_messages(side, key) for key, side in zip(_PAIR, sides, strict=True)]
-        # if the prompt is a text beside two conversations, it only repeats their first message and is ignored
+        # If `chosen` and `rejected` are conversations and the prompt is a text, the prompt is ignored, because it only
+        # repeats their first message.
         before = read_messages(prompt, data.prompt_field) if isinstance(prompt, (list, tuple)) else []
         first = len(before) or _common(*read)
         reject(*["chosen and rejected begin with different messages, and the row has no prompt"] * (not first))
