@@ -55,8 +55,8 @@ def started_without_thread_caches() -> Iterator[None]:
 
 
 def give_caches_back() -> None:
-    """Removes the setting that turns malloc's per-thread caches off from GLIBC_TUNABLES. Programs that this process
-    starts later (such as servers) have the caches again.
+    """Removes from GLIBC_TUNABLES the setting that turns off malloc's per-thread caches, so that programs that this
+    process starts later (such as servers) have the caches again.
     """
     own = os.environ.get(TUNABLES, "")
     if own.endswith(NO_CACHES):
@@ -94,10 +94,10 @@ def return_free_pages() -> None:
     """Collects reference cycles and returns whole free pages of malloc to the operating system, including pages between
     used pages. If the C library is not glibc, no pages are returned.
 
-    Closed connections are reference cycles that hold buffers, and Python collects them rarely. Iterations allocate and
-    free blocks of many sizes, so free pages lie between used ones. malloc itself returns only pages at the end of its
-    heap, so the memory of the process would grow. Before the first iteration, a run excludes its existing objects from
-    garbage collection (gc.freeze), so that the collection takes only milliseconds.
+    Without these calls, the memory of the process would grow. Closed connections are reference cycles that hold
+    buffers, and Python collects them rarely. Iterations allocate and free blocks of many sizes, so free pages lie
+    between used pages, but malloc itself returns only pages at the end of its heap. The collection takes only
+    milliseconds, because a run excludes the objects that exist before the first iteration from it (gc.freeze).
     """
     gc.collect()
     if platform.libc_ver()[0] == "glibc":

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 THINK_TOKENS = 16  # number of tokens at the end of a prompt that are searched for <think>
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
-# Additional key of a message. The value lists character ranges [[start, end], ...] of the message's content.
-# Another author than the message's author wrote the text of these ranges, see `environments.episode_types.quoting`.
+# Additional key of a message. The value lists the character ranges [[start, end], ...] of the message's content that
+# were not written by the message's author, see `environments.episode_types.quoting`.
 QUOTED = "quoted"
 # Additional key of an assistant message. The value 0 excludes the turn from training; other turns lack the key.
 WEIGHT = "weight"
@@ -141,9 +141,9 @@ def last_user(messages: Sequence[Message]) -> int:
 def tokenize(tokenizer: Any, text: str) -> list[int]:
     """Returns the token ids of a prompt text.
 
-    A UserText is rendered with the chat template, which writes all special tokens. The same holds for every text if the
-    tokenizer is a ChatTokenizer. Any other text gets the tokenizer's additional special tokens (such as Llama's begin
-    token). Raises the errors of `prompt_ids`.
+    A UserText is rendered with the chat template, which writes all special tokens. If the tokenizer is a ChatTokenizer,
+    every text is rendered in this way. Otherwise a plain string is tokenized with the tokenizer's additional special
+    tokens (such as Llama's begin token). Raises the errors of `prompt_ids`.
     """
     if isinstance(text, UserText):
         return prompt_ids(tokenizer, text.messages)
@@ -207,8 +207,8 @@ def conversation_tokens(
     If the template has {% generation %} marks, a turn's tokens are those inside the marks (transformers'
     return_assistant_tokens_mask). Otherwise they are the tokens after the turn's header, up to and including the end of
     the turn (TRL's rule for completions). To find them, the conversation before the turn (with the header) and the
-    conversation up to the turn's end are rendered separately. Their tokens must be prefixes of the whole conversation's
-    tokens.
+    conversation up to the turn's end are rendered separately. The tokens of both must be prefixes of the
+    whole conversation's tokens.
 
     A turn whose message has the key WEIGHT is not trained on.
 
@@ -295,9 +295,9 @@ def _beginning(
     tokenizer: Any, messages: Sequence[Message], tokens: np.ndarray, place: int,
     tools: Sequence[Mapping[str, Any]] | None, *, header: bool = False,
 ) -> int:  # fmt: skip
-    """Returns the number of tokens into which the messages before the index `place` are rendered. If `header` is set,
-    counts the header of an assistant turn after these messages too. Raises ChatError if the tokens are not a prefix of
-    `tokens`, the tokens of the whole conversation.
+    """Returns the number of tokens of the first `place` messages when they are rendered alone. `header`: whether to
+    render and count the header of an assistant turn after these messages too. `tokens`: the tokens of the whole
+    conversation. Raises ChatError if the counted tokens are not a prefix of these tokens.
     """
     if place == len(messages):
         return len(tokens)

@@ -23,10 +23,10 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any, frame: str = "") -> None:
-        """Collects the control tokens of a tokenizer: its special tokens, and other added tokens that occur in `frame`.
+        """Collects the control tokens of a tokenizer: its special tokens, and other added tokens that the chat template
+        writes. For instance, `<｜User｜>` of DeepSeek-R1's distilled Qwen models is an added token that is not special.
 
-        `frame`: a conversation rendered with the chat template. For instance, `<｜User｜>` of DeepSeek-R1's distilled
-            Qwen models is an added token that is not special.
+        `frame`: a conversation rendered with the chat template. An added token that occurs in it is a control token.
         """
         tokens = tokenizer.added_tokens_decoder.values()
         added = [(token.content, token.special) for token in tokens]
@@ -84,7 +84,7 @@ class _Speller:
         found = {text for text in texts if len(text) > 1}
         longest_first = sorted(found, key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # first two characters of each string: searching a text for these few pairs is much faster than the pattern
+        # The first two characters of each string. A text is searched for them first, because the pattern is slow.
         self._starts = sorted({text[:2] for text in found})
 
     def spell(self, text: str) -> str:

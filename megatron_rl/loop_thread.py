@@ -33,7 +33,7 @@ class LoopThread:
     def close(self) -> None:
         """Cancels the running coroutines, waits for the coroutines and for the threads that the loop has started, and
         ends the loop's thread. Later calls of `close` are no-ops."""
-        if not self._thread.is_alive():  # already closed, or in a forked child, to which the thread is not copied
+        if not self._thread.is_alive():  # already closed, or this is a forked child, which has no copy of the thread
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -42,4 +42,5 @@ class LoopThread:
         self.loop.run_forever()
         # Futures raise the errors of coroutines that are cancelled now. asyncio must not log these errors, too.
         self.loop.set_exception_handler(lambda loop, context: None)
-        self._runner.close()  # cancels tasks; ends asynchronous generators (connections) and threads (DNS look-ups)
+        # Cancels all tasks, and ends asynchronous generators (used by connections) and threads (used by DNS look-ups).
+        self._runner.close()

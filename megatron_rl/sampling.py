@@ -21,9 +21,9 @@ class TandemSampling:
     """
 
     rule: Rule
-    # seed of the author choice when a completion is continued; None: derived from the request's seed, key and j
+    # Seed of the random stream. None: derived from the request's seed, key and j. Set if a completion is continued.
     seed: int | None = None
-    # when a completion is continued: number of its tokens generated earlier, which are the end of the prompt
+    # The number of tokens at the end of the prompt that were generated earlier, if the request continues a completion.
     written: int = 0
 
 
@@ -77,7 +77,8 @@ class Completion:
     stop: Stop
     # [T] float32, log-probs of the tokens under the model at temperature 1; None if the engine does not return them
     model_logprobs: np.ndarray | None = None
-    # pairs (index of the first token, weight version from this token on); empty: the version that the engine serves
+    # Pairs (token index, version of the weights that generated the tokens from this index on). Empty if all tokens were
+    # generated with the version that the engine serves.
     versions: Sequence[tuple[int, int]] = field(default_factory=list)
     # [prompt + T - 1, L, k] int16, ids of the k experts chosen per token and layer; None if not returned by the engine
     experts: np.ndarray | None = None

@@ -57,7 +57,9 @@ class Decoded:
     """The text of a token sequence, and the position of every token in the text."""
 
     text: str  # equal to `tokenizer.decode(tokens, skip_special_tokens=True)` without clean-up of spaces
-    raw: bytes  # UTF-8 bytes of the text; for a byte-level vocabulary the tokens' bytes, also where `text` has U+FFFD
+    # The UTF-8 bytes of the text. With a byte-level vocabulary, the bytes of the tokens, which may be invalid UTF-8:
+    # `text` has U+FFFD in place of invalid bytes.
+    raw: bytes
     # [T] int64: number of bytes of `raw` up to and including token i; never decreases, and ends at len(raw)
     ends: np.ndarray
 
@@ -88,7 +90,7 @@ def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
             return Decoded(raw.decode("utf-8", "replace"), raw, ends)
         try:
             return Decoded(raw.decode("utf-8"), raw, ends)
-        except UnicodeDecodeError:  # the tokenizer's decoder replaces invalid bytes differently than Python does
+        except UnicodeDecodeError:  # the decoder may replace invalid bytes in another way than Python
             pass
     return _windowed(backend, [int(token) for token in tokens])
 
@@ -132,7 +134,7 @@ class _Pieces:
     long: np.ndarray  # [V + 1] bool: True if the piece does not fit into a row, or contains the padding byte
     whole: list[bytes]  # [V + 1], each complete piece
     strip: bool  # whether one space at the beginning of the decoded text is removed
-    lossy: bool  # whether invalid UTF-8 bytes become U+FFFD in the way of Python's errors="replace"
+    lossy: bool  # whether the decoder replaces invalid UTF-8 by U+FFFD like Python's errors="replace"
 
     def join(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
         """Concatenates the pieces of [T] ids. Returns (bytes, [T] number of bytes after each id)."""
@@ -179,7 +181,7 @@ def _pieces(backend: Any, size: int) -> _Pieces | None:
 
 def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
     """Determines from a tokenizer's decoder how a vocabulary string is converted to bytes. Returns (function from
-    vocabulary string to bytes, strip, lossy), with `strip` and `lossy` as in `_Pieces`. Returns None if the decoder is
+    vocabulary string to bytes, value of `_Pieces.strip`, value of `_Pieces.lossy`). Returns None if the decoder is
     not supported.
     """
     from tokenizers import decoders

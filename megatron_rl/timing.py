@@ -68,8 +68,8 @@ class Timer:
     def take(self) -> dict[str, float]:
         """Returns the seconds of each part since the last call of `take`, and discards the measurements.
 
-        Call it when the results of the last part are on the host: all CUDA events are complete then, so the call does
-        not block. On a rank that receives no results, the call waits for the last event.
+        Call it when the results of the last part have been copied to the host. The call does not block then, because
+        all CUDA events are complete. On a rank that copies no results, the call waits for the last event.
         """
         if self._marks and self._cuda and not self._marks[-1][3].query():
             self._marks[-1][3].synchronize()

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-FREE = -1  # placeholder for the id of a chosen expert: the router chooses the expert itself
+FREE = -1  # in place of an expert id in the recorded expert choices: the trainer's router itself chooses an expert
 NO_VERSION = -1  # weight version of a span that the role's policy did not generate
 STEP = "step"  # label of the annotations that mark reasoning steps
-# SOURCE: payload key, the name of the data source (data.sources) that the problem comes from.
-# TEMPLATE: payload key, the prompt template that the problem's data set specifies instead of the recipe's template.
+# Keys of a problem's payload. SOURCE: the name of the data source (data.sources) that the problem comes from.
+# TEMPLATE: the prompt template that the problem's data set specifies instead of the recipe's template.
 SOURCE, TEMPLATE = "source_name", "source_template"
-# AGENT: payload key of a rollout, the name of the agent that wrote the rollout.
-# EPISODE: payload key of a rollout, the index of the rollout's episode within the iteration, as text.
-# WRITTEN_BY: payload key of a rollout whose text was tokenized again for another role, the role that wrote the text.
+# Keys of a rollout's payload. AGENT: the name of the agent that wrote the rollout.
+# EPISODE: the index of the rollout's episode within the iteration, as text.
+# WRITTEN_BY: the role that wrote the text, if the text was tokenized again for the role of the rollout.
 AGENT, EPISODE, WRITTEN_BY = "agent", "episode", "written_by"
 
 
@@ -90,7 +90,8 @@ class Annotations:
         return len(self.ranges)
 
 
-# Up to this number of spans are processed in pure Python. A numpy call takes as long as about ten Python numbers.
+# Up to this number of spans are processed in pure Python, because one numpy call takes as long as about ten numbers
+# in Python.
 FEW_SPANS = 8
 NO_ANNOTATIONS = Annotations(np.empty((0, 2), np.int32))
 
@@ -217,8 +218,8 @@ class Rollout:
         return self.annotations.get(label, NO_ANNOTATIONS)
 
     def positions(self, ranges: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
-        """Converts ranges [start, end) of indices in `response` to ranges of indices in `tokens`. [K, 2] -> [K, 2]
-        int32.
+        """Converts index ranges [start, end) of the array `response` to index ranges of the array `tokens`. `ranges`:
+        [K, 2]. Returns [K, 2] int32.
         """
         wanted = np.asarray(ranges, np.int32).reshape(-1, 2)
         spans = self._written_spans()
@@ -242,8 +243,8 @@ class Rollout:
 
 
 def spans_of(*parts: tuple[int, int, int]) -> np.ndarray:
-    """Converts consecutive parts of a sequence, (number of tokens, author, weight version) each, to spans [K, 4] int32.
-    Empty parts are left out.
+    """Returns the spans [K, 4] int32 of a sequence (see Rollout.spans). `parts`: the consecutive parts of the sequence,
+    each as (number of tokens, author, weight version). Empty parts are left out.
     """
     kept = [part for part in parts if part[0] > 0]
     ends = np.cumsum([count for count, _, _ in kept], dtype=np.int32)

@@ -100,7 +100,7 @@ def _ids(path: str, name: str, value: Any) -> set[int]:
 
 def _read(directory: str, name: str) -> dict[str, Any]:
     """Returns the JSON object in a file of a model directory, or an empty dict if there is no such file."""
-    from megatron_rl.weights.hf_model import local_directory  # imported late, because other functions do not need it
+    from megatron_rl.weights.hf_model import local_directory  # a slow import, which other functions do not need
 
     try:
         file = Path(local_directory(directory)) / name

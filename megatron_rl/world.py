@@ -61,7 +61,7 @@ class World:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._handlers: dict[str, Handler] = {}
         self._driving = False  # True on rank 0 inside from_driver
-        self._calling = threading.Lock()  # lock: one command at a time, although any thread of rank 0 may send commands
+        self._calling = threading.Lock()  # held during a command: threads of rank 0 send commands in turn
 
     def barrier(self) -> None:
         """Waits until all ranks have called this method."""
@@ -86,7 +86,7 @@ class World:
         self._driving = True
         try:
             result = function(*args)
-            # packed inside the try block: if the result cannot be sent, every rank raises, and no rank waits forever
+            # inside the try block, so that every rank raises if the result cannot be packed, and no rank waits forever
             packed = pack(result)
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))
@@ -128,8 +128,10 @@ class World:
         return [unpack(packed) for _, packed in answers]
 
     def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
-        """Sends from rank 0 to every rank the bytes of the rank's replica, an array [sizes[replica]] uint8. Collective.
+        """Sends from rank 0 to every rank the bytes of the rank's replica. Returns these bytes as a uint8 array.
+        Collective.
 
+        `sizes`: number of bytes of each replica.
         `make(replica)`: returns the bytes of a replica. It is called on rank 0 only, once per replica. It must not
         raise, because other ranks are waiting.
 
@@ -141,7 +143,7 @@ class World:
             for replica, ranks in enumerate(replicas.ranks):
                 if replica != own:
                     dist.send(torch.from_numpy(make(replica)), ranks[0], group=self._group)
-            buffer = make(own)  # created last, when the arrays of the other replicas have been freed
+            buffer = make(own)  # the last array, so that the arrays of the other replicas have been freed
         else:
             buffer = np.empty(sizes[own], np.uint8)
             if self.rank == replicas.ranks[own][0]:
