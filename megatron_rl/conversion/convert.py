@@ -27,7 +27,7 @@ from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_t
 from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32, megatron
 from megatron_rl.weights.safetensors_headers import read_directory
 
-# JSON files of a checkpoint directory that are not copied with a model's config and tokenizer
+# JSON files of a checkpoint directory that do not belong to the config or tokenizer, and are not copied with them
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")
 EMPTY = [None]  # value that Megatron-core saves for a module without extra state
 LOGITS = 1e-3  # tolerance for float32 logits: largest difference relative to the largest logit
@@ -178,8 +178,8 @@ def _verify(
 ) -> None:
     """Compares every tensor of `source` with the tensor of the same name in `other`, bit for bit.
 
-    `dtype`: the dtype to which tensors of `source` are cast before the comparison; None: not cast.
-    `cast`: the dtype to which tensors of `other` are cast before the comparison; None: not cast.
+    `dtype`: the dtype to which the tensors of `source` are cast before the comparison. None: they are not cast.
+    `cast`: the dtype to which the tensors of `other` are cast before the comparison. None: they are not cast.
 
     Raises ConfigError if a tensor differs or is missing.
     """

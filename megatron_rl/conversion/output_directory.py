@@ -78,7 +78,7 @@ def fresh(target: Path, *, wanted_bytes: int, replace: bool = False) -> Iterator
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
-            undo.pop_all()  # from now on, another process may use the name `partial`
+            undo.pop_all()  # do not remove `partial` from now on, because another process may use this name
             push([target.parent])
 
 

@@ -51,7 +51,7 @@ def logits_gap(checkpoint: Path, model: Path, head: Head | None = None) -> tuple
     with torch.no_grad():
         if head is None:
             theirs = reference(tokens[None]).logits[0]
-        else:  # the transformers class with a head returns only the last token's output
+        else:  # call the parts, because the whole class returns only the last token's output
             theirs = reference.score(reference.model(tokens[None]).last_hidden_state)[0]
     del reference
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

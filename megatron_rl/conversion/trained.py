@@ -34,7 +34,7 @@ def export_model(
             _write(stream, export, model, target, shard_bytes)
         except (OSError, ConfigError) as error:
             failure = error
-    for _ in stream:  # `weights` is collective: every rank must iterate to the end, also rank 0 after a failure
+    for _ in stream:  # iterate to the end even after a failure, because `weights` is a collective of all ranks
         pass
 
     def raise_failure() -> None:

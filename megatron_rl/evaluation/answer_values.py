@@ -13,9 +13,9 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     """Returns {metric: [P] values} of graded answers. `groups`: [P][n], n samples of each of P problems.
 
     The metrics are accuracy (mean@n, the share of correct answers), reward (the mean score), pass@k, maj@n, lengths
-    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). The votes
-    on a problem compare extracted answers, or whole responses if a correct response has no extracted answer.
-    pass@k, maj@n, best_of_n and vote_of_n use whether an answer is correct, not its score.
+    and, if a verifier weighted the answers, best_of_n and vote_of_n (majority vote with these weights). maj@n and
+    vote_of_n compare extracted answers, or whole responses if a correct response to the problem has no extracted
+    answer. pass@k, maj@n, best_of_n and vote_of_n use whether an answer is correct, not its score.
     """
     n = min((len(group) for group in groups), default=0)
     correct = [[float(row["correct"]) for row in group] for group in groups]

@@ -100,10 +100,10 @@ def write(
     chains: Sequence[Chain], engines: Sequence[Engine], tokenizer: Any, sampling: Sampling, *, max_rounds: int =
     MAX_ROUNDS,
 ) -> None:  # fmt: skip
-    """Completes all chains (answers that two models generate in turns) in place. Each of the two engines has at most
-    `max_rounds` turns.
+    """Generates all chains (answers that two models generate in turns) to their end, and changes the chains in place.
+    Each of the two engines has at most `max_rounds` turns in a chain.
 
-    All chains take the same turn at the same time, so that a turn is one batch for one engine.
+    All chains have their n-th turn at the same time, so that this turn is one batch for one engine.
     """
     for number in range(max_rounds * len(engines)):
         for chain in chains:

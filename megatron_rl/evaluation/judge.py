@@ -150,10 +150,10 @@ def located_when_rejected(rows: Sequence[Sample]) -> float | None:
 
 
 def step_counts(rows: Sequence[Sample]) -> Confusion:
-    """Returns the confusion counts of the verdicts on single steps with respect to gold labels. Only samples with one
-    verdict for each step are used.
+    """Returns the confusion counts of the verdicts on single steps with respect to the steps' gold labels. Samples
+    whose number of verdicts differs from the number of steps are left out.
 
-    If only the first wrong step of a solution is known, the steps after it are left out.
+    If only the first wrong step of a solution is labelled, the steps after it are left out.
     """
     aligned = [row for row in rows if len(row["verdicts"]) == len(row["steps"])]
     labels = []

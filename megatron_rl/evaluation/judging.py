@@ -77,7 +77,7 @@ class Judging(Generic[Item, Opinion]):
         return prompt is not None
 
     def answers(self) -> Iterator[tuple[int, list[Judgement[Item, Opinion]]]]:
-        """Yields (key, the n judgements of the item) for each requested item, as soon as all n are done."""
+        """Yields (key, list of the judgements) for each requested item, as soon as all of its judgements are done."""
         for key, completions in self.session.answers():
             yield key, [self._judgement(key, completion) for completion in completions]
 
@@ -110,9 +110,10 @@ class Judging(Generic[Item, Opinion]):
 
 
 def judge_all(judging: Judging[Item, Opinion], items: Mapping[int, Item]) -> dict[int, list[Judgement[Item, Opinion]]]:
-    """Requests the judgements of {key: item} and waits for them. Returns {key: judgements}, in the order of `items`.
+    """Requests the judgements of several items and waits for them. `items`: {key: item}.
 
-    The list of an item for which `Judging.ask` returns False is empty.
+    Returns {key: list of the item's judgements}, in the order of `items`. The list is empty for an item for which
+    `Judging.ask` returns False.
     """
     for key, item in items.items():
         judging.ask(key, item)

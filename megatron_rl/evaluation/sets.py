@@ -11,7 +11,8 @@ from megatron_rl.data.problems import Problem
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
 from megatron_rl.training.prompts import read_set
 
-# default prompt templates of sets that are not benchmarks, for problems to solve and for solutions to judge
+# Default prompt templates of sets that are not benchmarks. The first is for sets of problems that a model solves, the
+# second for sets of solutions that a verifier judges.
 GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 
 RESAMPLES = 2000  # number of bootstrap resamples
-EXACT_SIGNS = 16  # maximum number of differing problems for which `sign_flip` enumerates all sign patterns
+EXACT_SIGNS = 16  # up to this number of differences that are not 0, `sign_flip` tries all sign patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Statistics of the predictions whose confidence is in one of several equal-width intervals of [0, 1]."""
+    """Statistics of the predictions whose confidence is in one interval. [0, 1] is divided into intervals of equal
+    width."""
 
     count: int
     confidence: float  # mean confidence
@@ -164,9 +165,9 @@ def paired(
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Returns the exact two-sided p-value of McNemar's test: the probability that a fair coin splits the differing
-    problems at least as unevenly. `better`, `worse`: number of problems on which the second model is better and
-    worse."""
+    """Returns the exact two-sided p-value of McNemar's test for two models. It is the probability that tosses of a fair
+    coin, one for each problem with different results, give at least as uneven counts. `better`, `worse`: number of
+    problems on which the second model is better, and worse."""
     total = better + worse
     tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**total)
@@ -176,8 +177,8 @@ def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_0
     """Returns the two-sided p-value of a mean difference in a sign-flip permutation test. `difference`: [P] difference
     of the two scores of each problem.
 
-    For up to EXACT_SIGNS differing problems, all sign patterns are enumerated; otherwise `permutations` random patterns
-    are drawn.
+    If at most EXACT_SIGNS differences are not 0, all patterns of their signs are enumerated. Otherwise, random patterns
+    are drawn. `permutations`: number of random patterns.
     """
     own = difference[difference != 0]
     if not len(own):

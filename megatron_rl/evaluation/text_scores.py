@@ -86,9 +86,9 @@ def drift(
 
 
 def pair_names(names: Sequence[str]) -> list[str]:
-    """Returns the names of all pairs of models, in order: `A_B` for the models A and B, where A is before B in `names`.
+    """Returns a name for each pair of models: `A_B` if A is before B in `names`, the names of the models.
 
-    The model that generated the texts has the name "", so that its pair with B is named `B`.
+    The name "" stands for the model that generated the texts. The name of its pair with B is `B`.
     """
     return [f"{a}_{b}".lstrip("_") for i, a in enumerate(names) for b in names[i + 1 :]]
 

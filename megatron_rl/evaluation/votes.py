@@ -50,8 +50,9 @@ class Weigher:
         }
 
     def probabilities(self, prompts: Mapping[int, Tokens], answers: tuple[str, str]) -> dict[int, float]:
-        """Returns {index: P(yes) / (P(yes) + P(no))} for {index: prompt}: the probabilities of the two answers directly
-        after the prompt (generative verifiers, arXiv 2408.15240). If the context has no space, the result is 0.
+        """Returns {index: P(yes) / (P(yes) + P(no))}, in which P is the probability of an answer directly after the
+        prompt (generative verifiers, arXiv 2408.15240). The value is 0 if the prompt leaves no space for the answers in
+        the context. `prompts`: {index: prompt}. `answers`: texts of the answers (yes, no).
         """
         ends = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
         longest = max(map(len, ends))

@@ -35,7 +35,7 @@ def signs(run: RunMetrics, picked: Picked) -> list[str]:
         reward = reward_gain(run, role)
         own = [gain for gain in held_out if gain.role == role]
         found += [*_verifier(run, role), *_hacked(role, reward, own, graded=role in rising)]
-        if reward is None or reward.end < NEARLY_ALL:  # a solved task may have equal samples
+        if reward is None or reward.end < NEARLY_ALL:  # equal samples are expected once the task is solved
             found += [*_collapsed(run, role), *_unfinished(run, role)]
         found += _ungraded(run, role)
     return found

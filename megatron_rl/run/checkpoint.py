@@ -41,9 +41,9 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints `iteration_000012`, ... in one directory. The newest `keep` complete checkpoints are kept.
 
-    Two kinds of checkpoints are kept in addition and do not count: those whose numbers are in `protected`, and those
-    with the reference model of a kept checkpoint. For each n in `reference_every`, a resume from checkpoint k reads the
-    reference model from checkpoint k - k % n.
+    Two kinds of checkpoints are kept in addition, and are not counted: checkpoints whose numbers are in `protected`,
+    and checkpoints that contain the reference model of a kept checkpoint. A number n in `reference_every` means that a
+    resume from checkpoint k reads a reference model from checkpoint k - k % n.
 
     All ranks save into one temporary directory on a shared file system:
         rank 0:     begin(number)                 then a barrier
@@ -118,7 +118,8 @@ class Checkpoints:
         return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Returns [(number, directory)], highest number first. `iteration_N` comes before `.iteration_N.old`."""
+        """Returns [(number, directory)] of all checkpoint directories, highest number first, without checking their
+        files. `.iteration_N.old`, which an interrupted `_publish` leaves, comes after `iteration_N`."""
         if not self.directory.is_dir():
             return []
         found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]

@@ -159,7 +159,7 @@ class RunConsole(Sink):
         """Updates the progress bar and the remaining time, which is estimated from the last RECENT iterations."""
         done, now = row.iteration + 1, time.monotonic()
         if self._ends and self._ends[-1][0] == done:
-            self._ends.pop()  # another role's line of the same iteration made this entry
+            self._ends.pop()  # replace the entry of another role's line in the same iteration
         self._ends.append((done, now))
         (before, then), left = self._ends[0], ""
         if self._total is not None and done > before:
@@ -187,10 +187,11 @@ class RunConsole(Sink):
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns {column: value} for the columns of the console that have a metric in `metrics`.
+    """Returns {column: value} of the console's table. A column is left out if `metrics` has none of its metrics.
 
-    If there are none (in an evaluation), returns all metrics except counts and metrics of single problem sets. In
-    COLUMNS, a name that ends in `/*` means the alphabetically first metric with this prefix.
+    In an evaluation, no column has a metric. The function then returns {name: value} of all metrics except counts and
+    metrics of single problem sets. In COLUMNS, a name that ends in `/*` means the alphabetically first metric with this
+    prefix.
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():
@@ -261,7 +262,7 @@ def _is_count(name: str) -> bool:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Returns a table of at most NARROW characters. The last columns are left out if they do not fit."""
+    """Returns a table that is at most NARROW characters wide. The last columns are left out if they do not fit."""
     rows = [[row[0] if len(row[0]) <= NAME else f"{row[0][: NAME - 1]}…", *row[1:]] for row in rows]
     widths = [max(len(column), *(len(row[i]) for row in rows)) + 2 for i, column in enumerate(columns)]
     fitting = [i for i in range(len(columns)) if sum(widths[: i + 1]) <= NARROW]

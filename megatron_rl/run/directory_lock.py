@@ -53,7 +53,7 @@ class Holder:
         if here.job and here.job == self.job and self.restart < here.restart:
             return True
         if not self.boot or (self.host, self.boot, self.space) != (here.host, here.boot, here.space):
-            return False  # another boot id proves nothing, because two hosts may have the same name
+            return False  # a different boot id is no proof, because two hosts may have the same name
         entry = processes.look(self.pid)
         return entry is None or entry.start != self.start
 
@@ -87,11 +87,11 @@ def flock(file: int) -> bool:
 
 @contextlib.contextmanager
 def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
-    """Context manager that holds the lock of an open file.
+    """Context manager that locks an open file by flock or, if the file system has no flock, by creating a lock file.
 
-    `file`: file descriptor. `beside`: the lock file that is created if the file system has no flock. `here`: the
-    calling process. A flock is held until the file is closed, a lock file until the end of the block. Raises Taken if
-    another process holds the lock.
+    `file`: file descriptor of the open file. `beside`: path of the lock file. `here`: the calling process. A flock is
+    held until the open file is closed. A lock file is removed at the end of the block. Raises Taken if another process
+    holds the lock.
     """
     try:
         locked = flock(file)

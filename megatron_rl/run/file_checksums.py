@@ -90,6 +90,7 @@ def wrong_of(directory: Path) -> list[str]:
 
 
 def refuse(faults: Sequence[str]) -> None:
-    """Raises ConfigError with the error messages `faults` (results of `wrong` or `wrong_of`) if there are any."""
+    """Raises ConfigError with the first error message if there are any. `faults`: the error messages that `wrong` or
+    `wrong_of` returned."""
     if faults:
         raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")

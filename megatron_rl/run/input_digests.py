@@ -56,10 +56,11 @@ def read_revisions(models: Mapping[str, Model]) -> dict[str, Input]:
 def tell_changes(
     file: Path, settings: Mapping[str, Any], models: Mapping[str, Model], *, begun: bool, what: str
 ) -> dict[str, Input]:
-    """Reads the inputs of a command (files and models), records them in `file`, and returns them.
+    """Determines digests of the inputs of a command (files and models), writes them to a record, and returns them.
 
-    Prints the inputs that have changed since an earlier, interrupted run of the command.
+    If an earlier run of the command was interrupted, prints the inputs that have changed since then.
 
+    `file`: path of the record.
     `begun`: whether an earlier run of the command has made a part of the results.
     `what`: name of the results for messages, such as "samples".
     """
@@ -71,11 +72,14 @@ def tell_changes(
 
 
 class InputRecord:
-    """The record of a run's inputs in `file`. Only the driver rank uses the record.
+    """The record of a run's inputs in a file. Only the driver rank uses the record.
 
-    If a part of the run is done (`done`, such as "12 iterations"), the inputs are compared with the recorded inputs.
-    Changed data, models, templates or prompts are an error, unless `accept` is set. Changed code, such as a corrected
-    reward function, is accepted and reported. Accepted changes are recorded together with `done`.
+    `file`: path of the record. `done`: the part of the run that is done, such as "12 iterations", or None if nothing is
+    done. `accept`: whether all changes of inputs are accepted.
+
+    If a part of the run is done, the inputs are compared with the recorded inputs. Changed data, models, templates or
+    prompts are an error, unless `accept` is set. Changed code, such as a corrected reward function, is always accepted
+    and reported. Accepted changes are recorded together with `done`.
     """
 
     def __init__(self, file: Path, *, done: str | None, accept: bool) -> None:

@@ -56,11 +56,12 @@ def append(path: Path, line: bytes) -> None:
 
 
 def each(path: Path, take: Callable[[Any], object]) -> str | None:
-    """Calls `take` with the value of each line of a JSON Lines file, in order. Only one line is in memory at a time.
+    """Calls the function `take` with the value of each line of a JSON Lines file, in order. Only one line is in memory
+    at a time.
 
-    Returns a message about the skipped lines, or None if no line was skipped. These lines are skipped: lines
-    that are not JSON, lines for which `take` raises one of UNREADABLE, and a last line without a line end. Empty lines
-    are ignored. A missing file has no lines.
+    A line is skipped if it is not JSON, if `take` raises one of UNREADABLE, or if it is the last line and has no line
+    end. Returns a message about the skipped lines, or None if no line was skipped. Empty lines are ignored. A missing
+    file has no lines.
     """
     if not path.exists():
         return None

@@ -23,7 +23,7 @@ HELPS = {  # {name of a Prometheus metric without its prefix: its HELP text}
     "speed": "rates of the newest update, and seconds of its parts",
     "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
 }
-_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # {repr of a float in Python: its text for Prometheus}
+_NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}  # {Python's repr of a float: Prometheus' text for it}
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 

@@ -173,8 +173,8 @@ class Tracker:
         self._each(lambda sink: sink.show(iteration, scope, samples))
 
     def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Passes a function to the sinks, which may call the function from any thread. The function returns the state
-        of each engine server, {server: {name: value}}."""
+        """Passes the function `loads` to the sinks. It returns the state of each engine server, as
+        {server: {name: value}}. A sink may call it from any thread."""
         for sink in self._sinks:
             sink.watch(loads)
 
@@ -246,7 +246,7 @@ class Stopwatch:
     with the same name are added."""
 
     def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
-        """`beat`: function that reports progress of the run, which is called at the end of each measured block."""
+        """`beat`: function that is called at the end of each measured block, to report that the run makes progress."""
         self.beat = beat
         self._seconds: dict[str, float] = {}
 
@@ -260,7 +260,7 @@ class Stopwatch:
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds seconds to the total of a name, and reports progress by `beat`."""
+        """Adds seconds to the total of a name, and calls `beat` to report progress."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self.beat()
 
@@ -282,9 +282,9 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
 
 
 def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | None:
-    """Calls `take` with each row of RUN/metrics.jsonl, in order. Only one line is in memory at a time.
+    """Calls the function `take` once for each row of RUN/metrics.jsonl, in order. Only one line is in memory at a time.
 
-    Returns a message about the skipped lines, which are damaged or for which `take` raised ValueError; None if no line
-    was skipped.
+    A line is skipped if it is damaged or if `take` raises ValueError. Returns a message about the skipped lines, or
+    None if no line was skipped.
     """
     return each(Path(run_dir) / FILE_NAME, lambda raw: take(_ROW.validate_python(raw)))

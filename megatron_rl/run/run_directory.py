@@ -93,11 +93,12 @@ class RunDirectory:
 def check_start(run: Run, config_text: str) -> list[str]:
     """Checks whether a run with this config may start in its directory. Changes no file.
 
-    `run.resume`:
-      auto   starts in an empty directory; continues a run with the same config (from its newest complete checkpoint, or
-             from the beginning if there is none); starts again if a run with another config has no complete checkpoint
-      never  starts only in an empty directory
-      must   continues, also with a changed config; a complete checkpoint is required
+    `run.resume` decides:
+      auto   An empty directory: start. A run with the same config: continue from its newest complete checkpoint, or
+             from the beginning if there is none. A run with another config: start again if it has no complete
+             checkpoint, otherwise an error.
+      never  An empty directory: start. A directory with a run: an error.
+      must   Continue from the newest complete checkpoint, also with a changed config. An error without a checkpoint.
     Returns `key: old -> new` for the settings that differ from those of the existing run, except FREE_KEYS. Raises
     RunError if the run may not start.
     """
@@ -263,7 +264,8 @@ class Interrupts:
         signal.set_wakeup_fd(self._old_wakeup)
 
     def _forget(self) -> None:
-        """Restores the earlier handlers in a forked child, whose signals must not stop the parent."""
+        """Restores the earlier signal handlers in a forked child, so that a signal to the child does not stop the
+        parent through the common pipe."""
         if self._active:
             self._restore()
 
