@@ -25,7 +25,7 @@ _USER = re.compile(r"://[^/\s@'\"]+@")  # the user and password in a URL
 UNREADABLE = (OSError, ValueError, RecursionError)  # exceptions raised while a text file is read and parsed
 MOST_JSON_BYTES = 64 << 20  # maximum size of a JSON file that describes a model or an adapter
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
-Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # decay factor of a moving average; with 1 it would never change
+Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]  # decay factor of a moving average, which 1 would freeze
 NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 PositiveShare = Annotated[float, pydantic.Field(gt=0, le=1)]

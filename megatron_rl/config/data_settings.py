@@ -13,7 +13,7 @@ from megatron_rl.config.schema import ConfigError, PromptSet
 _GENERATED = "reasoning_gym:"  # prefix of data.path for problems that reasoning-gym generates
 TRAIN, TEST, ALL = "train", "test", "all"  # splits of generated problems
 
-# Settings of a PromptSet that are null by default and whose values are not mappings.
+# Settings of a PromptSet for which a null value means the ready-made value.
 _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 

@@ -23,7 +23,8 @@ class Source(PromptSet):
     # File, directory or hub name of the problems. Empty: the problems are the rows of `data.path` whose column
     # `data_source` contains the source's name, as in verl.
     path: str = ""
-    # Relative frequency of this source: the share of prompts is weight / (sum of the weights of all sources); 0: none.
+    # Relative frequency of this source. The fraction of the prompts that come from this source is weight / (sum of the
+    # weights of all sources). 0: no prompts come from this source.
     weight: NotNegative = 1.0
     # Prompt template of this source: a text file with {question}, or the name of a packaged template.
     # null: the recipe's prompt template.

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from megatron_rl.config.base import Share, config
 
-# The upper bound keeps the sum of the seed and a problem's index below 2^32, numpy's limit of a seed.
+# The upper bound keeps the sum of the seed and a problem's index below 2^32, numpy's limit for seeds.
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
@@ -46,7 +46,7 @@ class PromptSet:
     # The field `messages` is a conversation. docs/how_to/your_data.md describes how fields that are not set are found.
     fields: dict[str, str] = field(default_factory=dict)
     # true: every question is sent as the user message of a conversation.
-    # false: every prompt is sent as text. A conversation must have a single user message, which is sent.
+    # false: every prompt is sent as text. A conversation must have a single user message, whose text is sent.
     # null: conversations are sent as conversations, and questions as text.
     chat: bool | None = None
     system: str | None = None  # system message of conversations that have no system message

@@ -38,8 +38,8 @@ def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
 def _rows(schema: Any, prefix: str, made: Any = None) -> Iterator[tuple[str, str]]:
     """Yields (`name = default`, comment) of all settings of a section, including nested sections.
 
-    `made`: an instance whose field values are the defaults of the section's settings. None: the defaults are those that
-    the dataclass's fields declare.
+    `made`: an instance of the section, whose field values are yielded as the defaults. If None, the defaults that the
+    dataclass declares for its fields are yielded.
     """
     comments, hints = field_comments(schema), typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):

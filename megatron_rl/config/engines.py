@@ -30,8 +30,8 @@ class Embedded:
 
     kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
     max_batch: PositiveInt = 256  # maximum number of sequences that one rank decodes in a batch
-    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. Use this setting only to
-    # try out a format: the embedded engine dequantises the weights, and needs more memory with a format than without.
+    # Format in which weight syncs send the weights of linear layers; null: the model's dtype. Use a format only to
+    # try it out: the embedded engine dequantises the received weights, and therefore needs more memory than with null.
     quantization: Quantization | None = None
     # On a GPU, replay the decoding steps of a dense model as CUDA graphs. One graph at a time is kept in GPU memory.
     # The generated tokens are the same as without graphs. Decoding is faster, because the CPU launches fewer kernels.
@@ -54,7 +54,8 @@ class Servers:
     holds_tandems: ClassVar[bool] = False
     # Whether a server returns the experts it chose for each token (roles.NAME.router_replay)
     tells_experts: ClassVar[bool] = False
-    # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off
+    # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off, so that
+    # `megatron-rl plan` counts this memory
     stages_experts: ClassVar[bool] = False
 
     kind: str = ""  # name of the engine; overridden by each subclass
@@ -62,7 +63,8 @@ class Servers:
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
     expert_parallel: bool = False  # true: each rank of a server holds whole experts; false: a slice of every expert
     # Format in which servers hold the weights of linear layers; null: the model's dtype. The trainer quantises the
-    # weights at every weight sync. Servers of roles without a policy keep the weights that they load at their start.
+    # weights at every weight sync. Servers of roles without a policy are not affected, because they keep the weights
+    # that they load at their start.
     quantization: Quantization | None = None
     # Format of the key-value cache: fp8_e4m3 and fp8_e5m2 have one byte per element; auto: the model's dtype.
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
@@ -89,13 +91,13 @@ class Servers:
     gpus: tuple[NonNegativeInt, ...] = ()
     max_batch: PositiveInt = 256  # maximum number of sequences that one server decodes in a batch
     max_model_len: PositiveInt | None = None  # maximum tokens of prompt plus completion; null: the limit of the model
-    kv_cache_gib: PositiveFloat = 1.0  # size of the key-value cache of one server that runs without a GPU, in GiB
+    kv_cache_gib: PositiveFloat = 1.0  # size in GiB of the key-value cache of one server that runs without a GPU
     memory_share: Share = 0.85  # fraction of each GPU's memory that a server may use
     threads: PositiveInt = 1  # number of CPU threads of one server that runs without a GPU
     # Further command-line arguments of the server; arguments for data parallelism are rejected
     args: tuple[str, ...] = ()
-    # What happens to a completion that a weight sync interrupts. continue: the new weights generate the rest of it.
-    # restart: the completion is generated again from its first token.
+    # What happens to a completion that a weight sync interrupts. continue: the rest of the completion is generated
+    # with the new weights. restart: the completion is generated again from its first token.
     partial: Literal["continue", "restart"] = "continue"
     # What a weight sync does with running requests. wait: the weight sync waits until the requests finish. keep: the
     # requests are paused during the weight sync. abort: the requests end with the tokens generated so far, and then the
@@ -185,7 +187,8 @@ class RefitConfig:
     # Transport of the tensors. auto: the fastest transport that both the trainer and the engine support, except nixl.
     # nixl: RDMA by the package nixl, which both the trainer's and the engine's Python environment need.
     transport: Literal["auto", "tcp", "nccl", "nixl", "shared_memory", "cuda_ipc", "disk"] = "auto"
-    # Where servers receive new weights while they still generate, so that they pause only to replace their weights.
+    # Memory in which a server receives new weights while it still generates with the old weights. The server then
+    # pauses only while it replaces the weights.
     # host: in host memory. device: in GPU memory beside the old weights; the pause is shorter than with host. off: the
     # servers pause, and the new weights overwrite the old weights. auto: host if rollouts.max_staleness is above 0;
     # otherwise off, because servers have nothing to generate during a refit.
@@ -193,7 +196,7 @@ class RefitConfig:
     # Maximum size of a message, in MiB. Between processes on the same GPU, messages are up to 8 times as large.
     bucket_mib: PositiveFloat = 64.0
     # Compare checksums of the sent and received bytes. off: no checksums. full: checksums of all slices.
-    # sample: checksums of one slice in 16, and of different slices at every refit.
+    # sample: checksums of one slice in 16; each refit checks different slices.
     verify: Literal["off", "sample", "full"] = "sample"
     # Send only the values that changed since the last refit, if this is less data than all weights. The setting needs
     # memory for a copy of the sent weights, and is switched off automatically if it saves no time.
@@ -216,19 +219,21 @@ class RefitConfig:
 
 @config
 class Rollouts:
-    """Settings of rollouts: how many iterations they may be ahead of training, and the answers they are graded by."""
+    """Settings of rollouts: how many iterations ahead of training they may be generated, and with which answers the
+    generated answers are compared."""
 
     # How many iterations the generation of rollouts may be ahead of training. 0: rollouts and training alternate. k
-    # above 0: the rollouts of k + 1 iterations are generated at once, the oldest first, and none are discarded; the
-    # importance weights of each role, loss.correction, are {kind: truncate, high: 2.0} by default. auto: the smallest
-    # number whose throughput, as predicted by `megatron-rl plan`, is within 5 % of the highest throughput.
+    # above 0: the rollouts of k + 1 iterations are generated at the same time, with priority for the oldest iteration,
+    # and no rollout is discarded; each role then has the importance weights {kind: truncate, high: 2.0} by default
+    # (loss.correction). auto: the smallest number whose throughput, as predicted by `megatron-rl plan`, is within 5 %
+    # of the highest throughput.
     max_staleness: NonNegativeInt | Literal["auto"] = 0
     # What to do with a rollout that was generated with several weight versions. keep: use the log-probs that the engine
-    # returned. rescore: recompute all of its log-probs with the trainer. drop: leave the rollout out of the update.
+    # returned. rescore: recompute all log-probs with the trainer. drop: leave the rollout out of the update.
     mixed: Literal["keep", "rescore", "drop"] = "keep"
-    # The correct answer with which the samples of a problem are compared. known: the problem's answer. votes: the most
-    # frequent answer of the samples (TTRL, arXiv 2504.16084), for problems without known answers. Evaluations use the
-    # known answers.
+    # The correct answer with which the samples of a problem are compared. known: the reference answer in the data.
+    # votes: the most frequent answer of the samples (TTRL, arXiv 2504.16084), for problems without reference answers.
+    # Evaluations always use the reference answers.
     labels: Literal["known", "votes"] = "known"
 
     @property

@@ -25,7 +25,8 @@ class EpisodeEstimate:
     bounded: bool = False
 
     def problems(self) -> Iterator[str]:
-        """If `answers` is 1, yields an error message for each of `told` and `tool_s` that is not 0."""
+        """Yields an error message for each of the settings `told` and `tool_s` that is not 0 although `answers` is 1.
+        With one answer, the environment inserts no tokens and takes no time between answers."""
         for name, value in {"told": self.told, "tool_s": self.tool_s}.items():
             if value and self.answers == 1:
                 yield f"{name} = {value} with answers = 1: nothing follows the answer; give answers, too"

@@ -38,12 +38,14 @@ class Reward:
     # problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer is
     # removed from its group of samples. In both cases the answer does not count towards max_failure_share.
     cut_off: Literal["wrong", "drop"] = "wrong"
-    # Stop the run if a larger fraction of an update's gradings or episodes fails, also when tried a second time.
+    # Maximum fraction of an update's gradings or episodes that may fail, counted after failed ones were tried a second
+    # time. If more fail, the run stops.
     max_failure_share: Share = 0.05
     # An answer that is wrong for every problem. The preflight before training checks that the reward function rejects
     # this answer.
     wrong_answer: str = "-123456.789"
-    # Format of the response that the preflight before training grades; {answer} is replaced by the answer.
+    # Response that the preflight before training grades: {answer} is replaced by the reference answer of a problem, or
+    # by `wrong_answer`.
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
 
     @property
@@ -66,11 +68,11 @@ class EvaluationSet(PromptSet):
     setting that is null, the evaluation's setting with the same name is used. During training, a set of your own with
     neither `fields` nor `settings` inherits `data.fields`."""
 
-    path: str = ""  # file, directory or hub name of the problems, as data.path; empty: the benchmark `name`
+    path: str = ""  # file, directory or hub name of the problems (see data.path); empty: the benchmark `name`
     # Name of the benchmark (docs/how_to/evaluation.md). With `path`: the set's name in metrics; default: the file name.
     name: str = ""
-    split: str = "test"  # split of a set of your own, as in `data`
-    shuffle: bool = False  # ask the problems of a set of your own in random order
+    split: str = "test"  # split of a set of your own (see data.split)
+    shuffle: bool = False  # put the problems in random order
     # The reward function that grades the answers to this set. null: the benchmark's grader, or the config's section
     # `reward` for problems of your own.
     reward: Reward | None = None
@@ -201,9 +203,10 @@ class JudgingConfig:
     template: str = "tango_verifier"  # name or file of the verifier's prompt template
     chat: bool = False  # send the prompt as a user message in the verifier's chat template
     votes: PositiveInt = 1  # number of verifications of each sample
-    # Two answers to the template's question whether a solution is correct: for yes and for no, such as [Yes, No].
-    # A sample's weight is P(yes) / (P(yes) + P(no)), in which P is the verifier's probability of an answer directly
-    # after the prompt. null: the weight is the share of votes for the sample.
+    # The template asks whether a solution is correct. These are the two possible answers, the positive answer first,
+    # such as [Yes, No]. A sample's weight is P(yes) / (P(yes) + P(no)), in which P(yes) and P(no) are the verifier's
+    # probabilities of the two answers directly after the prompt. null: the weight is the fraction of the sample's
+    # `votes` verifications that judge the sample correct.
     yes_no: tuple[str, str] | None = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling parameters of the verifications
 
@@ -220,8 +223,8 @@ class GradingConfig:
 class EvalConfig:
     """The config of `megatron-rl eval`, which measures a model on problem sets."""
 
-    # The model to measure. It answers the problems of a set. For sets of solutions (processbench_*), it is the verifier
-    # that judges the solutions. For the measure handoff, it is the model that writes the first turn.
+    # The model to measure. This model answers the problems of a set. In sets of solutions (processbench_*), this model
+    # is the verifier that judges the solutions. In the measure handoff, this model writes the first turn.
     model: Model
     families: tuple[str, ...] = ()  # your own model families, as package.module:FAMILY (docs/how_to/adding_a_model.md)
     # The problem sets: names of benchmarks, or mappings such as {name: mine, path: my.jsonl, n: 4, k: [1, 4]}.
@@ -246,8 +249,8 @@ class EvalConfig:
     k: tuple[PositiveInt, ...] = (1,)  # the values of k for which pass@k is reported
     seed: int = 0  # seed of all random numbers
     # What is measured. solve: the model's answers to problems. handoff: answers that two models write in turns.
-    # legibility: the junior's cross-entropy on the answers of `solve`. drift: the KL divergences of the junior and of
-    # the base model from the model on the answers of `solve`.
+    # legibility: the junior's cross-entropy on the answers of `solve`. drift: the KL divergences between each two of
+    # `model`, `junior` and `base` on the answers of `solve`.
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
     junior: Model | None = None  # the second model of the measures handoff, legibility and drift
     # Measure handoff: maximum number of rounds of one answer; in a round, each of the two models writes one turn

@@ -57,8 +57,8 @@ class _Source(NamedTuple):
     tree: dict[str, Any]
 
 
-# Patterns of the scalars of YAML 1.2 (int, float, bool). PyYAML follows YAML 1.1, which parses 1e-6 as text, 12:30 as
-# 750, 010 as 8, `no` as false and 2024-01-01 as a date.
+# Patterns of the scalars of YAML 1.2 (int, float, bool). They replace PyYAML's patterns, because PyYAML follows YAML
+# 1.1, which parses 1e-6 as text, 12:30 as 750, 010 as 8, `no` as false and 2024-01-01 as a date.
 _INT = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$|^0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
@@ -71,7 +71,8 @@ class _Loader(yaml.SafeLoader):
     values that are too deeply nested or too numerous after aliases are expanded are errors."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # Rejects documents whose nesting would overflow the stack here. `count` checks the exact limit MAX_DEPTH.
+        # Rejects documents that are nested so deeply that this recursive method would overflow the stack. The method
+        # `count` later checks the exact limit MAX_DEPTH.
         if len(self.states) > 2 * MAX_DEPTH:
             raise ConfigError(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
         return super().compose_node(parent, index)
@@ -110,7 +111,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _resolvers() -> dict[str, list[Any]]:
-    """Returns SafeLoader's table {first character: [(tag, pattern)]} with the scalars of YAML 1.2 instead of 1.1."""
+    """Returns the table {first character of a scalar: [(tag, pattern)]} of yaml.SafeLoader, changed from YAML 1.1 to
+    YAML 1.2: with other patterns of int, float and bool, and without dates."""
     ours = {
         "int": (_INT, "-+0123456789"),
         "float": (_FLOAT, "-+0123456789."),
@@ -158,13 +160,14 @@ def load(
     ):
         tree = _merged(schema, [_Source("", _defaults(schema, sources)), *sources])
         refuse(*_harmful(tree, ""))
-        # Strict validation of JSON accepts lists for tuples; strict validation of Python objects does not.
+        # Validates JSON, because strict validation accepts lists for tuples in JSON, but not in Python objects.
         return _adapter(schema).validate_json(json.dumps(tree), strict=True, extra="forbid")
 
 
 def _defaults(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
-    """Returns {section: the schema's default settings} for each section in which a source sets a key. The schema's
-    default of a section may differ from the defaults of the section's class, e.g. in SFT's learning rate."""
+    """Returns {name of a section: its default settings} for each section in which `sources` set a key. The defaults are
+    those that the schema declares for the section, which may differ from the defaults of the section's class. For
+    example, SftConfig declares another learning rate than the class Optimizer."""
     given = {key for source in sources for key, value in source.tree.items() if isinstance(value, Mapping)}
     made = [
         (f.name, f.default_factory())
@@ -189,7 +192,7 @@ def _harmful(value: Any, where: str) -> Iterator[str]:
             "others read; take it out, and give the secret by a variable of the environment or a file"
         )
     elif type(value) is int and abs(value) > MAX_INT:
-        # Python refuses to convert huge integers to base 10.
+        # Shows huge integers in hexadecimal, because Python refuses to convert them to decimal.
         told = str(value) if abs(value) < 10**40 else f"{value:#x}"[:40] + "..."
         yield f"{where} = {told}: give a number of at most 64 bits"
 
@@ -207,7 +210,8 @@ def tree_of(settings: Any) -> dict[str, Any]:
 
 
 def dump(settings: Any) -> str:
-    """Converts a dataclass of settings, such as a whole config, to YAML. `load` of the YAML gives an equal value."""
+    """Converts a dataclass of settings, such as a whole config, to YAML. `load` converts the YAML to an equal
+    dataclass."""
     return dump_tree(tree_of(settings))
 
 
@@ -268,8 +272,8 @@ def _merged(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
 
 
 def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
-    """Loads the file's bases, then the file, and appends all of them to `out`. `seen`: the chain of files whose `base`
-    led to this file, to detect cycles."""
+    """Loads a config file and appends its settings to `out`, after the settings of the files that its key `base` names.
+    `seen`: the chain of files whose `base` led to this file; used to detect cycles."""
     path = file.resolve()
     if path in seen:
         circle = " -> ".join(p.name for p in (*seen, path))
@@ -308,7 +312,8 @@ def parse(text: str, label: str) -> Any:
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
-    """Returns `old` recursively updated with `new`. `kinds`: the schema types that the mapping may represent."""
+    """Returns `old` recursively updated with `new`. If `new` selects another variant of a union by its key `kind`, the
+    values of `old` are dropped. `kinds`: the types in the schema that the mapping may represent."""
     tags = [tag for kind in kinds if (tag := _tag(kind)) is not None]
     before = old.get("kind", tags[0]) if len(tags) > 1 else None
     out = dict(old) if before is None or new.get("kind", before) == before else {}
@@ -335,7 +340,7 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> Ite
         case "missing" | "missing_argument":
             yield f"{origin}: {name}: missing; it has no default, so give it"
         case "value_error":
-            # The messages of a section's method `problems` may begin with the name of the section.
+            # A message of a section's method `problems` may begin with the section's name, which is not repeated then.
             for message in problem["msg"].removeprefix("Value error, ").split("\n  "):
                 own = place and message.startswith(f"{place[-1]}.")
                 yield f"{origin}: {'.'.join([*place[:-1], message]) if own or not place else f'{name}: {message}'}"
@@ -361,9 +366,8 @@ def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
 
 
 def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Converts pydantic's location of an error to (keys as a user writes them, types that may contain the last key).
-
-    The names of a union's variants, which pydantic inserts into the location, are removed.
+    """Converts the location in a pydantic error to a pair: the keys as a user writes them, and the types that the
+    section with the last key may have. Removes the names of a union's variants, which pydantic inserts into locations.
     """
     place: list[str] = []
     parents: list[Any] = [schema]
@@ -381,7 +385,8 @@ def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]
 
 
 def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
-    """Returns the types that the value of `key` may have in these dataclasses or dicts; [] if the key is unknown."""
+    """Returns the types that the value of `key` may have inside a value of one of the types `kinds` (dataclasses, dicts
+    or tuples); [] if none of these types has the key."""
     found: list[Any] = []
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and key in (hints := typing.get_type_hints(kind)):
@@ -395,7 +400,7 @@ def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
 
 
 def _tag(kind: Any) -> Any:
-    """Returns the default of a dataclass's field `kind`, which identifies the variant of a union. Returns None if the
-    dataclass has no such field."""
+    """Returns the name by which a config selects a dataclass among the variants of a union: the default of its field
+    `kind`. Returns None if the type has no field `kind`."""
     fields = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     return fields.get("kind")

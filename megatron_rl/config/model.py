@@ -87,7 +87,7 @@ class Model:
 
     # Hugging Face model directory or hub name, with config.json, tokenizer, and safetensors if init is pretrained.
     path: str
-    tokenizer: str | None = None  # directory of another tokenizer; null: `path`
+    tokenizer: str | None = None  # directory of the tokenizer; null: `path`
     chat_template: str | None = None  # file with a Jinja chat template; null: the tokenizer's template
     # pretrained: load the weights from `path`. random: initialize the weights at random from the seed.
     init: Literal["pretrained", "random"] = "pretrained"
@@ -158,7 +158,8 @@ class CorrectionConfig:
     """
 
     # truncate: the weight is r, clamped to the bounds. mask: the weight is r within the bounds and 0 outside. drop: the
-    # weight is 1 within the bounds and 0 outside. none: the weight is 1, for any rollouts.max_staleness.
+    # weight is 1 within the bounds and 0 outside. none: the weight is always 1, even if
+    # rollouts.max_staleness is above 0.
     kind: Literal["none", "truncate", "mask", "drop"]
     # token: the token's r. sequence: the product of r over the trained tokens of a rollout. geometric: the geometric
     # mean of r over the trained tokens of a rollout.
@@ -200,9 +201,10 @@ class LossConfig:
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
     clip_high: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability above 1 + clip_high are clipped
-    kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty to the reference model; 0: no reference model is kept
-    # Iterations between two resets of the reference, as in ProRL (arXiv 2505.24864): the current weights become the
-    # reference, and the optimizer's moments are set to zero. A multiple of run.save_every; null: no resets.
+    kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty to the reference model; 0: no penalty
+    # Iterations between two resets of the reference model, as in ProRL (arXiv 2505.24864). At a reset, the current
+    # weights become the reference model's weights, and the optimizer's moments are set to zero. The number must be a
+    # multiple of run.save_every; null: no resets.
     reset_reference_every: PositiveInt | None = None
     # Schulman's estimator of the KL divergence per token. k1: the log-ratio. k2: half the squared log-ratio.
     # k3: unbiased, with low variance, and never negative.
@@ -214,7 +216,8 @@ class LossConfig:
     kl_bias_correction: bool = False
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # How the token losses are averaged. token_mean: every trained token has the same weight. sequence_mean: every
-    # sequence has the same weight. prompt_mean: every prompt has the same weight, and so have all tokens of one prompt.
+    # sequence has the same weight. prompt_mean: every prompt has the same weight, which is divided equally among the
+    # trained tokens of the prompt's samples.
     # constant: the sum over tokens is divided by the number of sequences times max_tokens (Dr.GRPO). A loss of each
     # pair or response is always averaged over pairs or responses.
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
@@ -270,7 +273,7 @@ class TandemConfig:
     junior: str | None = None
     strategy: Strategy = "word"  # rule that decides which model writes the next token
     p: Share = 0.5  # probability that a random draw chooses the senior (strategies bernoulli and word)
-    max_gap: PositiveInt = 32  # draw the author again after this many tokens without a word's start (strategy word)
+    max_gap: PositiveInt = 32  # strategy word: draw the author again after this many tokens in which no word begins
     chunk_size: PositiveInt = 16  # tokens that one model writes in a row (strategy chunk)
     # JSON file with a list of the token ids after which the author is drawn again (strategy word) or changes (strategy
     # sentence); null: the ids are found in the vocabulary.
@@ -337,12 +340,12 @@ class RoleConfig:
     endpoint: EndpointConfig | None = None
     # Replace the model's output layer by a head with one output per token. value: a critic, whose output is the value
     # of the state before the next token. score: a reward model, whose output at the last token is the reward of the
-    # text. Such a role generates no text and has no engine. With `same_as`, the value head is added to the other
+    # text. A role with a head generates no text and has no engine. With `same_as`, the value head is added to the other
     # role's policy, which keeps its output layer and needs loss.value_coef above 0. null: no head (a language model).
     head: Head | None = None
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the ranks
-    # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles with adapters and the
-    # same model and layout share one copy of the model in the trainer.
+    # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles that train adapters
+    # of the same model with the same layout share one copy of the model in the trainer.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss, or the value loss of a role with a head

@@ -14,9 +14,9 @@ from megatron_rl.config.base import Use, config, hint, refuse
 _NAMES = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
 RECIPES: Mapping[str, str] = _NAMES["RECIPES"]  # {short name of a recipe: its class}
 SHORT: Mapping[str, str] = _NAMES["SHORT"]  # {short name of a setting: its dotted key}
-TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: argument of `Trainer` here}
-TRL: Mapping[str, str] = _NAMES["TRL"]  # {setting of TRL: the corresponding setting here}
-VERL: Mapping[str, str] = _NAMES["VERL"]  # {setting of verl: the corresponding setting here}
+TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: argument of this package's Trainer}
+TRL: Mapping[str, str] = _NAMES["TRL"]  # {setting of TRL: corresponding setting of this package}
+VERL: Mapping[str, str] = _NAMES["VERL"]  # {setting of verl: corresponding setting of this package}
 VERL_ROOTS = ("actor_rollout_ref", "critic", "algorithm", "custom_reward_function", "trainer")
 
 
@@ -41,7 +41,8 @@ class RecipeUse(Use):
 
 
 def named_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yields (name, hint that names the corresponding setting here) for each TRL or verl name in an unknown setting.
+    """Yields (name, hint that names the corresponding setting of this package) for each name of TRL or verl in an
+    unknown setting.
 
     `key`: dotted name of the unknown setting. `value`: the setting's value; if it is a mapping, its keys are searched.
     """

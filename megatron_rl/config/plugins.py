@@ -24,7 +24,7 @@ def find(target: str) -> Any:
     """Imports the module and returns the object named by `package.module:name`.
 
     Installed modules have precedence over modules in the current directory. Raises ConfigError if the object is not
-    found. Exceptions other than ImportError that the module raises during its import pass through.
+    found. If the module raises an exception other than ImportError during its import, this function raises it, too.
     """
     module_name, name = _parts(target)
     here = f"is it in the current directory ({look_here()}) or installed?"
@@ -43,12 +43,12 @@ def find_function(target: str) -> Any:
 
 
 def look_at(use: Use) -> None:
-    """Checks without importing the module of `package.module:name` that its file defines the name, and that the object
-    accepts the arguments.
+    """Checks a plug-in without importing its module: the module's file must define the name in `package.module:name`,
+    and the named object must accept the arguments of `use`.
 
-    The argument names are checked for plain functions only. A name that a star import may define is accepted. A module
-    that is imported already, or has no .py file, is checked by `build`. Raises ConfigError if the name is not defined
-    or an argument is not accepted.
+    The argument names are checked for undecorated functions only. A name that a star import may define is accepted. If
+    the module is imported already or has no .py file, the plug-in is built instead (`build`). Raises ConfigError if the
+    name is not defined or an argument is not accepted.
     """
     module_name, name = _parts(use.target)
     file = module_file(module_name)
@@ -139,8 +139,8 @@ def module_file(name: str) -> Path | None:
 
 
 def build(use: Use) -> Any:
-    """Builds a plug-in: an instance of a dataclass, with strictly validated arguments, or a function with the arguments
-    bound by `functools.partial`. The caller of the function passes the parameters that `use` does not set.
+    """Builds a plug-in. For a dataclass, returns an instance with strictly validated arguments. For a function, returns
+    the function with the arguments of `use` bound by `functools.partial`; its caller passes the other parameters.
 
     Raises ConfigError for an invalid target or invalid arguments. The message names all invalid arguments.
     """

@@ -19,8 +19,10 @@ class Profile:
     ranks: tuple[NonNegativeInt, ...] = (0,)  # ranks of the trainer
 
     def rank_problems(self, ranks: int, iterations: float) -> Iterator[str]:
-        """Yields an error message for iterations and ranks that a run of `iterations` iterations on `ranks` ranks does
-        not have.
+        """Yields error messages if this profile names ranks or iterations that do not exist in the run, or names
+        iterations but no ranks.
+
+        `ranks`, `iterations`: number of ranks and of iterations of the run.
         """
         if self.iterations and not self.ranks:
             yield "run.profile.ranks is empty: name the ranks that write traces, such as [0]"
@@ -45,11 +47,12 @@ class Run:
     iterations: PositiveInt | None = None
     prompts_per_iteration: PositiveInt = 256  # number of prompts of every iteration (P)
     # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer steps are still
-    # taken, with the KL term, the entropy bonus, weight decay and momentum, as in the code release of RL Tango.
+    # taken; they apply the KL term, the entropy bonus, weight decay and momentum, as in the code release of RL Tango.
     train_without_signal: bool = False
     save_every: NonNegativeInt = 50  # iterations between checkpoints; 0: only at the end
     keep: PositiveInt = 2  # number of newest checkpoints that are kept
-    # Write checkpoints during training, from a copy in separate processes. Only the first checkpoint blocks training.
+    # Write checkpoints while training continues: separate processes write a copy of the training state. Only the first
+    # checkpoint blocks training.
     async_save: bool = False
     # Whether to continue a run in the run directory. auto: continue the run if there is one; otherwise start a new run.
     # never: fail if the directory contains a run. must: fail if the directory contains no run. With must, settings may
@@ -63,7 +66,8 @@ class Run:
     # devices and dtypes log no `mfu`.
     peak_tflops: PositiveFloat | None = None
     # If no phase of an iteration ends within this many seconds, all ranks write their stack traces and exit; 0: never.
-    # While no server is usable, `engine.wait_s` is the limit, and the seconds are counted from the end of this wait.
+    # While the run waits for a usable server, `engine.wait_s` is the limit instead; after this wait, the seconds are
+    # counted anew.
     hang_after_s: NonNegativeFloat = 7200.0
     profile: Profile = field(default_factory=Profile)  # traces of torch's profiler
 
@@ -89,10 +93,10 @@ class JobConfig:
     cluster)."""
 
     nodes: PositiveInt = 1  # number of nodes of the trainer
-    # Time limit of one job of the run in sbatch's format (04:00:00); null: the value in the profile
+    # Time limit of one job of the run in sbatch's format (04:00:00); null: the value in the site's profile
     time: str | None = None
     slices: PositiveInt = 1  # number of consecutive Slurm jobs (slices); each job continues from the newest checkpoint
-    # Seconds before the time limit at which the run is asked to save and exit; null: the value in the profile.
+    # Seconds before the time limit at which the run is asked to save and exit; null: the value in the site's profile.
     warning_s: PositiveInt | None = None
     stalled: PositiveInt = 3  # the job gives up after this many starts in a row without a new checkpoint
     # Time limit of one Slurm job of servers; the job is restarted at the limit; null: the same as `time`

@@ -208,9 +208,10 @@ class GenerateConfig:
     # Text file with the prompt template, which contains {question}, or the name of a packaged prompt. Problems that are
     # conversations need no template.
     template: str | None = None
-    # Send the prompt as a user message in the teacher's chat template. The saved pairs have it without the template.
+    # Send the prompt as a user message in the teacher's chat template. The prompts in the saved pairs do not contain
+    # the chat template.
     chat: bool = False
-    # Longer prompts, measured with the chat template, are left out; null: no limit.
+    # Maximum number of tokens of a prompt, including the chat template. Longer prompts are left out; null: no limit.
     max_prompt_tokens: PositiveInt | None = None
     output: str  # directory of train.parquet and validation.parquet
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the answers
@@ -226,8 +227,8 @@ class GenerateConfig:
     # The engine that generates the answers. The embedded engine holds the whole teacher on every rank.
     engine: Engine = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
-    # The Slurm job, of which `nodes`, `time` and `warning_s` are used. On several nodes one rank of each node starts
-    # engine.replicas / job.nodes servers, on the GPUs engine.gpus of the node.
+    # The Slurm job. Only its settings `nodes`, `time` and `warning_s` are used. On several nodes, one rank of each node
+    # starts engine.replicas / job.nodes servers, which use the node's GPUs with the indices in engine.gpus.
     job: JobConfig = field(default_factory=JobConfig)
 
     def problems(self) -> Iterator[str]:

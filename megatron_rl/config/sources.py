@@ -23,8 +23,8 @@ PACKAGE = Path(__file__).parents[1]
 # Subpackages that only start, watch and describe runs. A change in these subpackages cannot change a rollout.
 WATCHING = ("api", "commands", "conversion", "jobs", "planning", "run")
 CODE = (".py", ".txt", ".jinja")
-MODULE = "module "  # prefix of a module's name in the names of sources
-# Sections of a config that name no training inputs.
+MODULE = "module "  # prefix of the keys of Python modules in the result of `sources`
+# Sections and settings of a config that are not searched for names of input files.
 NOT_READ = ("run", "output", "engine", "launch", "job", "sinks", "debug", "data_dir")
 MODELS = ("path", "tokenizer", "junior")  # settings that name directories of models, tokenizers and adapters
 READ = (  # suffixes of file names; only files with these suffixes are read in a model directory
@@ -38,10 +38,11 @@ def sources(tree: Any) -> dict[str, Path]:
     """Returns {name: file} of the files that a run of a config reads. `tree`: the config as JSON values.
 
     A file whose path is the value of a setting (data, a prompt, a chat template, a corpus) has the setting's dotted
-    name. Files of models and adapters are named SETTING/FILE, and modules "module NAME". The modules are the user's:
-    those of plug-ins and of pickled functions, and the modules that these import. Modules of the standard library, of
-    this package, and of other installed packages are not included. Not included either are files that a plug-in's code
-    opens, and directories that a plug-in's argument names. Only the packages that contain plug-ins are imported.
+    name. Files of models and adapters have the name SETTING/FILE. The user's Python modules, which are the modules of
+    plug-ins and of pickled functions and the modules that they import, have the name "module NAME". Modules of the
+    standard library, of this package, and of other installed packages are not included. Files that a plug-in's code
+    opens, and directories that a plug-in's argument names, are not included. Only the packages that contain plug-ins
+    are imported.
     """
     texts = {setting: text for setting, text in _texts(tree, "") if setting.partition(".")[0] not in NOT_READ}
     found = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}
@@ -56,7 +57,8 @@ def is_code(name: str) -> bool:
 
 
 def own_code() -> list[tuple[str, bytes]]:
-    """Returns [(path, contents)] of this package's code and prompts, without the subpackages in WATCHING."""
+    """Returns [(path, contents)] of the files with this package's code and prompts, except the subpackages in WATCHING,
+    which cannot change a rollout."""
     files = sorted(file for file in PACKAGE.rglob("*") if file.suffix in CODE)
     named = [(file.relative_to(PACKAGE), file) for file in files]
     return [(str(path), file.read_bytes()) for path, file in named if path.parts[0] not in WATCHING]
@@ -88,14 +90,17 @@ def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
 def _names_in(pickled: Path) -> set[str]:
     """Returns the texts in a pickled function that may be names of modules. Nothing is unpickled."""
     found: set[str] = set()
-    with contextlib.suppress(ValueError):  # a later unpickling of the file reports the error
+    with contextlib.suppress(ValueError):  # ignored, because unpickling the file later reports the error
         found |= {text for _, text, _ in pickletools.genops(pickled.read_bytes()) if isinstance(text, str)}
     return {text for text in found if all(part.isidentifier() for part in text.split("."))}
 
 
 def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
-    """Yields (module, file) of the plug-ins' modules (`targets`), of the user's modules in `others`, and of the user's
-    modules that these modules import. Each module is yielded once."""
+    """Yields (name, file) of the user's modules, each module once: the modules named in `targets` and `others`, and the
+    user's modules that they import.
+
+    `targets`: names of the plug-ins' modules. `others`: further names, of which some may be names of modules.
+    """
     look_here()
     tops = {target.partition(".")[0] for target in targets}
     waiting = [(name, module_file(name)) for name in sorted(targets)]
@@ -113,7 +118,8 @@ def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _imports(source: bytes, package: str) -> set[str]:
-    """Returns the modules that a source text may import and their parent packages; an empty set if it is not Python.
+    """Returns the names of the modules that a source text may import, and of their parent packages. Returns an empty
+    set if the text is not valid Python.
 
     `from a import b` may import a.b. `package`: the package against which relative imports are resolved.
     """
