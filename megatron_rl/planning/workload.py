@@ -105,7 +105,7 @@ def cycle_work(
     # The middle is counted in iterations, not in cycles, because a long warm-up may consist of many short cycles.
     ends = list(accumulate(len(cycle) for cycle in schedule))
     cycle = schedule[bisect_right(ends, ends[-1] // 2)]
-    # a critic that shares the model of a policy adds no work
+    # leave out critics that share a policy's model, because they add no work
     iterations = [tuple(name for name in roles if not spec.roles[name].shares_as_critic) for roles in cycle]
     out = list[IterationWork]()
     for roles in dict.fromkeys(iterations):

@@ -102,7 +102,7 @@ class RunConsole(Sink):
             self._live.start()
         logger = logging.getLogger("megatron_rl")
         logger.addHandler(self._handler)
-        logger.propagate = False  # otherwise the root logger's handler would print every line again
+        logger.propagate = False  # so that the root logger's handler does not print every line again
         return self
 
     def __exit__(self, *exception: object) -> None:
