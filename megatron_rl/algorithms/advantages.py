@@ -243,7 +243,7 @@ def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Ro
     ]
     count = sum(map(len, trained))
     extremes = {float(edge) for own in trained if len(own) for edge in (own.min(), own.max())}
-    if len(extremes) <= 1:  # return exactly 0 if all values are equal: the rounded mean may differ from the value
+    if len(extremes) <= 1:  # all values are equal: return exactly 0, without rounding errors of the mean
         return [0.0] * len(values)
     mean = math.fsum(float(own.sum()) for own in trained) / count
     std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))

@@ -41,8 +41,8 @@ def bounded_exp(values: Tensor, limit: float | Tensor = EXP_LIMIT) -> Tensor:
 def correction_weights(
     config: CorrectionConfig | None, gap: Tensor, batch: Batch
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Returns the loss weights of the labels, [N], and metrics, [N] each. `gap`: [N] log r of the trained labels, 0 for
-    other labels.
+    """Returns the loss weights of the labels, [N], and metrics, [N] each. `gap`: [N] log r of the trained labels, where
+    r = p_old / p_engine (see CorrectionConfig), and 0 for other labels.
 
     The weights have no gradient, and are 1 for labels that the policy did not sample. A metric is 1 for labels whose r
     (or, at the other levels, the r of the whole rollout) is outside the bounds: `correction_truncated` if r was clamped

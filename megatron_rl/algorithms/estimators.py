@@ -63,7 +63,7 @@ def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) ->
     Groups are ignored.
     """
     total, own = tokens.sum(), rewards[tokens > 0]
-    # return exactly 0 if all rewards are equal, although the rounded mean may differ from them
+    # if all rewards are equal, return exactly 0, because the computed mean may differ from the rewards by rounding
     if len(own) == 0 or own.min() == own.max():
         return np.zeros_like(rewards)
     centred = rewards - (rewards * tokens).sum() / total

@@ -49,7 +49,7 @@ class Credited:
     """The result of `assign_gae`: the rollouts on which a role and its critic are trained, and metrics."""
 
     policy: list[Rollout]  # [B] rollouts with advantages [T]
-    critic: list[Rollout]  # [B] the same rollouts with the values `old_value` and `returns` [T]
+    critic: list[Rollout]  # [B] rollouts for the critic; their values are `old_value` [T] and `returns` [T]
     kl: float  # mean KL estimate of a rollout's tokens, averaged over the rollouts; 0 without a penalty
     metrics: Mapping[str, float]
 
@@ -186,7 +186,7 @@ def _over_turns(
     rewards: np.ndarray, values: np.ndarray, masks: Sequence[np.ndarray], settings: Gae
 ) -> tuple[np.ndarray, np.ndarray]:
     """Computes advantages over turns. A turn is a run of consecutive trained tokens. Returns (advantages, returns),
-    both [N] float64, in which all tokens of a turn have the numbers of the turn.
+    both [N] float64. Each token has the advantage and the return of its turn.
     """
     firsts = [mask & ~np.concatenate([[False], mask[:-1]]) for mask in masks]
     starts = np.flatnonzero(np.concatenate([first[mask] for first, mask in zip(firsts, masks, strict=True)]))
@@ -199,7 +199,7 @@ def _over_turns(
 
 
 def _gathered(rollouts: Sequence[Rollout], masks: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """Returns the values `name` of all trained tokens, [N] float64."""
+    """Returns the values of all trained tokens, [N] float64. `name`: key of the values in Rollout.values."""
     own = [rollout.values[name][mask] for rollout, mask in zip(rollouts, masks, strict=True)]
     return np.concatenate([np.empty(0), *own])
 

@@ -35,7 +35,9 @@ else:
 
 Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
 AboveOne = Annotated[float, pydantic.Field(gt=1, allow_inf_nan=False)]
-LEAST_WEIGHT = 1e-8  # lower bound of a product of ratios and of a correction weight before VESPO computes their log
+# VESPO computes the logs of two numbers, a product of ratios and a correction weight. Both numbers are first raised to
+# this minimum.
+LEAST_WEIGHT = 1e-8
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def distilled_top_k(
         student = student.log_softmax(-1) if rest == "renormalised" else student
     forward = (teacher.exp() * (teacher - student)).sum(-1)
     reverse = (student.exp() * (student - teacher)).sum(-1)
-    if rest == "zero":  # adds, for tokens that are not candidates, p log p - p * (-100)
+    if rest == "zero":  # adds p (log p - log q), where log q = -100, of the tokens that are not candidates
         others = -live.entropy - (student.exp() * student).sum(-1)
         reverse = reverse + others + 100 * (1 - masses["student_mass"])
     share = {"forward": 1.0, "reverse": 0.0, "mixed": forward_share}[kl]

@@ -28,7 +28,7 @@ Answer = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Responses:
-    """For each of R responses, sums over the labels that are in the loss, as tensors [R]."""
+    """R responses, as tensors [R]. Each value is a sum over those labels of a response that are in the loss."""
 
     logps: Tensor  # log-prob of the response under the trained policy, with gradient
     reference_logps: Tensor  # log-prob under the frozen reference; 0 if the objective does not need the reference
@@ -61,8 +61,8 @@ def responses(live: Statistics, batch: Batch) -> Responses:
 
 
 def pairs(live: Statistics, batch: Batch) -> tuple[Responses, Responses]:
-    """Returns the sums over labels for the P = S / 2 chosen responses and for the P rejected responses of a batch. The
-    single rollout of a dummy batch becomes a pair of length 0.
+    """Splits the S rollouts of a batch into the P = S / 2 chosen responses and the P rejected responses. Returns
+    (chosen, rejected), see `responses`. The single rollout of a dummy batch becomes a pair of length 0.
     """
     sides = [_sides(values) for values in vars(responses(live, batch)).values()]
     return Responses(*(chosen for chosen, _ in sides)), Responses(*(rejected for _, rejected in sides))
@@ -74,8 +74,9 @@ def over_pairs(batch: Batch, losses: Tensor) -> Tensor:
 
 
 def means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
-    """Returns metrics that are logged as the mean of `values` [R] where `mask` [R] is True. For each metric, returns
-    the sum under the metric's name, and the count under COUNT + name. In the names, "__" is replaced by "/".
+    """Returns the sums and counts from which the means of metrics are computed later. `values`: {name: [R] values of a
+    metric}. The mean is over the values for which `mask` [R] is True. The result has, for each metric, the sum of these
+    values with the key name, and their number with the key COUNT + name. In names, "__" is replaced by "/".
     """
     sums = {name.replace("__", "/"): torch.where(mask, one.detach(), 0).sum() for name, one in values.items()}
     return sums | {f"{COUNT}{name}": mask.sum() for name in sums}
@@ -121,8 +122,9 @@ def simpo(
     """Computes the loss of SimPO, which has no reference: the mean log-probs of the tokens of both responses must
     differ by a margin (arXiv 2405.14734; CPOTrainer's loss_type simpo).
 
-    `simpo_gamma`: the margin: a pair's loss is -log sigmoid(beta x difference of the means - simpo_gamma) if
-        label_smoothing is 0. TRL's default of beta is 0.1; 2.0 is the default of the paper's code.
+    `simpo_gamma`: the margin. If label_smoothing is 0, the loss of a pair is
+        -log sigmoid(beta x difference of the means - simpo_gamma). TRL's default of beta is 0.1; 2.0 is the default of
+        the paper's code.
     """
     chosen, rejected = (
         Responses(own.per_token(own.logps), own.reference_logps, own.lengths, own.advantages)
@@ -224,13 +226,16 @@ def _sides(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigmoid_loss(gap: Tensor, label_smoothing: float) -> Tensor:
-    """Returns the negative log-likelihood of pairs whose probability of the given labels is sigmoid(gap). [P] -> [P]"""
+    """Returns the loss of P pairs, [P] -> [P]: -log sigmoid(gap), mixed with -log sigmoid(-gap), the loss of the pair
+    with swapped labels. `label_smoothing`: weight of the second loss, from 0 to 1.
+    """
     return -F.logsigmoid(gap) * (1 - label_smoothing) - F.logsigmoid(-gap) * label_smoothing
 
 
 def _answer(batch: Batch, losses: Tensor, chosen: Responses, rejected: Responses, beta: float) -> Answer:
-    """Returns the loss of each pair [P] at every position [N] of its two rollouts, and the metrics of DPO. The implicit
-    reward of a response is beta x its log-ratio.
+    """Returns the result of an objective on pairs: [N] losses and the metrics of DPO. Every position of a rollout has
+    the loss of the rollout's pair. `losses`: [P] losses of the pairs. The metrics rewards/* are computed from the
+    implicit reward of a response, which is beta x its log-ratio.
     """
     first, second = beta * chosen.logratios, beta * rejected.logratios
     metrics = means(

@@ -76,8 +76,9 @@ class Pen:
     def __init__(
         self, rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[int] | np.ndarray = ()
     ) -> None:
-        """Creates the state after the tokens `written` that have already been generated.
+        """Creates the state at the beginning of a text, or after the tokens that have already been generated.
 
+        `written`: the ids of these tokens.
         `boundaries`: token ids after which the author may change, see the function `boundaries`.
         `key`: integer that determines the random draws, different for every text.
         """

@@ -15,7 +15,7 @@ from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import evaluated, greedy
 from megatron_rl.types import Outcome, Prompt, Rollout
 
-Answer = dict[str, Any]  # a row of evaluation.samples.Sample for one graded answer, without the keys set and measure
+Answer = dict[str, Any]  # a Sample (see evaluation.samples) of a graded answer, without the keys "set", "measure"
 GradedAnswer = tuple[Rollout, str, bool]  # an answer with the reward `outcome`, its text, and whether it is correct
 
 

@@ -31,8 +31,8 @@ class Critics:
 
     @staticmethod
     def of(estimator: EstimatorName, critic_of: Mapping[str, str]) -> "Critics":
-        """Returns the critics `critic_of` if the estimator is `gae`, otherwise no critics. Raises ConfigError for
-        invalid arguments of the estimator.
+        """Returns the critics of a recipe. If the estimator is `gae`, these are the critics in `critic_of` ({role: name
+        of the role's critic}), otherwise none. Raises ConfigError for invalid arguments of the estimator.
         """
         if word_of(estimator) != GAE:
             return Critics(critic_of={})
@@ -47,7 +47,7 @@ class Critics:
         self.kl_coefs = dict(state["kl_coefs"])
 
     def roles(self, parts: Mapping[str, RecipeRole]) -> dict[str, RecipeRole]:
-        """Returns the roles of a recipe with the critics added."""
+        """Returns the roles of a recipe and of its critics. `parts`: the roles of the recipe."""
         read = {
             role: replace(parts[role], reference=parts[role].trained and self.settings.kl_coef > 0)
             for role in self.critic_of

@@ -91,7 +91,7 @@ class Record:
             own = self.curriculum.of(row)
             if own.retire_at is not None and rate >= own.retire_at:
                 self.retired.add(row)
-            elif row in self.retired:  # a problem occurs repeatedly if an update is larger than the data set
+            elif row in self.retired:  # an update larger than the data set has a problem twice
                 continue
             elif own.rest_at is not None and rate <= own.rest_at:
                 self.resting[row] = epoch + 1 + own.rest_epochs
@@ -143,7 +143,7 @@ class _Chosen:
         return self.source.prompts_per_iteration
 
     def take(self, count: int | None = None, fits: Callable[[Prompt], bool] = lambda prompt: True) -> list[Prompt]:
-        since = dict[str, int]()  # {source: epoch of the first problem skipped since the last accepted problem}
+        since = dict[str, int]()  # {source: epoch of the first of the problems skipped in a row}
         curriculum = self.record.curriculum
         assert curriculum is not None, "Record.over returns a _Chosen only with a curriculum"
 
@@ -153,7 +153,7 @@ class _Chosen:
                 since.pop(_source(row), None)
                 return fits(prompt)
             own, first = curriculum.of(row), since.setdefault(_source(row), epoch)
-            # true once all resting problems may be used again and at least one further epoch has been skipped
+            # true if problems were skipped for longer than a problem rests, so that all of them must be retired
             if epoch - first > 1 + (0 if own.rest_at is None else own.rest_epochs):
                 raise NothingLeft(
                     f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "

@@ -26,7 +26,7 @@ from megatron_rl.training.iteration import (
 )
 from megatron_rl.types import Prompt
 
-RATES = "success_rates"  # key in `handed_over` under which the rollout stage passes success rates to `credit`
+RATES = "success_rates"  # key in RolloutContext.handed_over of the success rates that `credit` receives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Dapo(Grpo):
     # penalty for solutions close to the maximum length, and an option not to train on truncated solutions
     overlong: Overlong | None = None
     brevity: Brevity | None = None  # lower rewards for long correct solutions, in problems with high success rates
-    length_reward: LengthReward | None = None  # reward for solutions that are shorter than others of their group
+    length_reward: LengthReward | None = None  # reward that is higher for the shorter solutions of a group
     repetition_penalty: RepetitionPenalty | None = None  # penalty for solutions that repeat n-grams
     reward_model: RewardModel = RewardModel()  # mix the score of a reward model with the outcome
     # state of the curriculum: the problems that are skipped
@@ -109,7 +109,7 @@ class Dapo(Grpo):
 
     @property
     def _added(self) -> dict[str, AddedReward]:
-        """The options that add rewards, by the name of the reward."""
+        """The options that are set and that add a reward to each solution: {name of the reward: option}."""
         options = {
             "overlong": self.overlong if self.overlong is not None and self.overlong.cache else None,
             "brevity": self.brevity,
@@ -127,8 +127,8 @@ class Dapo(Grpo):
     def _draw(
         self, iteration: Iteration, context: RolloutContext, number: int, prompts: Sequence[Prompt]
     ) -> tuple[list[Group], Metrics]:
-        """Samples the groups of one round (see DynamicSampling.rounds). The curriculum learns from the success rates
-        without hints.
+        """Samples the groups of one round (see DynamicSampling.rounds). The success rates of these groups are handed to
+        the curriculum before any group is sampled again with hints.
         """
         sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
         if number > 0:

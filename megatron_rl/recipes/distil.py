@@ -36,7 +36,8 @@ SCORES = (
 NAMES: tuple[str, ...] = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
 # inputs of a loss objective that exist only if `top_k` is above 0
 CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}
-# for each rollout, the teacher's values by name, and the log-ratios of student to teacher at the trained tokens
+# Two lists with an item for each rollout: {name: values from the teacher}, and the log-ratios of student to teacher at
+# the trained tokens.
 Scored = tuple[list[dict[str, np.ndarray]], list[np.ndarray]]
 
 

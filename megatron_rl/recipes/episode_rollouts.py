@@ -88,8 +88,8 @@ class OverEpisodes(EpisodeSettings):
         return {f"recipe.args.environment.args.{name}": path for name, path in self._maker.files().items()}
 
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
-        """Returns a problem's text. The conversation itself is started by the environment. Raises ConfigError if the
-        problem is a conversation (a list of messages) but the dialogue setting is plain text.
+        """Returns the text of a problem. The messages of an episode are made by the environment, not here. Raises
+        ConfigError if the problem is a conversation (a list of messages) and the argument `dialogue` is "text".
         """
         if "messages" in payload and self.dialogue == TEXT:
             raise ConfigError(
@@ -237,8 +237,8 @@ class _Played:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """Adds episodes. An added episode replaces an earlier episode with the same index. Grades the texts for which
-        the environment gave no reward with the run's reward function.
+        """Adds episodes. An added episode replaces an earlier episode with the same index. Texts for which the
+        environment gave no reward are graded with the run's reward function.
         """
         added = {one.number: one for one in episodes}
         asked = [(one, agent) for one in added.values() for agent in one.answers]

@@ -60,11 +60,12 @@ class BalancedSet:
 
 
 def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
-    """Selects solutions from one round of samples after the other until there are `per_class` correct and `per_class`
-    wrong solutions, or no more rounds.
+    """Selects `per_class` correct and `per_class` wrong solutions, or fewer if there are not enough. Returns first the
+    correct solutions, then the wrong solutions.
 
-    Skips solutions for which `fits` is False, because they are too long for the reviewer's prompt. The correct
-    solutions come first in the result.
+    `rounds`: the solutions of each round of samples. A round is requested only if the rounds before it did not have
+        enough solutions. `fits`: returns False for a solution that is too long for the reviewer's prompt. Such a
+        solution is not selected.
     """
     kept: dict[bool, list[Solution]] = {True: [], False: []}
     for solutions in rounds:

@@ -66,8 +66,8 @@ class Reviewer:
         )
 
     def rollout(self, context: RolloutContext, verification: Verification) -> Rollout:
-        """Converts a verification to a rollout that the verifier can be trained on, with the rewards verifier, agrees
-        and format.
+        """Converts a verification to a rollout that the verifier can be trained on. The rollout has the rewards
+        "verifier", "agrees" and "format".
         """
         review = verification.opinion
         drawn = verification.rollout(self.role, partner_weight=context.partner_weights.get(self.role, 0.0))
@@ -100,8 +100,8 @@ class Reviews:
         self.skipped = 0  # number of solutions that are not verified
 
     def add(self, place: int, solution: Solution) -> None:
-        """Adds a solution with the index `place`. Requests verifications of the solution if the solution's group is
-        verified and the verification prompt is not too long."""
+        """Adds a solution. Requests verifications of the solution if the solution's group is verified and the
+        verification prompt is not too long. `place`: index of the solution."""
         self._places.append(place)
         if self._reviewed == "all":
             self._judging.ask(place, solution)
@@ -165,9 +165,10 @@ def aligned(verifications: Sequence[Verification]) -> float:
 def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int = 0) -> dict[str, float]:
     """Returns metrics of the verifications of solutions.
 
-    reviews_skipped: number of solutions in groups that are not verified. reviews_dropped: number of other solutions
-    without a verification. Also verdicts_match, confusion/*, predicted_positive, and step_agreement if gold labels
-    exist.
+    reviews_skipped: number of solutions in groups that are not verified (`skipped`). reviews_dropped: number of
+    solutions in groups that are verified, but whose prompts were too long. verdicts_match: see `aligned`. confusion/*,
+    predicted_positive: see `outcome_confusion`. step_agreement: share of the step verdicts that equal the gold labels;
+    left out if there are no gold labels.
     """
     rows = [verification for group in judged for verification in group]
     without = sum(not group for group in judged)

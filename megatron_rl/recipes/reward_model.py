@@ -141,8 +141,8 @@ class RewardModel:
         return tokens, ends
 
     def scored(self, rollouts: RolloutsByRole, role: str) -> RolloutsByRole:
-        """Converts the scores of the reward model's texts to rewards of the rollouts of `role`. Returns the rollouts
-        without the texts.
+        """Converts the scores that the reward model gave to texts (see `texts`) to rewards of the rollouts of `role`.
+        Returns the rollouts of all roles except the reward model's role, whose rollouts are the texts.
 
         The score of a solution becomes the reward REWARD. With a process reward model, each of its K steps gets the
         reward (2 p - 1) / K, where p is the probability that the step is right. For p = 1 and p = 0, this is the

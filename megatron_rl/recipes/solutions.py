@@ -40,7 +40,7 @@ Item = TypeVar("Item")
 class Solution:
     """One graded answer to a problem."""
 
-    rollout: Rollout  # has annotated reasoning steps, the reward `outcome`, and `correct` in the payload
+    rollout: Rollout  # with annotated steps, the reward `outcome`, and `correct` in its payload
     text: str
     correct: bool
 
@@ -125,7 +125,7 @@ class _Samples:
     prompts: Sequence[Prompt]
     group_size: int
     then: Then
-    labels: VotedLabels | None  # labels by majority vote; None: known answers are used
+    labels: VotedLabels | None  # grades by majority vote; None: grade with the known answers
     found: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
     solutions: dict[int, Solution] = field(default_factory=dict)  # the samples with a score
     repeated: int = 0  # number of gradings that failed once
@@ -135,8 +135,8 @@ class _Samples:
         return [self.found[place][1] for place in sorted(self.found)]
 
     def draw(self, sampling: Sampling, asked: Mapping[int, int]) -> None:
-        """Samples and grades `sampling.n` responses for each request. `asked`: {key of the request: index of the first
-        of its samples}.
+        """Samples and grades `sampling.n` responses for each request. `asked`: {key of a request: index of the first
+        sample of the request}.
         """
         start, draws = time.perf_counter(), Draws(self.context, self.role, sampling)
         for key, place in asked.items():
@@ -147,7 +147,7 @@ class _Samples:
         self.context.watch.add("reward", time.perf_counter() - answered)
 
     def _grade(self, batch: Sequence[tuple[int, list[Rollout]]]) -> None:
-        """Grades samples. `batch`: (index of the first sample, consecutive samples) of each request."""
+        """Grades samples. `batch`: for each request, (index of the first sample, the samples from this index on)."""
         places = [first + j for first, group in batch for j in range(len(group))]
         drawn = [rollout for _, group in batch for rollout in group]
         tokenizer, payloads = self.context.tokenizers[self.role], [rollout.payload for rollout in drawn]
@@ -203,11 +203,11 @@ def check_arguments(
     critics: bool = False,
 ) -> None:  # fmt: skip
     """Raises ConfigError for the first invalid argument of a recipe. The bounds of single numbers are in the types of
-    the recipe's fields, such as Count and Share. The parameters are names of arguments:
+    the recipe's fields, such as Count and Share.
 
-    `groups`: group sizes, which must be large enough for recipe.estimator.
-    `templates`: {argument: names}. The template that the argument names must exist and contain each name in braces. The
-        text is required even if the problems are conversations, which do not use it.
+    `groups`: names of the arguments that are group sizes. These must be large enough for recipe.estimator.
+    `templates`: {name of an argument: names of fields}. The value of the argument must be a template that exists and
+        contains each field in braces. This is required even if the problems are conversations, which use no template.
     `critics`: whether the recipe supports the estimator `gae`, which compares no samples of a group.
     """
     # recipes without the argument `estimator`, such as distillation, do not compare rewards
@@ -256,9 +256,9 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
 
 
 def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
-    """Raises ConfigError if `text`, the prompt of the argument `name` of the recipe, has more tokens than
-    max_prompt_tokens of the role. Checks only if the tokenizer is a local directory. With a hub name, a prompt that is
-    too long is detected when it is used.
+    """Raises ConfigError if a prompt has more tokens than max_prompt_tokens of the role. `text`: the prompt. `name`:
+    the argument of the recipe that defines the prompt. Checks only if the tokenizer is a local directory. With a hub
+    name, a prompt that is too long is detected when it is used.
     """
     own = spec.roles[role]
     if not Path(own.model.tokenizer or own.model.path).is_dir():
@@ -273,8 +273,9 @@ def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
 
 
 def _beside(items: Iterable[Item], work: Callable[[Sequence[Item]], None]) -> float:
-    """Iterates over `items` while a second thread processes them. `work` gets all items that arrived since its last
-    call. Returns the time (perf_counter) of the last item. Raises the errors of the iteration and of `work`.
+    """Reads all items, and processes them with `work` in a second thread at the same time. Each call of `work` gets all
+    items that arrived since its last call. Returns the time (perf_counter) after the last item was read. Raises any
+    error that occurs while items are read, and any error of `work`.
     """
     waiting: SimpleQueue[Item] = SimpleQueue()
 

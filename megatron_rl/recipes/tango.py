@@ -57,7 +57,7 @@ class BaseTango(WithCritics):
     warmup_updates: CountOrZero = 40  # verifier updates before the first cycle
     initial_mode: Literal["generator", "verifier"] = "generator"  # role that is trained first in each cycle
     generator_iterations: Count = 3  # generator iterations per cycle
-    verifier_iterations: CountOrZero = 1  # verifier iterations per cycle; 0 in a shorter last cycle
+    verifier_iterations: CountOrZero = 1  # verifier iterations per cycle; for the last cycle see `schedule`
     group_size: Count = 5  # solutions per problem in a generator iteration
     # number of verifications per solution in a verifier iteration, which samples one solution per problem
     verifications: Count = 5
@@ -82,9 +82,9 @@ class BaseTango(WithCritics):
     estimator: EstimatorName = "grpo"
     format_weight: float = 0.8  # gamma: weight of the format score in the verifier's reward
     correctness_weight: float = 1.0  # weight of the agreement with the outcome in the verifier's reward
-    class_weight_decay: Decay = 0.8  # decay factor of the moving counts of correct and wrong solutions
-    # How verifications are weighted in the verifier's update, with `count` the moving count of solutions of the same
-    # class (correct or wrong). sqrt_inverse: 1 / sqrt(count). inverse: 1 / count. off: equal weights.
+    class_weight_decay: Decay = 0.8  # decay factor of the counts for class_weights
+    # Weight of a verification in the verifier's update. sqrt_inverse: 1 / sqrt(count). inverse: 1 / count. off: equal
+    # weights. count is the moving average of the number of solutions of the same class (correct or wrong) per batch.
     class_weights: ClassWeights = "sqrt_inverse"
     train_generator: bool = True
     train_verifier: bool = True
@@ -102,7 +102,7 @@ class BaseTango(WithCritics):
         refuse(*self.problems())
         trained = {self.solver: self.train_generator, VERIFIER: self.train_verifier}
         self._critics = Critics.of(self.estimator, {role: f"{role}_critic" for role in trained if trained[role]})
-        if not self._critics.critic_of:  # a test call, which raises ConfigError for an invalid estimator or alpha
+        if not self._critics.critic_of:  # test call: raises ConfigError for an invalid estimator or alpha
             assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))
         self._counts = ClassCounts()
         self._signal = 0.0  # moving average of the share of groups whose outcomes differ, in generator iterations
@@ -137,7 +137,7 @@ class BaseTango(WithCritics):
         self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
     ) -> tuple[Sequence[Solution], dict[str, float]]:
         """Samples `sampling.n` solutions of each problem and grades them. Returns the graded solutions in order, and
-        metrics. `then` is called with the index and the solution as soon as a solution is available.
+        metrics. `then`: callback, called with a solution's index and the solution as soon as the solution is graded.
         """
         ...
 
@@ -200,14 +200,14 @@ class BaseTango(WithCritics):
             rows = [verification for group in judged for verification in group]
             context.handed_over["labels"] = [row.item.correct for row in rows]
             return {VERIFIER: [self._reviewer.rollout(context, row) for row in rows]}
-        # None: all solutions can get step advantages. A list: for each solution, whether it was verified.
+        # Hand over, for each solution, whether it was verified. None means that all solutions can get step advantages.
         everywhere = self._reviewed(iteration) == "all"
         context.handed_over["reviewed"] = None if everywhere else [bool(own) for own in judged]
         verified = self.verified(context, solutions, judged)
         return {self.solver: [part for s, one in zip(solutions, verified, strict=True) for part in s.to_train(one)]}
 
     def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
-        """Returns the rollouts of the solutions of a generator iteration, with rewards of their steps."""
+        """Returns the rollout of each solution of a generator iteration, with a reward on each verified step."""
         return [with_verdicts(s.rollout, own, self.step_credit) for s, own in zip(solutions, judged, strict=True)]
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
@@ -269,8 +269,8 @@ class BaseTango(WithCritics):
             found = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
             # a role whose critic warms up has no rollouts to train on
             return {r: self.share_credit(own, rollouts[self.solver]) if own else [] for r, own in found.items()}
-        # With alpha_schedule none, alpha is process_weight / total, and mixed advantages are multiplied by total.
-        # As in the released code, outcome advantages without step advantages are not scaled.
+        # With alpha_schedule none, alpha is process_weight / total. Mixed advantages are then multiplied by total.
+        # Outcome advantages without step advantages are not multiplied, as in Tango's released code.
         total = self.outcome_weight + self.process_weight if self.alpha_schedule == "none" else 1.0
         scored = any(s.annotations_of(STEP).scores is not None for s in solutions)
         credited = assign_advantages(
@@ -290,7 +290,9 @@ class BaseTango(WithCritics):
         return rollouts
 
     def share_credit(self, credited: Sequence[Rollout], rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns `rollouts` with the advantages of the whole solutions `credited`."""
+        """Returns the rollouts to train on. Each rollout gets the advantages of its solution. `credited`: one rollout
+        per solution with advantages (see `whole_solutions`). `rollouts`: the rollouts that need advantages.
+        """
         return [*credited]
 
     def _follow(self, solutions: Sequence[Rollout]) -> None:
@@ -406,11 +408,11 @@ class Tango(BaseTango):
 class LeanTango(Tango):
     """Tango with settings that cost less than the paper's (docs/explanation/last_letter.md, "At equal time").
 
-    Only groups without a correct solution are verified and learn from verdicts; other groups learn from outcomes. While
-    the solutions of at least a quarter of the problems have different outcomes (as a moving average), no group is
-    verified. The tokens of a step get the credit of the step's verdict only, which is compared with the verdicts on
-    steps with the same index in the problem's other solutions. The verifier decodes greedily in generator iterations.
-    The verifier is trained a third as often, and only while generator iterations use it.
+    Only groups without a correct solution are verified and learn from verdicts. Other groups learn from outcomes. No
+    group is verified while the share of problems whose solutions have different outcomes (a moving average) is at least
+    0.25. The step advantage of a step's tokens comes from the verdict on this step only, compared with the verdicts on
+    the steps with the same index in all solutions of the problem. The verifier decodes greedily in generator
+    iterations. It is trained a third as often as in Tango, and only while solutions are verified.
     """
 
     # generator iterations per cycle; one verifier iteration takes as long as two generator iterations

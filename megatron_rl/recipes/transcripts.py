@@ -53,8 +53,9 @@ class TranscriptForm:
     def write(self, question: str, told: Sequence[str], turns: Sequence[str]) -> str:
         """Returns a conversation as text.
 
-        `told`: [K] texts of the environment before each turn. `turns`: [K] turns. The first text of the environment is
-            left out if it contains the question, because the verifier's template shows the question.
+        `turns`: [K] texts of the agent. `told`: [K] texts of the environment; text k is the one before turn k. The
+            first text of the environment is omitted if it contains the question, because the verifier's template
+            shows the question.
         """
         parts = []
         for number, (heard, turn) in enumerate(zip(told, turns, strict=True), start=1):
@@ -110,8 +111,9 @@ def joined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Copies payload and annotated turns of the joined rollout `whole` to the `samples` of which it consists, and
-    returns the samples. A sample gets the annotations, scores and verdicts of its turns.
+    """Splits the annotations of an agent's joined rollout among the agent's samples, and returns the new samples. Each
+    sample gets the payload of the joined rollout, and the annotations, scores and verdicts of its own turns. `whole`:
+    the joined rollout (see `joined`). `samples`: the samples that were concatenated.
     """
     annotations, parts, start = whole.annotations_of(STEP), [], 0
     for sample in samples:
@@ -129,7 +131,7 @@ def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
 
 
 def rejoined(samples: Sequence[Rollout]) -> Rollout:
-    """Concatenates the samples of an agent like `joined`, with their annotated turns."""
+    """Concatenates the samples of an agent into one rollout, as `joined` does, and also their annotated turns."""
     starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
     found = [sample.annotations_of(STEP) for sample in samples]
     scores = None if any(own.scores is None for own in found) else np.concatenate([own.scores for own in found])  # type: ignore[misc]
@@ -138,8 +140,8 @@ def rejoined(samples: Sequence[Rollout]) -> Rollout:
 
 
 def with_credit(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the samples with the role, the advantages, the values and the reward TRAINED of their joined rollout
-    `whole`."""
+    """Copies the role, the advantages, the values and the reward TRAINED of an agent's joined rollout to the agent's
+    samples, and returns the new samples. `whole`: the joined rollout (see `joined`)."""
     ends, given, parts = np.cumsum([len(sample.tokens) for sample in samples]), whole.advantages, list[Rollout]()
     for sample, end in zip(samples, ends.tolist(), strict=True):
         own = slice(end - len(sample.tokens), end)

@@ -16,7 +16,8 @@ from megatron_rl.rewards.tags import answer_text
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Outcome, Prompt
 
-# Values of a problem, besides `answer`, in which data sets keep the known answer; reward functions must not read them
+# Fields of a problem, besides `answer`, in which data sets store the known answer. In a vote, reward functions get
+# problems without these fields, because the elected answer replaces the known answer.
 KNOWN = ("answers", "reward_model", "ground_truth")
 
 
@@ -59,9 +60,9 @@ class VotedLabels:
     ) -> tuple[list[Mapping[str, Any]], list[Graded]]:  # fmt: skip
         """Grades responses against the elected answers. Returns (payloads with the elected answers, gradings).
 
-        `places`: index of each response among the samples. A prompt's label is elected by the responses of the first
-        call that has responses to the prompt, which must be the whole group. If there is no label, the responses get
-        the lowest reward without being graded.
+        The first call with responses to a prompt must have all responses of the prompt's group, which elect the
+        prompt's label. Later calls use this label. If there is no label, the responses get the lowest reward without
+        being graded. `places`: index of each response among all samples; it determines the response's prompt.
         """
         groups: dict[int, list[str]] = {}
         for place, text in zip(places, texts, strict=True):

@@ -276,7 +276,7 @@ def _usable(setup: Setup, plan: Plan, iteration: Iteration, collected: Collected
 
 class _Clock:
     """Measures on the driver how long an iteration takes, and how long the trainer and the engines are idle in this
-    time. The time does not include checkpoints, and includes only evaluations that run beside the iteration."""
+    time. The time does not include checkpoints. It includes an evaluation only if it runs during the iteration."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._waited_s, self._start = setup, 0.0, time.perf_counter()
@@ -292,7 +292,8 @@ class _Clock:
 
     def wait_for(self, evaluation: _Evaluation | None) -> None:
         """Waits until the evaluation that runs at the same time as the iteration is complete, so that the engines can
-        get new weights. Counts the waiting time as idle time of the trainer. Without an evaluation, does nothing."""
+        get new weights. Counts the waiting time as idle time of the trainer. Does nothing without an evaluation.
+        Collective."""
         if evaluation is None:
             return
         start = time.perf_counter()
