@@ -25,7 +25,7 @@ from megatron_rl.engines.embedded.decoder import Decoder
 from megatron_rl.engines.protocol import Sampling
 
 _log = logging.getLogger(__name__)
-ROW_UNIT = 8  # smallest difference of two padded row counts above 4
+ROW_UNIT = 8  # above 4, padded row counts are multiples of at least this number
 GROWTH = 256  # number of columns (tokens) by which the KV cache of recorded steps grows
 
 
@@ -54,9 +54,9 @@ class GraphRecorder:
         # Weak references to the graphs that still exist. Each step holds a strong reference to its graph.
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._refused = False
-        # The graph whose capture failed, and the graph that repaired the random generator. They stay alive as long as
-        # other graphs are alive. From torch 2.12, destroying a graph frees cuBLAS's workspace for the graph's stream.
-        # The other graphs still use this workspace (pytorch issue 193402).
+        # The graph whose capture failed, and the graph that repaired the random generator. These two graphs are kept
+        # until all other graphs are destroyed, because destroying a graph frees cuBLAS's workspace for its stream (from
+        # torch 2.12), and all graphs share one stream and this workspace (pytorch issue 193402).
         self._failed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def rehearse(self, step: Callable[[], None]) -> None:

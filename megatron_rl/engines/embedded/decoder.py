@@ -129,8 +129,8 @@ class Decoder:
         return bias[:, None].expand(-1, self._cached[1], -1).reshape(-1, 1, window)
 
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes queries, keys and values from [N, h]. Returns rotated queries [N, H, d], and rotated keys with
-        values [N, 2, KV, d]. With latent attention, the second value is the cache entry [N, 1, 1, r + e].
+        """Computes queries, keys and values from `x` [N, h]. Returns the rotated queries [N, H, d], and the new entries
+        of the KV cache: rotated keys and values [N, 2, KV, d], or [N, 1, 1, r + e] for latent attention.
         """
         if isinstance(layer.qkv, Latents):
             return self._project_latents(x, layer.norm, layer.qkv, turns)

@@ -114,8 +114,8 @@ class WeightSlot:
     """The part of the engine's weight storage that holds one Hugging Face tensor."""
 
     rows: Tensor  # [rows, columns] or [rows], a view
-    # Size of a head if the rows of each head are stored in pairs: one row of the first half, one of the second half.
-    # None if the rows have the same order as in the Hugging Face tensor.
+    # Size of a head if rows are stored in rotary pairs: a row of a head's first half, then one of its second half.
+    # None if rows are stored in the same order as in the Hugging Face tensor.
     head_dim: int | None = None
 
     @property
@@ -123,7 +123,7 @@ class WeightSlot:
         return tuple(self.rows.shape)
 
     def order(self, first: int, count: int) -> Tensor | slice:
-        """Returns the indices, in the storage, of rows [first, first + count) of the Hugging Face tensor."""
+        """Returns the indices at which the rows [first, first + count) of the Hugging Face tensor are stored."""
         if self.head_dim is None:
             return slice(first, first + count)
         row, half = torch.arange(first, first + count, device=self.rows.device), self.head_dim // 2
@@ -266,8 +266,9 @@ class _Storage:
         )
 
     def row(self, row: Row, prefix: str) -> Tensor:
-        """Allocates one parameter. `row`: describes the parameter, and the Hugging Face tensors whose concatenation it
-        is. A parameter of an expert is allocated for all experts at once, as one stacked tensor.
+        """Allocates one parameter, which is a concatenation of Hugging Face tensors. `row`: the names and shapes of the
+        parameter and of these tensors. A parameter of an expert is allocated for all experts at once, as one stacked
+        tensor.
 
         The rows of queries and keys, and the elements of their norms, are stored in rotary pairs.
         """

@@ -27,8 +27,8 @@ class ExpertChoices:
         """Stores the expert choices of a prefill. `chosen`: [prompts * width, k] for each layer, where every prompt is
         padded to `width` tokens.
 
-        `places`: for every row, the row's index in the call, the index of its prompt in the prefill, and the prompt's
-        length.
+        `places`: one tuple per row: index of the row in the batch, index of the row's prompt in the prefill, length of
+        the prompt in tokens.
         """
         told = _stacked(chosen).cpu().numpy()
         told = told.reshape(-1, width, *told.shape[1:])
@@ -36,8 +36,9 @@ class ExpertChoices:
             self._prompts[place] = told[number, :length]
 
     def read_drawn(self, chosen: Sequence[Tensor], places: np.ndarray, offsets: np.ndarray) -> None:
-        """Stores the expert choices of a decoding step. `chosen`: [B, k] for each layer. The processed tokens have the
-        indices `offsets` [B] in the completions of the rows `places` [B]. Rows that have already ended may be included.
+        """Stores the expert choices of a decoding step, which processed one token of each of B rows. `chosen`: [B, k]
+        for each layer. `places`: [B], indices of the rows. `offsets`: [B], index of each processed token in the
+        completion of its row. Rows that have already ended may be included.
         """
         self._drawn.append((places, offsets, _stacked(chosen)))
 

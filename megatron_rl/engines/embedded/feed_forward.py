@@ -19,10 +19,10 @@ def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) ->
     the indices of the chosen experts [N, k].
     """
     weights, chosen = route(y, layer, routing)
-    # [N k] each: the chosen experts in sorted order, and the index of each of them in `chosen.flatten()`
+    # Sorts the N k (token, expert) pairs by expert. `order`: [N k], index of each sorted pair in `chosen.flatten()`.
     experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(len(layer.router), device=y.device)
-    # [E], end index of each expert's pairs in the sorted order
+    # [E], index in the sorted order at which the (token, expert) pairs of each expert end
     ends = torch.searchsorted(experts, numbers, right=True).int()
     rows = y.index_select(0, order // routing.chosen)
     inner = F.grouped_mm(rows, layer.gate_up.mT, offs=ends)

@@ -37,13 +37,14 @@ class Cache:
         self.width = columns
 
     def put(self, part: slice, fresh: Sequence[Tensor], source: Tensor) -> None:
-        """Fills the slots `part` from the cache `fresh` that a prefill returned, one [2, P, KV, columns, d] per layer.
-        `source`: [B], index of the prompt in the prefill for each slot.
+        """Fills slots with the KV cache that a prefill of P prompts returned. `part`: the B slots to fill. `fresh`: the
+        cache of the prefill, one tensor [2, P, KV, columns, d] per layer. `source`: [B], index of each slot's prompt in
+        the prefill.
         """
         for held, made in zip(self.layers, fresh, strict=True):
             held[:, part, :, : made.shape[3]] = made[:, source]
 
     def move(self, origin: Tensor, to: Tensor) -> None:
-        """Copies the contents of the slots `origin` [M] to the slots `to` [M]."""
+        """Copies the contents of M slots to other slots. `origin`, `to`: [M], indices of the slots."""
         for held in self.layers:
             held[:, to] = held[:, origin]

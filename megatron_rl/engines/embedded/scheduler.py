@@ -26,7 +26,7 @@ from megatron_rl.engines.protocol import Completion
 from megatron_rl.host_to_device import upload
 from megatron_rl.types import Stop
 
-# minimum share of unfinished rows among the slots in use; below it, the unfinished rows are moved to the first slots
+# If less than this share of the slots in use have unfinished rows, unfinished rows are moved to the first slots.
 COMPACT_BELOW = 0.95
 REFILL = 4  # Waiting rows are prefilled when 1 / REFILL of the slots are free, so that many rows are prefilled at once.
 PREFILL_TOKENS = 2048  # maximum number of prompt tokens, including padding, in one forward pass
@@ -192,7 +192,7 @@ class ContinuousBatch:
         self._draw([states for states, _ in read], part)
 
     def _draw(self, states: list[Tensor], part: slice) -> None:
-        """Samples the next token of each row in the slots `part`. `states`: hidden states [B, h] of each decoder."""
+        """Samples the next token of B rows. `states`: [B, h] hidden states of each decoder. `part`: the rows' slots."""
         places = self._places[part]
         logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
         positions = self._positions[part].add_(1)
@@ -201,7 +201,7 @@ class ContinuousBatch:
         self._take(part, *drawn)
 
     def _take(self, part: slice, tokens: Tensor, logprobs: Tensor, model_logprobs: Tensor) -> None:
-        """Stores the tokens [B] sampled for the rows in slots `part`, and ends the rows that these tokens complete."""
+        """Stores the tokens [B] sampled for B rows, and ends the rows that they complete. `part`: slots of the rows."""
         places, offsets = self._places[part].copy(), self._counts[part].copy()
         self._counts[part] += 1
         told = tokens.cpu().numpy()  # the step's only synchronization with the device
@@ -219,8 +219,8 @@ class ContinuousBatch:
             self._finish(finished, part, told, by_text)
 
     def _finish(self, rows: np.ndarray, part: slice, tokens: np.ndarray, by_text: np.ndarray) -> None:
-        """Marks `rows` (indices within the slots `part`) as ended, and stores the length and the stop reason of their
-        completions. `tokens`: [B], the newest tokens of all slots in `part`.
+        """Marks rows as ended, and stores the length and the stop reason of their completions. `part`: the slots of B
+        rows. `rows`: indices of the ended rows among the B rows. `tokens`: [B], the newest tokens of the B rows.
         """
         places = self._places[part][rows]
         self._lengths[places] = self._counts[part][rows]
@@ -252,7 +252,7 @@ class ContinuousBatch:
         rows = self._size if self._steps is None else min(self._slots, graphs.padded_rows(self._size))
         slots = self._slots if self._waiting else rows
         if self._steps is not None and width > self._caches[0].width:
-            # the steps hold references to the old cache, which would stay in memory beside the new cache
+            # Drop the steps first: their references would keep the old cache in memory beside the new cache.
             self._steps.clear()
         for cache in self._caches:
             cache.reserve(width, used=self._size, slots=slots)

@@ -9,16 +9,16 @@ import numpy as np
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.types import Stop
 
-PARTIAL = "\N{REPLACEMENT CHARACTER}"  # decoded text of a character whose bytes are incomplete
-# Number of tokens by which the window exceeds the byte count of the longest stop string.
-# At the edges of the window, decoding may cut a character or drop a space.
+PARTIAL = "\N{REPLACEMENT CHARACTER}"  # text into which tokenizers decode an incomplete character
+# The window (the last tokens of a completion, which are searched for stop strings) has this many tokens more than the
+# longest stop string has bytes, because decoding may cut a character or drop a space at the edges of the window.
 MARGIN = 4
 NO_TOKEN = -1  # placeholder for window positions before the first token of a completion
 _UNKNOWN, _NO, _MAYBE = 0, 1, 2
 
 
 class Ends:
-    """Decides when and why completions with one sampling setting end."""
+    """Decides when and why completions end. All of the completions have the same stop settings."""
 
     def __init__(self, eos: frozenset[int], sampling: Sampling, tokenizer: Any, vocab: int) -> None:
         self._eos, self._stop_tokens = eos, frozenset(sampling.stop_tokens)

@@ -37,7 +37,7 @@ class Writers:
 
     def logits(self, states: Sequence[Tensor], places: np.ndarray) -> Tensor:
         """Computes logits [B, V] from both decoders' hidden states [B, h]. The logits of a row come from the model
-        whose turn it is in the row.
+        that generates the next token of the row.
         """
         senior = torch.tensor([self._pens[place].senior for place in places.tolist()], device=states[0].device)
         shape = (len(senior), self._decoders[0].arch.vocab)
@@ -47,8 +47,8 @@ class Writers:
         return logits
 
     def write(self, places: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Records the new tokens of rows. `places`: [B], indices of the rows. `tokens`: [B]. Returns [B] bool, True if
-        the senior generated the token.
+        """Records one new token for each of B rows. `places`: [B], indices of the rows. `tokens`: [B], the new tokens.
+        Returns [B] bool: True where the senior generated the token.
         """
         written = zip(places.tolist(), tokens.tolist(), strict=True)
         return np.fromiter((self._pens[place].write(token) for place, token in written), bool, len(places))

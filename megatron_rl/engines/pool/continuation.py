@@ -19,7 +19,7 @@ def seed_after(seed: int, written: int) -> int:
 
 
 def joined(begun: Completion, more: Completion) -> Completion:
-    """Returns the completion `begun` extended by its continuation `more`."""
+    """Joins two parts of a completion to one completion. `begun`: the first part. `more`: the continuation."""
     offset = len(begun.tokens)
     later = [(start + offset, version) for start, version in more.versions]
     return Completion(
@@ -29,7 +29,7 @@ def joined(begun: Completion, more: Completion) -> Completion:
         model_logprobs=_both(begun.model_logprobs, more.model_logprobs),
         authors=_both(begun.authors, more.authors),
         versions=spans([*begun.versions, *later], offset + len(more.tokens)),
-        # `more` already has the expert choices of all tokens, because its prompt contained the earlier tokens
+        # The continuation has the expert choices of all tokens, because its prompt contained the earlier tokens.
         experts=more.experts,
     )
 

@@ -25,7 +25,7 @@ from megatron_rl.key_value_store.store_server import descriptors
 from megatron_rl.loop_thread import LoopThread
 
 LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts of a request when all servers ask the client to wait
-# If a request is in progress on this many servers when they are lost, the request is considered the cause.
+# If this many servers are lost while they work on the same request, this request is considered the cause.
 LOST_UNDER = 10
 LOOKERS = 8  # maximum number of servers that are checked concurrently, each after it failed a request
 DEADLY = (
@@ -105,23 +105,24 @@ class Dispatcher:
         self._lookers.shutdown(cancel_futures=True)
 
     def submit(self, work: Outstanding, task: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
-        """Starts the coroutine function `task` on the event loop and adds it to `work`. Raises EngineError if the
-        members are closed.
+        """Starts a task on the event loop and adds it to the caller's tasks. `task`: a coroutine function, which gets
+        the `arguments`. `work`: the tasks of the caller. Raises EngineError if the pool is closed.
         """
         self.members.check_open()
         work.add(self._thread.start(task(*arguments)))
 
     def look(self) -> None:
         """Makes the requests in the queue look for a free server again. Thread-safe."""
-        with contextlib.suppress(RuntimeError):  # error if the event loop is closed; then no request waits
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed, so that no request is waiting
             self._loop.call_soon_threadsafe(self._queue.look)
 
     def wait(self, work: Outstanding, waiting: Waiting | None) -> Any:
-        """Updates the servers (`tend`) and waits briefly for a task of `work`. Returns the result of a finished task,
-        or None if no task has finished.
+        """Updates the servers (`tend`) and waits briefly for a task of the caller. Returns the result of a finished
+        task, or None if no task has finished.
 
-        Raises the exception of the task, or EngineError if waiting for a server is pointless (see `Waiting.on`) or the
-        pool is closed. `waiting`: None if no request is in progress.
+        `work`: the tasks of the caller. `waiting`: limits how long the caller waits for a server; None if no request is
+        in progress. Raises the exception of the task, or EngineError if waiting for a server is pointless (see
+        `Waiting.on`) or the pool is closed.
         """
         self._tend()
         if waiting is not None:
@@ -138,8 +139,8 @@ class Dispatcher:
         Must run on the dispatcher's event loop.
 
         Raises EngineError if live servers fail the request `limits.attempts` times, if LOST_UNDER servers are lost
-        while they work on the request, or if no caller waits for `work` any more. Raises RequestRefused if the request
-        is invalid for every server.
+        while they work on the request, or if the caller has stopped waiting. `work`: the tasks of the caller. Raises
+        RequestRefused if the request is invalid for every server.
         """
         failures: list[str] = []
         lost = 0  # number of servers that were lost while they worked on this request
@@ -152,7 +153,7 @@ class Dispatcher:
                 return await request.ask(member, version), member
             except ServerLost as error:
                 await self._look_after(member, str(error))
-                # False if the server was lost or got new weights: then the request is not to blame for the failure
+                # False if the server was lost or got new weights. Such a failure is not an attempt of the request.
                 served = self.members.serves(member, version)
                 with self.members.change:
                     self.failures += 1

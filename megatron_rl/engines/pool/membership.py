@@ -33,7 +33,7 @@ class Limits:
 
     servers: int  # maximum number of servers
     at_once: int  # maximum number of concurrent sequences per server
-    max_batch: int | None = None  # maximum number of sequences that one server decodes together; None: same as at_once
+    max_batch: int | None = None  # maximum number of sequences that one server decodes together; None uses `at_once`
     attempts: int = 3  # maximum number of attempts of a request if live servers fail it
     request_timeout_s: float = 600.0
     wait_s: float = 1800.0  # maximum seconds to wait until a server is available
@@ -96,7 +96,7 @@ class Members:
         self.hopeless: Callable[[], str | None] = lambda: None
         self.refitting = False  # True while servers receive new weights (a refit) and will serve soon
         self.closing = threading.Event()
-        # total seconds for which sequences occupied decoding slots of servers, until time.monotonic() was `_counted`
+        # `_occupied_s`: the result of `occupied_s` at its last update; `_counted`: time.monotonic() of this update
         self._occupied_s, self._counted = 0.0, time.monotonic()
         self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
@@ -235,7 +235,7 @@ class ListedMembers(Members):
         while not self.closing.is_set():
             try:
                 self.look(self._roster.read(self._listed), time.monotonic())
-            # For example, an unavailable file server; this error is not mistaken for missing heartbeats.
+            # For example, the file server is unavailable. Missing heartbeats do not make a server lost in this case.
             except OSError as error:
                 _log.warning("cannot read the server registry %s: %s", self._roster.directory, error)
             self.closing.wait(self._look_s)

@@ -65,9 +65,9 @@ class PoolSession(SessionBase):
             self._asked[key] = asked
             missing = asked.missing
         # The n samples of a prompt are one request to a server, unless the log has some of the samples.
-        # A request occupies capacity for all its samples until the longest sample is complete. Therefore, if an
-        # iteration is generated ahead of training, each sample is a separate request, and samples of other iterations
-        # use the capacity of a finished sample.
+        # A request occupies a server's capacity for all its samples until its longest sample is complete.
+        # Therefore each sample is a separate request if iterations are generated ahead of training. When a sample is
+        # finished, its capacity can then be used by samples of other iterations.
         for samples in [range(sampling.n)] if whole else [range(j, j + 1) for j in missing]:
             self._dispatcher.submit(asked.work, self._write, asked, samples)
         if not missing:

@@ -12,8 +12,8 @@ from megatron_rl.engines.pool.membership import Member, Members
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError
 
-# A server that has a request's prefix in its cache is preferred to the least loaded server, if the difference of their
-# loads is at most this share of a server's capacity.
+# A request is sent to the server that has its prefix in the cache, and not to the least loaded server, if the loads of
+# the two servers differ by at most this share of a server's capacity.
 PREFIX_SHARE = 0.25
 # Seconds for which a server that failed a request gets no requests if other servers are free.
 # Such a server may have a low load only because it fails requests immediately.
@@ -55,7 +55,7 @@ class RequestQueue:
         self._members, self._shared = members, shared
         self._came = 0
         self._again: list[Waiter] = []  # requests that a server has failed
-        # {number of sequences: heap of the requests that no server has failed yet}
+        # requests that have not failed at any server: {number of sequences of a request: heap of these requests}
         self._first: dict[int, list[Waiter]] = {}
 
     async def wait(self, waiter: Waiter) -> Place:
@@ -113,8 +113,8 @@ class RequestQueue:
             while open_lines:
                 n, line = min(open_lines.items(), key=lambda item: item[1][0])
                 if not self._join_member(line[0], serving):
-                    # All requests of this heap need the same capacity, so none of them can be assigned.
-                    # Requests with a higher priority number wait too, so that they do not take the next free capacity.
+                    # No server has the capacity that all requests of this heap need, so leave the whole heap waiting.
+                    # Less urgent requests in other heaps wait too, or they would take the capacity that becomes free.
                     open_lines = {
                         k: own for k, own in open_lines.items() if k != n and own[0].priority <= line[0].priority
                     }

@@ -23,10 +23,10 @@ from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 
 SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # maximum number of sequences and of tokens in one scoring request
-LISTED_S = 10.0  # maximum seconds to wait until a server that has answered is registered in the pool
+LISTED_S = 10.0  # maximum seconds that `sleep` waits until servers that have just registered are known to the pool
 # seconds after a failed weight sync (refit) of a server before the weights are sent to this server again
 AGAIN_S = 30.0
-SWAP_S = 10.0  # maximum seconds until a server with staging learns that the trainer has committed the refit
+SWAP_S = 10.0  # maximum seconds in `swap` until a server learns that the trainer has committed the staged refit
 _log = logging.getLogger(__name__)
 
 
@@ -87,8 +87,8 @@ class ServerEngine:
     async def _score(
         self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
     ) -> dict[int, TopScores]:
-        """Scores some of the sequences of a caller on one server. Returns {index of a sequence: scores}. `places`: the
-        indices of `sequences` among all sequences of the caller.
+        """Scores sequences on one server. `places`: index of each sequence among all sequences that the caller scores.
+        Returns {this index: scores}. `work`: the tasks of the caller.
         """
 
         async def ask(member: Member, version: int) -> list[TopScores]:
@@ -121,8 +121,8 @@ class Pool(ServerEngine):
         fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None, shared: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
-        # Callback that puts all servers to sleep, sends the current weights to servers that lack them, and wakes all
-        # servers. The callback is set only if the servers use the trainer's GPUs.
+        # Callback that is set only if the servers use the trainer's GPUs.
+        # It puts all servers to sleep, sends the current weights to servers that lack them, and wakes all servers.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated, self._away = settings.colocate, False  # _away: True between `sleep` and `wake`
         self._owner = threading.get_ident()
@@ -177,9 +177,10 @@ class Pool(ServerEngine):
         self._pause(version, self._staging, all_stale=True, wait_s=SWAP_S)
 
     def _pause(self, version: int, members: Sequence[Member], *, all_stale: bool, wait_s: float) -> list[Member]:
-        """Pauses servers and starts their updates to `version`. Returns the servers that could be paused. `all_stale`:
-        whether the pool's other servers lack this version and get no requests either. `wait_s`: maximum seconds until
-        the weights begin to arrive.
+        """Pauses the servers `members` and starts their updates to `version`. Returns the servers that could be paused.
+
+        `all_stale`: whether the other servers of the pool get no requests either, because they lack this version too.
+        `wait_s`: maximum seconds until the weights begin to arrive.
         """
         self._paused = time.perf_counter()
         with self.members.change:
@@ -286,7 +287,7 @@ class Pool(ServerEngine):
             verb(member)
         except (ServerLost, RequestRefused) as error:
             trouble = f"it {failing}: {error}"
-            # Does not log the same failure again: a wait may retry twice a second.
+            # A repeated failure is logged only once, because a waiting caller may retry twice a second.
             if trouble != member.trouble and not self.members.closing.is_set():
                 _log.warning("%s %s: %s", member.listing.name, failing, error)
             with self.members.change:

@@ -56,7 +56,7 @@ class SglangServer(Server):
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
         self._sleeps, self._tp = settings.colocate, settings.tp
-        # tags of memory that is released now; SGLang exits if memory is released twice
+        # kinds of memory (SGLang's tags) that are released now; SGLang exits if it is asked to release a kind twice
         self._away: frozenset[str] = frozenset()
         self._known: _Facts | None = None
         self._change, self._under_way = threading.Condition(), 0
@@ -74,7 +74,7 @@ class SglangServer(Server):
             return [empty(sampling)] * sampling.n
         n = 1 if sampling.greedy else sampling.n
         body = self._request(prompt.tolist(), sampling, n, seed, facts)
-        if priority:  # the default 0 is not sent, because SGLang can be configured to refuse priorities
+        if priority:  # SGLang can be configured to refuse priorities, so the default 0 is not sent
             body["priority"] = priority
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
@@ -125,7 +125,8 @@ class SglangServer(Server):
     def update(self, version: int, wait_s: float) -> None:
         order = {"verb": "take part", "version": version, "wait_s": wait_s}
         self._in_session(order, version, wait_s + self._refit_timeout_s + MARGIN_S)
-        self._flush()  # cache entries are found by tokens, not by weights: entries of the old weights would be reused
+        # SGLang finds cache entries by tokens, not by weights, so it would reuse entries of the old weights.
+        self._flush()
         self._check_version(version)
 
     def resume(self) -> None:
@@ -149,7 +150,7 @@ class SglangServer(Server):
         self._post("/continue_generation", {})
 
     def _take_back(self, *tags: str) -> None:
-        """Allocates released memory again. `tags`: the kinds of memory; memory that is not released is ignored."""
+        """Allocates released memory again. `tags`: kinds of memory; a kind that is not released is skipped."""
         if due := [tag for tag in tags if tag in self._away]:
             self._post("/resume_memory_occupation", {"tags": due}, timeout_s=self._refit_timeout_s)
             self._away = self._away.difference(due)
@@ -196,8 +197,8 @@ class SglangServer(Server):
         return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        """Raises RequestRefused for an empty prompt and for token ids outside the vocabulary, because SGLang would
-        crash or would accept them.
+        """Raises RequestRefused for an empty prompt and for token ids outside the vocabulary, because SGLang does not
+        refuse such prompts: it crashes or accepts them.
         """
         if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocab:
             raise RequestRefused(
@@ -232,12 +233,13 @@ class SglangServer(Server):
         """Sends an order (see worker.Refits) to every rank of the server. Before the order, SGLang restores the weights
         to the form in which they were loaded. After the order, SGLang processes the weights again.
         """
-        packed = base64.b64encode(pickle.dumps(order)).decode()  # the request contains only numbers and strings
+        packed = base64.b64encode(pickle.dumps(order)).decode()  # numbers and strings, so unpickling imports nothing
         body = {"serialized_named_tensors": [packed] * self._tp, "flush_cache": False, "selector": "target"}
         body |= {"weight_version": str(version)} if version is not None else {}
         try:
             self._post("/begin_weight_update", {"selector": "target"})
-        except RequestRefused:  # SGLang is still in a weight update, begun by a run that ended during a refit
+        # An earlier run ended during a refit, so SGLang is still in its weight update, which has to be ended first.
+        except RequestRefused:
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {"selector": "target"})
         try:

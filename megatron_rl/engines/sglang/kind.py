@@ -23,7 +23,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
         start.python, "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
         "--host", settings.host, "--port", str(start.port), "--dtype", start.dtype, "--tp-size", str(settings.tp),
         "--max-running-requests", str(settings.max_batch),
-        "--sampling-defaults", "openai",  # SGLang then ignores the temperature and penalties of the model directory
+        "--sampling-defaults", "openai",  # ignores the model directory's temperature and penalties
         "--skip-server-warmup",  # SGLang's warm-up requests do not send the job's token
         "--log-level-http", "warning",
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
             raise ConfigError(
                 "engine.colocate without a GPU: SGLang's memory saver needs CUDA; set engine.colocate to false"
             )
-        # without a backup on the host, released weights are lost
+        # The weights are copied to host memory, because SGLang would lose them when it releases GPU memory.
         words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     environment = {
         TOKEN_FILE: str(start.token_file),

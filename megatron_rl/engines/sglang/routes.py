@@ -19,13 +19,14 @@ from megatron_rl.frames import CONTENT_TYPE, Arrays, pack_parts
 # PATH: route that this module adds to the server; OWN: SGLang's route to which requests to PATH are forwarded
 PATH, OWN = "/megatron_rl/generate", "/generate"
 # Arrays of log-probs. {name in the response: (name in SGLang's `meta_info`, whether each token has a list there)}
+# If each token has a list, the log-prob is the first element of the list.
 LOGPROBS = {
-    # log-probs after temperature, before truncation; at temperature 1 for greedy completions
+    # log-probs at the sampling temperature (1 for greedy completions), before truncation by top_k, top_p and min_p
     "scaled": ("output_token_logprobs", True),
-    "drawn": ("output_token_sampling_logprobs", False),  # after truncation, if requested
+    "drawn": ("output_token_sampling_logprobs", False),  # log-probs after truncation, if requested
     "prompt": ("input_token_logprobs", True),  # log-probs of the prompt's tokens, if requested; nan for the first token
 }
-# Name in `meta_info` of the most likely tokens at each position of the prompt (null at the first position).
+# Key in `meta_info` of a list: the most likely tokens at each position of the prompt (null at the first position).
 TOP = "input_top_logprobs"
 
 
@@ -57,7 +58,8 @@ class Framed:
         await self._app({**scope, "path": OWN, "raw_path": OWN.encode()}, receive, keep)
         content = b"".join(parts)
         if status == 200:
-            content = await asyncio.to_thread(framed, content)  # in a separate thread, so that other requests continue
+            # The conversion runs in a separate thread, so that the server can process other requests meanwhile.
+            content = await asyncio.to_thread(framed, content)
             headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -85,8 +87,8 @@ def framed(answer: bytes) -> bytes:
 
 
 def _numbers(told: Sequence[Any], listed: bool) -> np.ndarray:
-    """Converts the T numbers in `told` to a float32 array [T]. If `listed`, `told` contains T lists, and the first
-    element of each list is used. null becomes nan.
+    """Converts T numbers of a response to a float32 array [T]. null becomes nan. `told`: the numbers in the response.
+    `listed`: whether `told` has T lists, of which the first element is the number.
     """
     numbers = [entry[0] for entry in told] if listed else told
     return np.array(numbers, object).astype(np.float32)

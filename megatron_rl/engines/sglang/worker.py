@@ -46,7 +46,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    load_plugins()  # as SGLang's own launcher does: plugins may add choices of arguments
+    load_plugins()  # before arguments are parsed, as in SGLang's launcher: plugins may add choices of arguments
     arguments = prepare_server_args(sys.argv[1:])
     if (
         arguments.tokenizer_worker_num != 1
@@ -59,7 +59,7 @@ def main() -> None:
         )
     arguments.resolve_once()
     app.add_middleware(Framed)
-    app.add_middleware(Guard)  # the middleware that is added last gets a request first
+    app.add_middleware(Guard)  # added last, because SGLang passes a request first to the last middleware
     _hook(FREEZE, _freeze_gc)
     # Ranks of one node find each other by a file: torch's TCP store would listen on all interfaces without a token.
     if arguments.nnodes == 1:
@@ -98,7 +98,8 @@ class SglangLanding(refit_worker.Landing):
         parameters: dict[str, Tensor] = {}
         for prefix, layer in model.named_modules():
             if isinstance(layer, RadixAttention):
-                continue  # its parameters are not refitted: scales of the KV cache, which stay 1 (quantised weights)
+                # With quantised weights, the layer has scales of the KV cache. Refits do not replace them: they stay 1.
+                continue
             if getattr(layer, "use_intel_amx_backend", False):
                 raise ValueError(
                     f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm"
@@ -106,7 +107,7 @@ class SglangLanding(refit_worker.Landing):
             in_place = _plain(layer) and staging == "off"
             for name, parameter in layer.named_parameters(recurse=False):
                 data = parameter.data
-                # quantised weights go through the host: a second copy of nearly the whole model has no room on the GPU
+                # Quantised weights are received on the host, because the GPU has no room for the model twice.
                 place = staging if staging != "off" else "host" if data.itemsize == 1 else "device"
                 own = data if in_place else refit_worker.beside(data.shape, data.dtype, data.device, place)
                 parameters[f"{prefix}.{name}" if prefix else name] = own
@@ -182,7 +183,7 @@ def _hook(target: str, stand_in: Any) -> None:
 
 def _meeting_place() -> str:
     """Creates a temporary directory for the file by which this server's ranks find each other, and returns its path.
-    Removes such directories of processes that have ended, because SGLang ends by SIGKILL and does not clean up.
+    Also removes the directories that ended processes created here, because SGLang ends by SIGKILL without cleaning up.
     """
     prefix = f"megatron_rl-{os.getuid()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):

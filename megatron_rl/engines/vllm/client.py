@@ -33,10 +33,11 @@ class VllmServer(Server):
     def __init__(self, url: str, token: str, settings: Vllm, refit_timeout_s: float, facts: ModelFacts) -> None:
         super().__init__(url, {HEADER: token}, ends=facts.ends, vocab=facts.vocab)
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
-        self._sleeps = settings.colocate  # True if the server sleeps before a weight sync, so that it needs no pause
+        # True if the server already sleeps when a weight sync begins, so that `pause` does not have to pause requests
+        self._sleeps = settings.colocate
         self._context: int | None = None
         self._boundaries = facts.boundaries
-        # {Tandem RL rule: boundary tokens}, for the rules for which the server has confirmed that it uses these tokens
+        # {Tandem RL rule: boundary tokens}. Has a rule after the server has confirmed that it uses the same tokens.
         self._agreed: dict[Rule, frozenset[int]] = {}
 
     async def generate(
@@ -93,15 +94,15 @@ class VllmServer(Server):
         info = {"update_info": {"version": version, "wait_s": wait_s}}
         self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
         self._post("/finish_weight_update", {"weight_version": str(version)})
-        # The prefix cache finds entries by tokens, not by weights, so it would reuse entries of the old weights.
-        # Requests that continue after the pause also use entries of the old weights. With
-        # `reset_running_requests=true`, vLLM empties the cache and computes the entries of these requests again.
-        # Without this option, vLLM keeps the cache but reports success.
+        # vLLM's prefix cache finds entries by tokens, not by weights, so it would reuse entries of the old weights.
+        # Requests that were paused also have entries of the old weights.
+        # With `reset_running_requests=true`, vLLM empties the cache and recomputes the entries of paused requests.
+        # Without `reset_running_requests=true`, vLLM keeps the cache but reports success.
         self._post("/reset_prefix_cache?reset_running_requests=true")
         self._check_version(version)
 
     def resume(self) -> None:
-        # A sleeping server has no KV cache to write to. vLLM resumes by itself when all memory is allocated again.
+        # A sleeping server cannot resume, as it has no KV cache. It resumes by itself when all memory is allocated.
         if not self._sleeps:
             self._post("/resume")
 
@@ -129,8 +130,8 @@ class VllmServer(Server):
     async def _draw(
         self, prompt: np.ndarray, sampling: Sampling, parameters: Mapping[str, Any], timeout_s: float
     ) -> list[Completion]:
-        """Sends one sampling request to the server and returns the n completions. `prompt` [T] int32. `parameters`: the
-        result of `_parameters`, and the priority of the request.
+        """Sends one sampling request to the server and returns the n completions. `prompt`: [T] int32. `parameters`:
+        the result of `_parameters`, with the additional field `priority`.
         """
         n, room, seed = parameters["n"], parameters["max_tokens"], parameters["seed"]
         longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
@@ -176,8 +177,8 @@ class VllmServer(Server):
     def _with_authors(
         self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
     ) -> Completion:
-        """Returns a copy of the completion with the author (senior or junior) of each token. vLLM's responses do not
-        contain the authors, so the authors are computed again from the seed and the tokens.
+        """Returns a copy of the completion that has the author of each token: in Tandem RL, the senior or the junior
+        model. vLLM's responses do not contain the authors, so they are computed again from the seed and the tokens.
         """
         before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule]
         written = np.concatenate([before, completion.tokens]).tolist()
@@ -225,7 +226,7 @@ class VllmServer(Server):
         if experts is not None:
             valid = experts.ndim == 3 and experts.min(initial=0) >= 0
             response_parsing.require(valid, f"experts {experts.shape}, or some below 0")
-            # For example, after an aborted request the server does not report the experts of all tokens.
+            # After an aborted request, for example, experts of some tokens are missing. Then all experts are dropped.
             experts = experts if 0 < len(experts) == prompt + len(tokens) - 1 else None
         model = told if sampling.plain or sampling.greedy else None
         return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts)
@@ -243,9 +244,9 @@ class AdapterServer(VllmServer):
         super().__init__(url, token, settings, refit_timeout_s, facts)
         assert facts.adapters is not None
         self._adapters, self._version = facts.adapters, -1
-        # vLLM's prefix cache identifies an adapter by its name and path.
+        # Random part of the names of adapters, because vLLM's prefix cache identifies an adapter by its name and path.
         # A server may outlive a trainer, and the restarted trainer writes different weights under the same version
-        # number. This random part of the name makes the names different.
+        # number. The random part distinguishes the adapters of both trainers.
         self._start = secrets.token_hex(4)
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
@@ -276,8 +277,8 @@ class AdapterServer(VllmServer):
         return {ADAPTER: [*self._named(self._version), self._version]}
 
     def _named(self, version: int) -> list[Any]:
-        """Returns [name, id, directory] of the LoRA adapter of a version. vLLM identifies adapters by an id that starts
-        at 1; roles that share the server use interleaved ids.
+        """Returns [name, id, directory] of the LoRA adapter of a version. vLLM identifies adapters by ids above 0.
+        The id is 1 + the index of the role + the version * the number of roles, so ids of roles on one server differ.
         """
         own = self._adapters
         return [f"{self._start}-v{version}", version * own.roles + own.place + 1, str(own.directory / f"v{version}")]

@@ -25,16 +25,16 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     words = [
         start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
         "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
-        # vLLM then returns log-probs under the distribution from which tokens are sampled
+        # With "processed_logprobs", vLLM returns log-probs under the distribution from which tokens are sampled.
         "--logprobs-mode", "processed_logprobs",
         # -1: no limit on the number of most likely tokens per position that a scoring request may ask for
         "--max-logprobs", "-1",
         "--middleware", "megatron_rl.engines.vllm.routes.Routes",
-        # the middleware that is named last gets a request first
+        # named last, because vLLM passes a request first to the last middleware
         "--middleware", "megatron_rl.engines.auth_middleware.Guard",
         "--worker-extension-cls", "megatron_rl.engines.vllm.worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
-        "--generation-config", "vllm",  # vLLM then ignores the temperature and lengths of the model directory
+        "--generation-config", "vllm",  # ignores the model directory's temperature and lengths
         "--max-num-seqs", str(settings.max_batch), "--uvicorn-log-level", "warning",
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
@@ -89,8 +89,8 @@ def _on_cpu(settings: Vllm) -> tuple[list[str], dict[str, str]]:
     words += ["--attention-backend", "CPU_MLA"]
     if settings.tp == 1:
         # By default, vLLM runs the model in a separate process that starts with OpenMP's environment variables.
-        # This is not needed, because the whole server gets these variables. With one process less, the server starts
-        # sooner and answers faster.
+        # The separate process is not needed, because the whole server gets these variables. Without it, the server
+        # starts sooner and answers faster.
         words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     return words, {
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",

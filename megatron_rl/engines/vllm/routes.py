@@ -76,7 +76,8 @@ class Routes:
         adapter, priority = parameters.pop("lora", None), parameters.pop("priority", 0)
         result = await self._ask(engine, tokens.tolist(), parameters, adapter, priority)
         parts = [_told(output) for output in sorted(result.outputs, key=lambda output: output.index)]
-        if adapter is not None:  # vLLM reports the version of the base model, which does not change
+        # vLLM reports the version of the unchanging base model: replace it by the version of the adapter.
+        if adapter is not None:
             for about, _ in parts:
                 about["weight_versions"] = [[0, adapter[3]]]
         return bytes(pack_parts(parts))
@@ -97,10 +98,10 @@ class Routes:
         """Returns the log-probs [T, 1 + k] of each token and of the k most likely tokens at its position, and the ids
         [T, k] of the most likely tokens.
 
-        The last token of the sequence is not part of the prompt, so that a sequence may fill the context. One token is
-        sampled, and the log-prob of the last token at this position is requested by its token id. A sampling request
-        with token ids does not return the most likely tokens, so a second request is sent for them; its prompt is in
-        the prefix cache.
+        The prompt of the request is the sequence without its last token, so that a sequence may fill the context. The
+        request samples one token, and asks for the log-prob of the sequence's last token at the sampled position by
+        token id. A request with token ids does not return the most likely tokens at the sampled position, so a second
+        request asks for them. vLLM has the prompt of the second request in the prefix cache.
         """
         logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), 1 + k), np.int32)
         if len(tokens) < 2:

@@ -18,12 +18,13 @@ class Vllm(Servers):
 
     holds_tandems: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
-    stages_experts: ClassVar[bool] = True  # because vLLM repacks experts (worker.py)
+    stages_experts: ClassVar[bool] = True  # True because vLLM repacks the weights of experts (worker.py)
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
-    # How roles with LoRA adapters (roles.NAME.lora) are served. "merged": servers hold merged weights, which weight
-    # syncs (refits) send. "served": servers keep the base model and apply the adapter separately; refits send only the
-    # adapter. With "served", roles with adapters of the same model share their servers.
+    # How servers apply the LoRA adapters of roles (roles.NAME.lora).
+    # "merged": servers hold weights with the adapter merged into them. Weight syncs (refits) send the merged weights.
+    # "served": servers keep the base model and apply the adapter separately. Refits send only the adapter.
+    # With "served", roles with adapters of the same model share their servers.
     adapters: Literal["merged", "served"] = "merged"
 
     @property
@@ -32,8 +33,8 @@ class Vllm(Servers):
         return self.adapters == "served"
 
     def problems(self) -> Iterator[str]:
-        """Implements `Servers.problems`: also yields a message about a format of the KV cache that vLLM does not
-        support together with quantised weights."""
+        """Implements `Servers.problems`. Also yields a message if vLLM does not support the configured format of the KV
+        cache together with quantised weights."""
         yield from super().problems()
         if self.quantization and self.kv_cache_dtype == "fp8_e5m2":
             yield (

@@ -140,8 +140,8 @@ class Authors(LogitsProcessor):
         tokenizer = functools.partial(load_tokenizer, self._settings["tokenizer"])
         self.boundaries = functools.cache(lambda rule: boundaries(tokenizer(), rule))  # tokens by rule
         self.texts: dict[int, Text] = {}  # requests, by row of vLLM's batch
-        self.keep = False  # whether to record the authors of tokens in `kept`
-        # {key of a request: authors of all tokens of the completion except the last token}
+        self.keep = False  # whether the authors of requests that begin now are recorded in `kept`
+        # {seed of a request: authors of all tokens of the completion except the last token}
         self.kept: dict[int, list[bool]] = {}
 
     def is_argmax_invariant(self) -> bool:

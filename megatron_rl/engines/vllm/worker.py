@@ -29,7 +29,7 @@ from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address
 
 BACKEND = "megatron_rl"
-# part of vLLM's names of expert parameters; it is removed, because names in the parallel layout do not have this part
+# part of vLLM's names of expert parameters, which is removed because the names in refits do not have this part
 ROUTED = ".routed_experts"
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class VllmLanding(refit_worker.Landing):
         self._staged: dict[str, Tensor] = {}
         self._copied: list[tuple[Tensor, Tensor]] = []  # (parameter of a plain layer, its staging memory)
         landing: dict[str, Tensor] = {}
-        # {name in the second layer: name in the first layer} of each parameter that two layers share
+        # parameters that two layers share: {name of the parameter in the second layer: its name in the first layer}
         self._same: dict[str, str] = {}
         first: dict[int, str] = {}
         for layer, prefix in self._layers:
@@ -97,7 +97,7 @@ class VllmLanding(refit_worker.Landing):
                 if plain and staging == "off":
                     landing[prefix + name] = live[name].data
                     continue
-                # In host memory by default: vLLM has reserved no GPU memory for a second copy.
+                # By default, receive new values in host memory, because vLLM reserved no GPU memory for a second copy.
                 landing[prefix + name] = own = refit_worker.beside(shape.shape, shape.dtype, device, staging)
                 if plain:
                     self._copied.append((live[name].data, own))
@@ -127,7 +127,7 @@ class VllmLanding(refit_worker.Landing):
                     continue
                 parameter = getattr(layer, name)
                 originals.append((parameter, layerwise._get_original_loader(parameter)))
-                # the received tensor is already this rank's shard, so that it is only copied
+                # Use the loader that only copies, because the received tensor is already the shard of this rank.
                 parameter.weight_loader = default_weight_loader
                 layerwise.make_online_process_loader(layer, name)(parameter, staged)
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
@@ -196,8 +196,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Returns whether vLLM uses the layer's parameters in the form in which they were loaded, provided that they are
-    not on a CPU.
+    """Returns whether vLLM uses the layer's parameters in the form in which they were loaded. The result is valid only
+    for parameters on a GPU, because on a CPU vLLM repacks linear layers.
     """
     method = getattr(layer, "quant_method", None)
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -212,8 +212,8 @@ class Extension:
 
     def take_adapter(self, name: str, number: int, directory: str) -> bool:
         """Loads a LoRA adapter before any request uses it, so that an invalid adapter is detected now."""
-        # Loads in place, because a server may outlive a trainer, and the restarted trainer writes different weights
-        # under the same version number.
+        # `load_inplace` replaces an earlier adapter with the same id. A server may outlive a trainer, and the restarted
+        # trainer writes different weights under the same version number.
         return bool(self.model_runner.add_lora(LoRARequest(name, number, directory, load_inplace=True)))
 
     def tandem_boundaries(self, rule: Mapping[str, Any]) -> str | None:
@@ -224,8 +224,9 @@ class Extension:
         return None if found is None else fingerprint(found.boundaries(Rule(**rule)))
 
     def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
-        """Returns {key of a request: author of each token (True for the senior)} of the requests since the last call.
-        Requests are recorded only after a call with `keep`. Used in tests.
+        """Returns the authors of the tokens of recorded requests, which began after the last call: {seed of a request:
+        author of each token except the last token (True for the senior)}. `keep`: whether requests that begin after
+        this call are recorded. Used in tests.
         """
         found = self._authors()
         if found is None:
