@@ -72,7 +72,8 @@ class FusedAdam(torch.optim.Optimizer):
         )
         device = params[0].device
         if device.type == "cuda" if self.fused is None else self.fused:
-            # torch's `adamw` would increment the shared step tensor per parameter, so the kernel is called directly
+            # The kernel is called directly, because torch's function `adamw` would increment `count`, which all
+            # parameters share, once for each parameter.
             count = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
             fused: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             fused(*tensors, [count] * len(params), **settings)

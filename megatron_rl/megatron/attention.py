@@ -70,7 +70,7 @@ class Context:
     """The context-parallel group of this rank.
 
     Each sequence is padded so that it can be split into 2 * size equal chunks. The chunks are assigned in a zig-zag:
-    rank r has the chunks r and 2 * size - 1 - r. Causal attention then costs the same on every rank.
+    rank r has the chunks r and 2 * size - 1 - r, so that causal attention costs the same on every rank.
     """
 
     size: int = 1
@@ -78,8 +78,8 @@ class Context:
     group: Any = None
 
     def multiple(self, others: int) -> int:
-        """Returns the number that every sequence length must be a multiple of. The sequence can then be split over the
-        context-parallel ranks, and each rank's tokens can be split into `others` equal parts."""
+        """Returns the number that every sequence length must be a multiple of, so that a sequence can be split over the
+        context-parallel ranks, and each rank's tokens of the sequence can be split into `others` equal parts."""
         return math.lcm(2 * self.size, others * self.size) if self.size > 1 else others
 
     def chunks(self, rank: int) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class SequenceLayout(PackedSeqParams):
     """The layout of a micro-batch: how the tokens form sequences, with the rotary tables and masks of each kind of
     attention, for example full and sliding-window attention.
 
-    `buckets` is empty if `runs` is set, because one flash attention call then computes all sequences.
+    If one flash attention call computes the attention of all sequences, `runs` is set and `buckets` is empty.
     """
 
     # rotary tables (cos, sin) of this rank's tokens, [N, 1, d] each, for each kind of attention
@@ -118,7 +118,8 @@ class SequenceLayout(PackedSeqParams):
     packed: Tensor | None = None  # [N] row indices of the queries, in the order of the buckets' grids
     # [N] position of each query in the concatenation of the buckets' flattened query grids
     gridded: Tensor | None = None
-    runs: varlen.Segments | None = None  # sequences of the single flash attention call; None: it is not used
+    # sequences for one flash attention call; None if the attention is computed in buckets
+    runs: varlen.Segments | None = None
     context: Context = ALONE
 
 
@@ -194,11 +195,11 @@ def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, devi
 
 
 def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
-    """Returns the row indices of the tokens in the chunks 0 to `last` of one sequence. The indices refer to the
-    concatenated rows of all context-parallel ranks.
+    """Returns the row indices of the tokens in the first `last` + 1 chunks of one sequence (see Context). The indices
+    refer to the concatenated rows of all context-parallel ranks.
 
-    `own` has the sequence's row indices on one rank, and `local` is the total number of rows on one rank. Both are the
-    same on every rank.
+    `own`: row indices of the sequence's tokens on one rank; every rank has the same indices.
+    `local`: total number of rows on one rank; every rank has the same number.
     """
     width, chunks = len(own) // 2, 2 * context.size
     places = [own[:width] if c < context.size else own[width:] for c in range(last + 1)]

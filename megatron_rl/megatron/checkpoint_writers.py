@@ -31,9 +31,9 @@ def one_save() -> Iterator[None]:
     other save. The checkpoints would then have correct checksums and be unreadable.
 
     Signals are blocked inside the context. The writer processes are forked inside the context and inherit the blocked
-    signals. A signal to the whole process group must not kill a writer in the middle of a file. A writer is killed,
-    however, when its rank ends. Otherwise the writer could wait forever and would keep the rank's connections open, so
-    that neither the other ranks nor their launcher would notice the rank's end.
+    signals, because a signal to the whole process group must not kill a writer in the middle of a file. A writer is
+    killed, however, when its rank ends. Otherwise the writer could wait forever and would keep the rank's connections
+    open, so that neither the other ranks nor their launcher would notice the rank's end.
     """
     global _saver
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
@@ -59,7 +59,7 @@ def start_manager() -> SyncManager:
     """
     name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
     resource_tracker.ensure_running()
-    # blocks the signals again: starting the resource tracker unblocks some of them
+    # Block the signals again, because the function that starts the resource tracker unblocks some of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     manager = SyncManager(name, ctx=multiprocessing.get_context("spawn"))
     manager.start(end_with_parent, (signal.SIGKILL, os.getpid()))

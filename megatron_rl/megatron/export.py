@@ -103,7 +103,7 @@ class WeightExport:
         return dict(_gathered(planned, self._adapter_holdings(), read, model.groups.control, everywhere=everywhere))
 
     def _adapter_holdings(self) -> Iterator[Holding]:
-        """Yields the parts of the LoRA adapter's parameters, each with the ranks that hold it."""
+        """Yields the parts of the LoRA adapter and of the role's head, each with one rank that holds the part."""
         arch, lora, layout = self._model.arch, self._model.role.lora, self.trainer_layout
         assert lora is not None
         for stage, layers in enumerate(layout.layers(arch)):
@@ -144,8 +144,8 @@ def _gathered(
     """Gathers tensors from the ranks' shards. Yields (name, whole tensor) for each tensor in `planned`, on every rank
     of the gloo `group`, or only on rank 0 if not `everywhere`. Collective.
 
-    `holdings` lists the parts that each rank holds. `read(parameter, rect)` returns the 2-D block `rect` of one of this
-    rank's parameters. Each part is sent once, by the first rank that holds it.
+    `holdings` lists the parts of tensors, each with the ranks that hold the part. Each part is sent once, by the first
+    of these ranks. `read(parameter, rect)` returns the 2-D block `rect` of this rank's parameter `parameter`.
     """
     parts: dict[str, dict[tuple[int, ...], tuple[int, str, Rect]]] = {}
     for holding in holdings:

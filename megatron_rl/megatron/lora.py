@@ -121,8 +121,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         return state
 
     def _spread(self, low: Tensor) -> Tensor:
-        """Returns A x (`low`) for the tokens of all tensor ranks, on every rank. Used for adapters whose B matrix is
-        split by rows over the ranks. The backward pass sums the gradients over the ranks."""
+        """Returns A x for the tokens of all tensor ranks, on every rank. Used for adapters whose B matrix is split by
+        rows over the ranks. The backward pass sums the gradients over the ranks. `low`: A x for this rank's tokens."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         spread = copy_to_tensor_model_parallel_region(low, group=self.group)
@@ -133,8 +133,8 @@ class LayerAdapters(torch.nn.ModuleDict):
 
     @staticmethod
     def _run(made: Sequence[Tensor], like: Tensor, adapter: int | None, row: int, rows: int) -> Tensor:
-        """Returns output features `row` to `row + rows - 1` of the adapter with index `adapter`, or zeros if `adapter`
-        is None."""
+        """Returns `rows` consecutive features, from index `row` on, of the output `made[adapter]` of an adapter.
+        Returns zeros if `adapter` is None."""
         if adapter is None:
             return like.new_zeros(*like.shape[:-1], rows)
         return made[adapter].narrow(-1, row, rows)
@@ -167,8 +167,8 @@ class RoleAdapters:
         self._changes = {name: change for layer, own in self._layers for name, change in self._of_layer(layer, own)}
 
     def show(self) -> None:
-        """Makes the model use this role's adapters in the forward pass and list the adapters among the model's
-        parameters."""
+        """Makes this role's adapters the adapters of the model: the forward pass uses them, and the model's parameters
+        include them."""
         for layer, own in self._layers:
             layer.lora = own
 

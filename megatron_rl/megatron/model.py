@@ -65,7 +65,7 @@ class PolicyModel(Chosen, GPTModel):
     asked: tuple[str, ...] = ("logprobs",)
     # [n] for each label, the index of the hidden state that predicts the label, in the flattened hidden states [S * L]
     wanted: Tensor | None = None
-    # value head of a critic that shares this policy's model; None without such a critic, and before the last stage
+    # value head of a critic that shares this policy's model; None if no critic shares it, and before the last stage
     value_head: Head | None
 
     def add_value_head(self) -> None:
@@ -269,12 +269,12 @@ def transformer_config(
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
         bias_activation_fusion=fused,
-        # Despite the name of this setting, Megatron-core then uses the activation module of the layer spec.
+        # Despite the setting's name, True makes Megatron-core use the activation module of the layer spec.
         use_te_activation_func=not fused,
-        # Megatron-core's unfused rotary embedding copies the sequence lengths to the host in every layer.
+        # With False, Megatron-core's rotary embedding would copy the sequence lengths to the host in every layer.
         apply_rope_fusion=fused,
         attention_softmax_in_fp32=False,
-        # With `overlap_p2p`, gloo may read a stage's output after Megatron-core would have freed the output.
+        # Do not free a stage's output after sending it if gloo may still read the output (`overlap_p2p` on a CPU).
         deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
@@ -384,20 +384,20 @@ def _mark_experts(chunk: PolicyModel) -> None:
     """Marks expert parameters so that Megatron-core sums their gradients over the ranks that hold the same experts, and
     gives the expert parameters a separate optimizer.
 
-    Megatron-core 0.16 does this only with expert parallelism (ep > 1). At ep = 1 with etp != tp, core 0.16 would
-    silently sum over the replicas of the dense parameters, which are the wrong ranks (core 0.19 also checks etp). In
-    both versions, a checkpoint's optimizer state could not be moved between ep = 1 and ep > 1 without the mark.
+    Megatron-core 0.16 does this only with expert parallelism (ep > 1). At ep = 1 with etp != tp, it would silently sum
+    over the wrong ranks, the replicas of the dense parameters (core 0.19 also checks etp). Without the mark, optimizer
+    state in a checkpoint could in both versions not be moved between ep = 1 and ep > 1.
     """
     for name, parameter in chunk.named_parameters():
         if parameter_mapping.is_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
-            # otherwise core would sum the gradient of an expert's bias over the tensor-parallel ranks twice
+            # With True, core would sum the gradient of an expert's bias over the tensor-parallel ranks twice.
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            # otherwise the gradient norm would include the bias of the first tensor-parallel rank only
+            # With False, the gradient norm would include the bias of the first tensor-parallel rank only.
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     for name, module in chunk.named_modules():
         if name.endswith(".linear_fc2") and parameter_mapping.is_expert(name) and chunk.config.add_bias_linear:
-            # core adds the bias in place, which autograd refuses for this output, because the output is a view
+            # Copy the output, because core adds the bias in place, which autograd refuses for an output that is a view.
             module.register_forward_hook(lambda _module, _inputs, out: (out[0].clone(), out[1]))
 
 
@@ -464,8 +464,8 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
     )
     layer = cast(Any, spec)  # Megatron-core's type hint for the spec's submodules is `object`
     names = dict(layer.submodules.sharded_state_dict_keys_map)
-    # In checkpoints, the norm before the MLP has the name that it has in Transformer Engine's layers.
-    # There the norm is a separate module in layers with experts, and a part of fc1 in dense layers.
+    # Checkpoints use the name that the norm before the MLP has in Transformer Engine's layers, where the norm is a
+    # separate module in layers with experts, and a part of fc1 in dense layers.
     names.pop("pre_mlp_layernorm.", None)
     layer.submodules.sharded_state_dict_keys_map = (
         names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

@@ -63,12 +63,12 @@ class PolicyMemory:
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
-        # `asleep`: True while gradients and optimizer state are off the device. `away`: True while the weights are.
+        # `asleep`: True while gradients and optimizer state are not on the device. `away`: the same for the weights.
         self.asleep = self.away = False
         # The next three lists are filled when the weights leave the device for the first time.
         self._held: list[Tensor] = []  # tensors that own the device storage of the weights
         self._pieces: list[Tensor] = []  # flat views of `_held`, at most BLOCK bytes each
-        self._host: list[Tensor] = []  # host copies of `_pieces`; never freed: pinned memory is slow to allocate
+        self._host: list[Tensor] = []  # copies of `_pieces`; never freed, because pinned memory is slow to allocate
 
     def sleep(self, *, weights: bool = False) -> None:
         """Frees the gradients' device memory and moves the optimizer state to host memory, until `wake` is called. With
@@ -217,8 +217,8 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
-    """Yields one tensor for each device storage that holds weights: Megatron-core's buffers, of which trained
-    parameters are views, and the parameters outside of these buffers.
+    """Yields one tensor for each device storage that holds weights. The tensors are Megatron-core's buffers, which
+    contain the trained parameters as views, and the parameters outside of these buffers.
     """
     seen: set[int] = set()
     for chunk in chunks:
@@ -231,8 +231,8 @@ def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
 
 
 def _state(optimizer: Any) -> tuple[list[tuple[dict[str, Tensor], str]], list[Tensor]]:
-    """Returns two lists. The first list has a pair (state dictionary, key) for each of Adam's moments. The second list
-    has the float32 master copies of lower-precision weights.
+    """Returns (list of pairs, list of tensors). The pairs are (state dictionary, key of a moment of Adam in the
+    dictionary). The tensors are the float32 master copies of lower-precision weights.
     """
     states, masters = list[tuple[dict[str, Tensor], str]](), list[Tensor]()
     for part in optim.parts(optimizer):

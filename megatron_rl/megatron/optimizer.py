@@ -43,7 +43,7 @@ def wrap(
     if fused_sums:
         platform.sum_weight_gradients()
     for module in (module for chunk in wrapped for module in chunk.modules()):
-        # set per module: the setting in Megatron-core's config would make the output layer need apex's kernel
+        # Set per module, because with the setting in Megatron-core's config the output layer would need apex's kernel.
         if hasattr(module, "fuse_wgrad_accumulation"):
             cast(Any, module).fuse_wgrad_accumulation = True
         elif fused_sums and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
@@ -166,10 +166,10 @@ def initialize_state(optimizer: Any) -> None:
 
 
 def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Copies the learning rates of a checkpoint's parameter groups into the optimizer's parameter groups. Call it
-    before the checkpoint is loaded.
+    """Copies the maximum and minimum learning rate of a checkpoint into the optimizer's parameter groups.
 
-    Megatron-core 0.19 matches the parameter groups of optimizer and checkpoint by their learning rates.
+    Call it before the optimizer state is loaded, because Megatron-core 0.19 matches the parameter groups of optimizer
+    and checkpoint by these learning rates.
     """
     own = parts(optimizer)
     states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]

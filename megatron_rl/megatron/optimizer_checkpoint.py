@@ -68,7 +68,7 @@ class Bucket:
     """A bucket of a distributed optimizer: a flat buffer of several parameters, split into `ranks` equal parts, one for
     each data-parallel rank."""
 
-    places: Mapping[Tensor, tuple[int, int]]  # parameter -> (start, end) offset of the parameter in the bucket
+    places: Mapping[Tensor, tuple[int, int]]  # {parameter: (start, end) offset in the bucket}
     part: int  # number of elements of one rank's part
     ranks: int
 
@@ -153,8 +153,8 @@ def _alone(value: Any) -> Any:
 
 
 def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
-    """Yields the buckets of one of the distributed optimizer's buffers. The offsets in `param_index_map` must not
-    include the padding between buckets."""
+    """Yields the buckets of one of the distributed optimizer's buffers. Call platform.mend_saved_offsets first, which
+    subtracts the padding between buckets from the offsets in `buffer.param_index_map`."""
     start = 0
     for number, bucket in enumerate(buffer.buckets):
         places = {

@@ -82,7 +82,7 @@ class Groups:
             parallel_state.__dict__.update(before)
 
 
-# (layout, seed, timeout) -> groups, created in the torch world group `_world`
+# {(layout, seed, timeout): groups}, all created while `_world` was torch's world group
 _made: dict[tuple[Layout, int, int], Groups] = {}
 _world: Any = None
 
@@ -110,7 +110,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
     world = dist.get_world_size()
     refuse(*layout.rank_problems(world))
     before = _snapshot()
-    # resets Megatron-core's globals only: the groups of other layouts keep working
+    # The groups of other layouts keep working, because this call only resets Megatron-core's globals.
     parallel_state.destroy_model_parallel()
     with _one_backend():
         parallel_state.initialize_model_parallel(
@@ -144,8 +144,9 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
 def _one_backend() -> Iterator[None]:
     """Makes NCCL the default backend of groups that Megatron-core creates inside the block. No-op without a GPU.
 
-    By default torch creates a group with both backends of the world, gloo and NCCL. Gloo then connects every pair of
-    ranks of the group when the group is created, although CPU tensors are never sent over these groups.
+    By default torch creates a group with both backends of the world, gloo and NCCL. Gloo would connect every pair of
+    ranks of the group when the group is created, but is not needed, because CPU tensors are never sent over these
+    groups.
     """
     if not torch.cuda.is_available():
         yield

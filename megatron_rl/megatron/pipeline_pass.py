@@ -46,7 +46,7 @@ class MicroBatch:
     """This rank's model inputs for some sequences, with the indices that map the model's outputs back to positions in
     the packed batch."""
 
-    batch: Batch  # the sequences, with N tokens together; the same on all context-parallel ranks
+    batch: Batch  # the whole sequences, N tokens in total; all context-parallel ranks have the same batch
     start: int  # index of the first token of `batch` among the tokens of all sequences of this replica
     size: int  # number of tokens of `batch`; 0 for a dummy micro-batch, which has no real tokens
     tokens: Tensor  # [1, N'] token ids on this rank, with alignment padding; a shared prefix is included once
@@ -116,9 +116,9 @@ def run(
 ) -> list[dict]:
     """Runs `count` micro-batches through this rank's pipeline stage. Call it inside `Groups.active()` of the layout.
 
-    `longest` is the token count of the longest micro-batch. `micro_batches` is consumed lazily: a micro-batch is taken
-    from it when the first model chunk processes the micro-batch. With `what.backward`, gradients of what.scale * (sum
-    of the losses) accumulate in the gradient buffers of `chunks`.
+    `longest` is the token count of the longest micro-batch. The iterator `micro_batches` is advanced when the first
+    model chunk processes the next micro-batch. With `what.backward`, gradients of what.scale * (sum of the losses)
+    accumulate in the gradient buffers of `chunks`.
 
     On the last stage, returns one dict per micro-batch with sums by name, which include `loss`. The dicts are empty if
     `what.loss` is None. On other stages, returns an empty list.
@@ -135,7 +135,7 @@ def run(
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=count,
         seq_length=longest,
-        micro_batch_size=1,  # required, but not used: with variable shapes, pipeline stages exchange the shapes
+        micro_batch_size=1,  # required, but ignored, because pipeline stages send the shapes (variable_seq_lengths)
         forward_only=not what.backward,
     )
 
@@ -145,7 +145,7 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
     core = unwrap(model)
     core.wanted = micro.wanted
     router_replay.show(core, micro.experts, training=what.backward)
-    labels = micro.labels[:, None]  # Megatron-core forwards labels of any shape to PolicyModel
+    labels = micro.labels[:, None]  # any shape is allowed, because Megatron-core only passes labels on
     if "candidate_logprobs" in what.names:
         assert micro.candidates is not None
         labels = torch.cat([labels, micro.candidates], dim=-1)
@@ -155,13 +155,13 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
     """Computes the loss from the last pipeline stage's output [R, n]. Returns (scalar for the backward pass, sums by
-    name). Megatron-core then divides the scalar by the number of micro-batches. Without a loss, stores the output in
-    `what.into` and returns a zero and no sums."""
+    name). `scale` includes the number of micro-batches, because Megatron-core divides the scalar by this number. If
+    `what.loss` is None, stores the output in `what.into` and returns a zero and no sums."""
     whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, micro.answers, answer.float())
     if (
         micro.layout.context.size > 1
-    ):  # each rank computes the loss of whole sequences; the gradient flows only to the rank's own tokens
+    ):  # Every rank gets the whole sequences for the loss, but the gradient flows only to the rank's own tokens.
         whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
     if what.loss is None:
         assert what.into is not None

@@ -103,12 +103,10 @@ def install() -> None:
 
 
 def _silence_warnings() -> None:
-    """Silences Megatron-core's import-time warnings that Transformer Engine is missing.
-
-    Instead, the project logs at start-up which backend is used.
-    """
+    """Silences Megatron-core's import-time warnings that Transformer Engine is missing, because the project itself logs
+    at start-up which backend is used."""
     if is_active():
-        with contextlib.redirect_stderr(io.StringIO()):  # on import, every rank would print that no GPU was found
+        with contextlib.redirect_stderr(io.StringIO()):  # the module prints on import that no GPU was found
             importlib.import_module("torch.utils.cpp_extension")
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     # Megatron-core's calls of torch cause these warnings.
@@ -178,8 +176,8 @@ def _patch_factories() -> None:
 
         return make
 
-    # Fills torch's cache of factory functions, because `with torch.device(...)` must recognize the original functions.
-    # The library transformers needs this to load models on the meta device.
+    # Fill torch's cache of factory functions before they are replaced. `with torch.device(...)` changes the device only
+    # in calls of the cached functions, and the library transformers uses it to load models on the meta device.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -220,7 +218,7 @@ def _patch_megatron() -> None:
     mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     buffers.dist_reduce_scatter_func = _sum_of_several(buffers.dist_reduce_scatter_func)
-    # Megatron-core converts the split sizes of the token dispatcher to numpy only if they are on a CUDA device.
+    # Core's function would leave CPU tensors unchanged, but the token dispatcher needs its split sizes as numpy arrays.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
@@ -241,7 +239,7 @@ def _replace_torch_optimizer() -> None:
         from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not is_active() and clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
-        # like core's function, returns the norm over all tensors (a tensor [1] on their device) and None
+        # Like core's function, the replacement returns (norm over all tensors, as a tensor [1] on their device; None).
         clip_grads.l2_norm_impl = lambda size, flag, tensors, *unused: (
             torch.stack(torch._foreach_norm(tensors[0])).norm().view(1),
             None,
@@ -267,8 +265,8 @@ def sum_weight_gradients() -> None:
 
 
 def _scale_all(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, scale: float) -> None:
-    """Multiplies tensors by `scale` in place. Replaces Megatron-core's function of the same signature, to which core
-    passes the same gradients as sources and as targets when it clips them."""
+    """Multiplies the tensors in `tensor_lists[1]` by `scale` in place. Replaces the Megatron-core function that clips
+    gradients by writing scaled copies of tensor_lists[0] to tensor_lists[1]. Core passes the same tensors in both."""
     torch._foreach_mul_(tensor_lists[1], scale)
 
 
@@ -298,10 +296,10 @@ def _imports() -> Iterator[None]:
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a replacement for Megatron-core's all-gather that supports different row counts: [n_rank, ...] -> [sum of
-    n, ...].
+    """Returns a replacement for Megatron-core's all-gather that supports different row counts per rank. [n_rank, ...]
+    -> [sum of n, ...]. Core's own function fails on a CPU, because gloo can only gather equal row counts.
 
-    Gloo can only gather equal row counts. `even` is core's function, which is still used if no split sizes are given.
+    `even`: core's function, which the replacement calls if no split sizes are given.
     """
 
     def gather(
@@ -320,8 +318,8 @@ def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a replacement for Megatron-core's reduce-scatter that supports different row counts: [sum of n, ...] ->
-    [n_rank, ...].
+    """Returns a replacement for Megatron-core's reduce-scatter that supports different row counts per rank. [sum of n,
+    ...] -> [n_rank, ...].
 
     Gloo can only scatter equal row counts. `even` is core's function, which is still used if no split sizes are given.
     """
@@ -341,8 +339,8 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
 def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a replacement for Megatron-core's reduce-scatter of gradients that is a no-op in a group of one rank.
 
-    Core also reduces over a single rank (0.16.1, distributed/param_and_grad_buffer.py:443). Gloo would then copy the
-    whole gradient buffer onto itself.
+    Core 0.16.1 calls its function in a group of one rank too (distributed/param_and_grad_buffer.py:443), and gloo would
+    then copy the whole gradient buffer onto itself.
     """
 
     def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Any, **rest: Any) -> Any:
@@ -389,7 +387,8 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 
     When core (0.16 to 0.19) saves, it concatenates a buffer's buckets without their padding, but slices each parameter
     at its offset in the padded buffer. After a padded bucket, such as the separate bucket of a shared embedding, core
-    would save shifted moments and master weights. Once the optimizer is built, only this slicing uses the offsets.
+    would save shifted moments and master weights. The offsets can be changed once the optimizer is built, because from
+    then on core uses them only for this slicing.
     """
     for buffer in buffers:
         shift, shifts = 0, []
@@ -401,10 +400,9 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 
 
 def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Makes a distributed optimizer save `own_rows(optimizer, model's sharded state)` in checkpoints (with CUDA too).
-
-    Megatron-core's method gathers the state of all data-parallel ranks on the first of these ranks, or on each of them.
-    """
+    """Makes a distributed optimizer save the result of `own_rows(optimizer, model's sharded state)` in checkpoints,
+    with CUDA too. This replaces Megatron-core's method, which gathers the state of all data-parallel ranks on the first
+    of these ranks, or on each of them."""
     original = optimizer.sharded_param_state_fully_reshardable
 
     def state(model_state: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None) -> Any:

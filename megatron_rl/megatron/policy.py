@@ -63,13 +63,13 @@ class MegatronPolicy(RoleModel):
         """Makes the current weights the weights of the reference policy, and sets the optimizer's moments to zero. The
         weights must be on the device. Not collective."""
         with self.memory.awake():
-            self._reference = None  # frees the host memory before more is allocated
+            self._reference = None  # frees the old copy before `keep_reference` allocates a new one
             self.keep_reference()
             optimizer.restart(self.optimizer)
 
     def adopt(self, role: RoleConfig) -> None:
-        """Replaces the role's settings by its settings in another stage of the run: the sampling temperature, and the
-        optimizer settings that may change during a run. Not collective."""
+        """Changes to the settings that the role has in another stage of the run. Takes effect for the sampling
+        temperature and for the optimizer settings that may change during a run. Not collective."""
         self.role, self._temperature = role, role.sampling.temperature or 1.0
         if self.trainable:
             optimizer.apply_settings(role, self.optimizer, self.scheduler)
@@ -81,7 +81,7 @@ class MegatronPolicy(RoleModel):
 
     @property
     def replays(self) -> bool:
-        """True if router replay is on: training sends each token to the experts that the engine chose for it."""
+        """True if router replay is on: training uses, for each token, the experts that the engine chose."""
         return self.role.router_replay
 
     @property
@@ -107,7 +107,8 @@ class MegatronPolicy(RoleModel):
         """Runs one optimizer step on this replica's sequences of `work.steps[step]`, and returns metrics over all
         replicas.
 
-        Run the steps of `work` in order. With `optimizer.overlap`, weights stay sharded over ranks until the last step.
+        Call it for the steps of `work` in order, because with `optimizer.overlap` only the last step leaves whole
+        weights on every rank.
 
         Returns a dict of metrics: the metrics of the loss (StepTotals.means), `grad_norm`, `lr`, the numbers of tokens
         and micro-batches, and the imbalance of replicas and micro-batches (batches/micro_batches.py). With router
@@ -202,8 +203,8 @@ class MegatronPolicy(RoleModel):
     def _sum_over_replicas(
         self, results: list[dict[str, Any]], counted: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Returns {name: sum over all data-parallel replicas}, the same on every rank. From each replica, only the
-        `results` and `counted` of one rank are added (see `Groups.reports`)."""
+        """Returns {name: sum over all data-parallel replicas}, the same on every rank. The arguments `results` and
+        `counted` are used on one rank of each replica (see `Groups.reports`), and ignored on other ranks."""
         own = dict(counted or {}) if self.groups.reports else {}
         pairs = [pair for result in results if self.groups.reports for pair in result.items()]
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []

@@ -26,8 +26,8 @@ from megatron_rl.weights.lora_adapters import is_adapter
 
 platform.install()
 
-# Fields of Megatron-core's config that each role's optimizer sets.
-# They are set again when a role with adapters becomes active, because such roles can share the config object.
+# Fields of Megatron-core's config object that each role's optimizer sets.
+# Because roles with adapters can share this object, the fields are set again when a role with adapters becomes active.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
@@ -36,9 +36,9 @@ class RoleModel:
     has them.
 
     A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. In a role with adapters, the
-    base model is frozen. `base` is the model of another role with adapters and the same path and layout; this role then
-    shares the weights of `base`. The constructor is collective (all ranks call it). It raises ConfigError for settings
-    that the model does not support.
+    base model is frozen. `base`: the model of another role with adapters and the same path and layout, whose weights
+    this role shares; None if the role does not share weights. The constructor is collective (all ranks call it) and
+    raises ConfigError for settings that the model does not support.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class RoleModel:
             (optimizer.gather_late if steps_left else optimizer.gather)(self.chunks)
 
     def check_readable(self) -> None:
-        """Raises RuntimeError if the weights cannot be read now: while the weights are in host memory, and between two
-        optimizer steps with `optimizer.overlap`, when each rank has only a shard of the new weights."""
+        """Raises RuntimeError if the weights cannot be read now, because the weights are in host memory, or because
+        each rank has only a shard of the new weights (between two optimizer steps with `optimizer.overlap`)."""
         self.memory.check_present()
         if self._steps_left:
             raise RuntimeError(f"an update is under way: {self._steps_left} optimizer steps of it are left to be taken")

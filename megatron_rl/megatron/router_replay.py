@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.models.sizes import Routing
 from megatron_rl.types import FREE
 
-# function that chooses experts, with Megatron-core's signature
+# a function that chooses experts and has the signature of Megatron-core's function for this
 Choose = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -45,7 +45,7 @@ class RouterReplay:
 
     def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
         self._layer = layer  # index of the layer in the whole model
-        self._own = own  # chooses experts where none are replayed; None: Megatron-core's function chooses
+        self._own = own  # chooses experts that are not replayed; None: Megatron-core does
         self._now: Tensor | None = None  # expert choices [n, k] of the micro-batch whose forward pass is next
         self._again: list[Tensor | None] = []  # queue of expert choices for recomputation in backward passes
         self._training = False

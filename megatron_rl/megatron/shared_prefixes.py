@@ -29,7 +29,8 @@ from megatron_rl.megatron.kernels import varlen
 
 platform.install()
 
-QUERY_UNIT = 16  # to get fewer attention calls, query counts are rounded up to a multiple of this number
+# Query counts are rounded up to a multiple of this number, so that more sequences can share an attention call.
+QUERY_UNIT = 16
 MASK_ELEMENTS = 1 << 22  # maximum number of mask elements of a bucket with prompts of different lengths
 
 
@@ -83,7 +84,8 @@ def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
     """Groups tails (tokens after a shared prompt) with similar numbers of queries and keys, so that padding stays
     within the ratio MAX_PADDING."""
     groups: list[list[_Tail]] = []
-    queries = keys = longest = 0  # of the last group: total queries, total keys without padding, largest key count
+    # totals of the last group: number of queries, number of keys without padding, largest key count of a tail
+    queries = keys = longest = 0
     for tail in sorted(tails, key=lambda tail: (-tail.width, -len(tail.keys))):
         own = len(tail.keys)
         if groups:
@@ -115,8 +117,8 @@ def _bucket(group: Sequence[_Tail], windows: Sequence[int | None]) -> AttentionB
 def _mask(prompt: int, queries: int, keys: int, window: int | None) -> Tensor:
     """Returns the attention mask [queries, keys] of queries after a prompt of `prompt` tokens.
 
-    Padding queries attend to at least one key. With a `window`, a query attends to the last `window` tokens, including
-    itself.
+    Padding queries attend to the same keys as the last query, so that no row of the mask is empty. With a `window`, a
+    query attends to the last `window` tokens, including itself.
     """
     places = torch.arange(keys)
     own = (torch.arange(queries) + prompt).clamp(max=keys - 1)[:, None]

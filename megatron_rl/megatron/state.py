@@ -70,7 +70,8 @@ class PolicyState:
         self._check_kind(directory)
         with model.memory.awake(), model.active():
             loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
-            state = cast(dict[str, Any], loaded)  # dist_checkpointing returns a pair only for some values of `strict`
+            # The cast is needed because `load` returns a pair for some values of its argument `strict`.
+            state = cast(dict[str, Any], loaded)
             for i, chunk in enumerate(model.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if model.trainable:

@@ -50,8 +50,8 @@ class Head(torch.nn.Module):
 
 
 class TensorSharded(torch.nn.Module):
-    """A module with parameters that are split over the tensor-parallel ranks of `group`. `axis` has the names of the
-    split parameters, and for each name the axis along which the parameter is split."""
+    """A module with parameters that are split over tensor-parallel ranks. `group`: process group of these ranks.
+    `axis`: {name of a parameter: axis along which the parameter is split}."""
 
     group: Any
     axis: dict[str, int]
@@ -196,8 +196,8 @@ class GeGLU(SwiGLU):
 
 
 # {name of the activation (models/sizes.py): (function, module)}.
-# The function is the value of Megatron-core's setting activation_func; core accepts only certain functions.
-# The module replaces core's computation: it computes the gated activation from the fused output of fc1.
+# The module computes the gated activation from the fused output of fc1, in place of Megatron-core's own code. The
+# function is only the value of core's setting activation_func, because core accepts no other functions.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": (F.silu, SwiGLU),
     "gelu_tanh": (F.gelu, GeGLU),

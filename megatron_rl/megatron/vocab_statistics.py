@@ -17,18 +17,19 @@ from megatron_rl.batches.packed_batch import by_name
 from megatron_rl.megatron.kernels.products import add_product
 
 # Maximum number of logits that a rank holds at once (one chunk): 8 MiB of float32 on a CPU, 512 MiB on a GPU.
-# With Triton kernels, a chunk has 1 GiB of logits in the weight's dtype, since there are no other tensors of this size.
-# In bfloat16 this is four times as many logits as without Triton kernels.
+# With Triton kernels, a chunk may have up to 1 GiB of logits, because no other tensors of this size are needed. These
+# logits have the weight's dtype: in bfloat16, a chunk has four times as many logits as without Triton kernels.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 TILE_ROWS = 128  # on a GPU, a chunk's row count is a multiple of this, so that the tiles of matrix products are full
 # With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/reference/benchmarks.md).
-# A chunk therefore has at least GOOD_ROWS rows, even if its logits then exceed CHUNK_ELEMENTS.
-# This applies up to REUSED_ELEMENTS logits (28 MiB): malloc does not keep larger blocks for the next chunk.
+# A chunk therefore has GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but not if they would exceed
+# REUSED_ELEMENTS (28 MiB), because malloc does not keep larger blocks for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
 # Maximum number of bfloat16 logit gradients that are collected for one matrix product on a CPU (128 MiB).
 JOINED_ELEMENTS = 1 << 26
-# On a CPU, a micro-batch's log-probs are kept for the backward pass up to this number, and recomputed otherwise.
+# On a CPU, the log-probs of a micro-batch are kept for the backward pass if there are at most KEPT_ELEMENTS of them.
 # With Triton kernels on a GPU, the logits are kept if they take at most KEPT_SHARE of the free memory.
+# Otherwise the backward pass recomputes them.
 KEPT_ELEMENTS = {"cpu": 1 << 27}
 KEPT_SHARE = 0.5
 
@@ -97,7 +98,7 @@ class _Products:
         self._hidden, self._weight, self._rows = hidden, weight, rows
         self._start = self._stop = 0  # range of hidden states whose logit gradients are collected and not yet summed
         self._joined: Tensor | None = None  # collected logit gradients; None if gradients are not collected
-        self._total: Tensor | None = None  # sum of matrix products: float32, or the weight's dtype after only one
+        self._total: Tensor | None = None  # sum of matrix products, float32; a single product has the weight's dtype
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
             self._total = torch.zeros_like(weight, dtype=torch.float32)
         else:
@@ -129,8 +130,8 @@ class _Products:
         return F.pad(total, (0, 0, 0, padding)) if padding else total
 
     def _sum(self) -> None:
-        """Computes the matrix product of the collected logit gradients and their hidden states, and adds it to the
-        sum."""
+        """Adds the matrix product of the collected logit gradients and their hidden states to the accumulated weight
+        gradient."""
         assert self._joined is not None
         product = self._joined[: self._stop - self._start].T @ self._hidden[self._start : self._stop]
         self._total = product if self._total is None else self._total.float().add_(product)
@@ -186,7 +187,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
         gradients = by_name(head.names, grad)  # the gradient of vocab_mean is ignored: vocab_mean is not differentiable
         grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
         grad_hidden = torch.empty_like(hidden)
-        # A frozen output layer (LoRA) needs no weight gradient, a float32 tensor in the shape of the layer's weight.
+        # For a frozen output layer (LoRA), save the memory of the weight gradient (float32, in the weight's shape).
         chunks = _chunks(hidden, weight, head)
         by_weight = _Products(hidden, weight, head.rows, chunks) if ctx.needs_input_grad[1] else None
         # [n, 1 + k] gradients with respect to log-probs of `ids`
@@ -195,7 +196,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
         by_entropy = None if grad_entropy is None else grad_entropy / head.temperature
         if by_entropy is not None and not head.triton and not by_entropy.any():
-            by_entropy = None  # checking whether all gradients are 0 is faster than computing with them
+            by_entropy = None  # skips a computation that takes longer than checking for zeros
         scratch = _Scratch(chunks, head.rows, hidden.device)
         for number, rows in enumerate(chunks):
             of_entropy = None if by_entropy is None or entropy is None else (entropy[rows], by_entropy[rows])
@@ -253,7 +254,8 @@ def _keeps_logits(hidden: Tensor, rows: int, *, triton: bool) -> bool:
     """Returns whether the logits of all hidden states [n, h] are kept for the backward pass. Keeping logits is faster
     than recomputing them by a second matrix product. `rows`: number of logits per hidden state on this rank.
 
-    The choice does not change results. Kept logits use only memory that is free: memory plans do not count them.
+    The choice does not change results. Memory plans do not count kept logits, because logits are kept only if the
+    memory for them is free.
     """
     if hidden.device.type == "cpu":
         return len(hidden) * rows <= KEPT_ELEMENTS["cpu"]
@@ -265,9 +267,9 @@ def _keeps_logits(hidden: Tensor, rows: int, *, triton: bool) -> bool:
 
 
 def _chunks(hidden: Tensor, weight: Tensor, head: _Head) -> list[slice]:
-    """Splits the rows of `hidden` into chunks of equal size (the last may be smaller). A chunk has at most
-    CHUNK_ELEMENTS logits (more with Triton kernels), but at least 32 rows, and at least GOOD_ROWS rows as far as these
-    have at most REUSED_ELEMENTS logits. On a GPU the row count is a multiple of TILE_ROWS."""
+    """Splits the rows of `hidden` into chunks of equal size (the last may be smaller). A chunk has as many rows as have
+    at most CHUNK_ELEMENTS logits (more with Triton kernels), but at least min(GOOD_ROWS, number of rows that have at
+    most REUSED_ELEMENTS logits), and at least 32. On a GPU the row count is a multiple of TILE_ROWS."""
     most = CHUNK_ELEMENTS[hidden.device.type] * (8 // weight.element_size() if head.triton else 1)
     good = min(GOOD_ROWS, REUSED_ELEMENTS // weight.shape[0])
     size = max(32, good, most // weight.shape[0])
@@ -361,8 +363,8 @@ def _to_gradient(
 
 
 def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
-    """Returns float32 logits [n, 1 + k], divided by the temperature: for each row, the logits at the columns `local`
-    [n, 1 + k]. The values are 0 on a rank without vocabulary rows."""
+    """Returns some logits of each row as float32 [n, 1 + k], divided by the temperature. `local`: [n, 1 + k] columns of
+    the logits to return. The values are 0 on a rank without vocabulary rows."""
     if not head.rows:
         return torch.zeros(local.shape, device=logits.device)
     found = logits.gather(1, local).float()

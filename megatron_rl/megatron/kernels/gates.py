@@ -19,7 +19,7 @@ BLOCK, WARPS = 1024, 4  # number of row elements and number of warps per Triton 
 def gated(x: Tensor, *, tanh: bool) -> Tensor:
     """Returns the gated activation act(gate) * up for x = [gate | up], computed in float32. [..., 2 f] -> [..., f].
 
-    The activation is SiLU, or the tanh approximation of GELU with `tanh`.
+    `tanh`: True for the tanh approximation of GELU as activation, False for SiLU.
     """
     out: Any = _Gated.apply(x, tanh)
     return out

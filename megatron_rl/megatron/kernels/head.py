@@ -43,8 +43,8 @@ def to_gradient(
 ) -> None:
     """Replaces logits [n, v] in place with the gradient with respect to the logits, in the same dtype.
 
-    `scale`: factor of the logits (1 / temperature). The gradient is not multiplied by `scale`: `by_id` and the gradient
-    in `entropy` are already divided by the temperature.
+    `scale`: factor of the logits (1 / temperature). The gradient is not multiplied by `scale`, because `by_id` and the
+    gradient in `entropy` are already divided by the temperature.
     `logsum`: [n] logarithm of the sum of exponentials of the scaled logits over all ranks.
     `ids`: [n, k] int64, column of `logits` for each token, or -1 for a token in the vocabulary part of another rank.
     `by_id`: [n, k] gradient with respect to the log-probs of `ids`.
@@ -91,7 +91,8 @@ def _statistics(
 
 @triton.jit
 def _slope(log_p, every, known, by_entropy, ENTROPY: tl.constexpr):
-    """Returns the gradient with respect to a block of logits, without the extra term of the tokens in `ids`."""
+    """Returns the gradient with respect to a block of logits, without the term that only the logits of the tokens in
+    `ids` have."""
     slope = log_p * 0.0 + every
     if ENTROPY:
         slope += (log_p + known) * by_entropy

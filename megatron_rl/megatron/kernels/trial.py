@@ -23,12 +23,12 @@ from megatron_rl.megatron.kernels import gates, head, norm, rope
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6}
 ROWS, WIDTH, VOCAB = 3, 1100, 5000  # WIDTH and VOCAB are larger than one block of the gate and head kernels
 FAILURES = (
-    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, out of memory, compilation error
+    *(TritonError, RuntimeError, OSError, subprocess.SubprocessError),  # no compiler, no free memory, compilation error
     *(AssertionError, ImportError, TypeError, ValueError),  # errors of an incompatible Triton version
 )
 Kernel = Callable[..., tuple[Tensor, ...]]
 # Test case: (name, kernel, function with equivalent torch operations, inputs).
-# Both functions return the same number of tensors.
+# The kernel and the function return the same number of tensors.
 Case = tuple[str, Kernel, Kernel, Sequence[Tensor]]
 
 
@@ -64,8 +64,9 @@ def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Returns the maximum error over pairs of a computed tensor in `found` and an exact tensor, relative to the largest
-    absolute value of the exact tensor. Returns NaN if `found` contains NaN."""
+    """Compares each tensor in `found` with the tensor in `exact` at the same index. The error of a pair is the largest
+    difference, divided by the largest absolute value of the exact tensor. Returns the maximum error over all pairs, or
+    NaN if `found` contains NaN."""
     pairs = zip(found, exact, strict=True)
     return torch.stack([(a.double() - b.double()).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
@@ -103,8 +104,8 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _alone(function: Callable[..., Tensor], **settings: Any) -> Kernel:
-    """Returns a function that calls `function` with the keyword arguments `settings` and returns its result as a tuple
-    of one tensor."""
+    """Wraps `function`, which returns one tensor, as a test function that returns a tuple of this tensor. `settings`:
+    keyword arguments of every call."""
     return lambda *inputs: (function(*inputs, **settings),)
 
 
@@ -144,8 +145,8 @@ def _gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
-    """Returns the gradient as torch's autograd computes it, for comparison with the kernel. The gradient is with
-    respect to the scaled logits: `to_gradient` leaves the factor `scale` of the gradient to its caller."""
+    """Returns the gradient that torch's autograd computes, for comparison with the kernel. The gradient is with respect
+    to the scaled logits, because `head.to_gradient` does not multiply the gradient by `scale`."""
     ids, by_id, by_entropy = _asked(logits)
     with torch.enable_grad():
         scaled = (0.7 * logits).detach().requires_grad_()

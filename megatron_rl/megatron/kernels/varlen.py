@@ -20,7 +20,7 @@ from megatron_rl.sdpa import WIDEST_HEAD
 
 AMPERE = (8, 0)  # lowest compute capability that torch's flash attention supports
 HEAD_UNIT = 8  # flash attention needs a head dimension that is a multiple of this number and at most WIDEST_HEAD
-# Arguments of torch's varlen_attn that older torch versions lack: `window_size`, needed here, exists from 2.11 on.
+# Names of arguments of torch's varlen_attn. `window_size` exists from torch 2.11 on, and this module requires it.
 # `enable_gqa` exists from torch 2.12 on, where it must be True for grouped heads; torch 2.11 needs no such flag.
 WINDOW, GROUPED = "window_size", "enable_gqa"
 
