@@ -159,9 +159,9 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
     experts.
 
     `module`: the name of the module that contains router and experts in Hugging Face files.
-    `parts`: the names of an expert's gate, up and down projection.
+    `parts`: the names of an expert's gate, up and down projection in Hugging Face files.
 
-    When the transformers library loads a model, it stacks the experts in a module that is called `mlp` in every family.
+    In memory, the transformers library stacks the experts in a module that is called `mlp` in every family.
     """
     h, count, width = sizes.hidden, sizes.experts, sizes.expert_ffn
     gate, up, down = (f"{module}.experts.{EXPERT}.{part}.weight" for part in parts)

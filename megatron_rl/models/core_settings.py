@@ -65,8 +65,9 @@ def needs_own_layers(sizes: Sizes, features: Features) -> bool:
 
     Megatron-core's layers do not support norms at other positions than before attention and feed-forward, norms over
     all heads together, several kinds of attention in one model, or rotary embeddings whose kind is not in `ROTARY`.
-    Megatron-core's latent attention with Transformer Engine is not used either: without sequence parallelism, it does
-    not sum the gradient of the shared key over tensor ranks, and the norms of the latents need a separate epsilon.
+    Megatron-core's latent attention with Transformer Engine is not used either, for two reasons. Without sequence
+    parallelism, it does not sum the gradient of the shared key over tensor ranks. And it has no separate epsilon for
+    the norms of the latents.
     """
     moved = features.norms_after or not features.norms_before
     other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
@@ -79,13 +80,14 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
     No token is dropped. Only the caller's loss and `aux_loss` (the coefficient of the load-balancing loss) train the
     router.
 
-    Choosing the k largest scores gives the same experts before and after the softmax. A softmax over the chosen experts
-    equals the softmax over all experts, divided by the sum over the chosen experts. Therefore, for model families that
-    renormalise the scores, Megatron-core computes a softmax over the chosen experts.
+    For model families that renormalise softmax scores, Megatron-core is set to choose the experts first and then
+    compute a softmax over the chosen experts only. The result is the same: the softmax does not change which scores are
+    the k largest, and a softmax over all experts, divided by its sum over the chosen experts, is a softmax over the
+    chosen experts.
 
     Expert groups and expert biases are not passed to Megatron-core. megatron/router_replay.py limits the choice to
-    groups, because core scores a group by the sum of its k / groups_chosen best experts. With an expert bias,
-    Megatron-core's load balancing would change the bias.
+    groups instead, because core always scores a group by the sum of its k / groups_chosen best experts. A bias is not
+    passed, because core's load balancing would change the bias.
 
     Raises ConfigError if a router could not learn, because it chooses one expert per token with renormalised scores.
     """
@@ -109,7 +111,7 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
         moe_router_pre_softmax=routing.scores == "softmax" and not routing.renormalised,
         moe_router_score_function=routing.scores,
         moe_router_topk_scaling_factor=None if routing.scale == 1.0 else routing.scale,
-        # With a list, Megatron-core writes checkpoints layer by layer, which is required if layers differ.
+        # If layers differ, Megatron-core must write checkpoints layer by layer, which it does if this is a list.
         moe_layer_freq=[int(sizes.is_sparse(n)) for n in range(sizes.num_layers)] if sizes.dense_layers else 1,
         moe_router_dtype="fp32",  # dtype of the router's logits and probabilities, also in a bfloat16 model
         moe_router_load_balancing_type="aux_loss" if aux_loss else "none",

@@ -39,7 +39,8 @@ class _Rule(NamedTuple):
 
     field: str
     axis: str
-    either: bool = False  # True if the size may also divide the number of ranks: engines repeat key/value heads
+    # True if the number of ranks may also be a multiple of the size, because engines repeat key/value heads
+    either: bool = False
 
 
 def _rules(sizes: Sizes, *, engine: bool = False, expert_parallel: bool = False) -> list[_Rule]:
@@ -86,9 +87,8 @@ def trainer_problems(sizes: Sizes, layout: Layout, model: str) -> list[str]:
 
     `model`: the name of the model in the messages.
 
-    Besides divisibility, the function checks three rules for experts. A dense model has no experts to shard. Under
-    tensor parallelism, Megatron-core trains experts only with sequence parallelism. Experts with biases must not be
-    split over ranks.
+    Besides divisibility, the function checks three rules: the layout of a dense model does not set ep or etp, a model
+    with experts and tensor parallelism has sequence parallelism, and experts with biases are not split over ranks.
     """
     found = [violation.says(model) for violation in trainer_violations(sizes, layout)]
     if not sizes.experts and (layout.ep > 1 or layout.etp not in (None, 1) or layout.expert_tp != layout.tp):

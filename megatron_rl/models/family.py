@@ -140,7 +140,7 @@ class Family:
         return tensor.endswith("rotary_emb.inv_freq")
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
-        """Returns the parameters of layer `number`, as `Row`s, in the order in which the layer uses them."""
+        """Returns the `Row`s (descriptions of Megatron parameters) of layer `number`, in the order of computation."""
         rows = blocks.attention(sizes, bias=self.common.qkv_bias, head_norms=self.common.qk_norm)
         if not self.has_experts:
             return rows + blocks.feed_forward(sizes)
@@ -148,7 +148,8 @@ class Family:
         return rows + blocks.shared_expert(sizes) if self.has_shared_expert else rows
 
     def ends(self, sizes: Sizes) -> OuterRows:
-        """Returns the parameters outside of the layers, as `Row`s: embedding, final norm and output layer."""
+        """Returns the `Row`s (descriptions of Megatron parameters) of the embedding, the final norm and the output
+        layer."""
         return blocks.ends(sizes)
 
 

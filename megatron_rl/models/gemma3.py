@@ -58,10 +58,10 @@ class Gemma3(Family):
         )
 
     def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
-        """Returns the two kinds of attention: of layers with a sliding window and of layers without a window.
+        """Returns (attention of the layers with a sliding window, attention of the layers without a window).
 
-        A config.json of an older transformers version has a separate key for each rotary base, and its rope_scaling
-        applies only to layers without a window.
+        A config.json of an older transformers version has two keys for the two rotary bases (rope_local_base_freq and
+        rope_theta), and the key rope_scaling, which applies only to layers without a window.
         """
         told = config.get("rope_parameters") or {
             WINDOWED: {"rope_theta": config.get("rope_local_base_freq", 10_000.0)},

@@ -40,7 +40,8 @@ class GptOss(Family):
 
     def features(self, config: Mapping[str, Any]) -> Features:
         """Returns the features of the model described by a config.json. The first layer and every second layer after it
-        have a sliding window. Raises ConfigError for other layer_types, because vLLM ignores layer_types."""
+        have a sliding window. Raises ConfigError if `layer_types` in config.json says otherwise, because vLLM ignores
+        this key."""
         pattern = tuple(i % 2 for i in range(int(config["num_hidden_layers"])))
         types = [KINDS[kind] for kind in pattern]
         if (config.get("layer_types") or types) != types:
@@ -76,8 +77,8 @@ class GptOss(Family):
         return [replace(row, engine=row.engine and row.engine.replace("self_attn.", "attn.")) for row in rows]
 
     def ends(self, sizes: Sizes) -> OuterRows:
-        """Returns the parameters outside of the layers, as `Row`s. In engines, the embedding module is named
-        `embedding`."""
+        """Returns the `Row`s (descriptions of Megatron parameters) of the embedding, the final norm and the output
+        layer. Engines name the embedding module `embedding`."""
         (embedding,), last = blocks.ends(sizes)
         return OuterRows(first=(replace(embedding, engine="model.embedding.weight"),), last=last)
 

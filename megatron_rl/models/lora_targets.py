@@ -76,8 +76,8 @@ def not_plain(told: Mapping[str, Any]) -> list[str]:
 
 
 def refusal(told: Mapping[str, Any], key: str) -> str:
-    """Returns an error message that says why the value of `key` in adapter_config.json is not supported, and what to
-    do. `told` has the contents of the file."""
+    """Returns an error message that says why the value of `key` in adapter_config.json is not supported, and how to fix
+    this. `told`: the contents of the file."""
     return (
         f"{CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes, or is not known, and is not "
         "supported; give a plain LoRA adapter, or the model that peft's merge_and_unload makes"
@@ -96,8 +96,8 @@ def target_names(told: Mapping[str, Any]) -> set[str] | None:
 
 @lru_cache(maxsize=4096)
 def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
-    """Returns the matrices in layer `layer` that can have an adapter, in the order in which Megatron's modules join the
-    matrices."""
+    """Returns the matrices in layer `layer` that can have an adapter. Matrices that one Megatron module joins have the
+    same order as in the module's weight."""
     found = []
     for row in layer_rows(sizes, layer):
         linear = row.name.removesuffix(".weight")

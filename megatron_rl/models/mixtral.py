@@ -25,8 +25,8 @@ class Mixtral(Family):
         return super().read(config, where)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
-        """Returns how the routers choose experts. The probabilities of the chosen experts are always renormalised.
-        config.json has no key for renormalisation."""
+        """Returns how the routers choose experts. Renormalisation of the chosen experts' probabilities is not read from
+        config.json, because every Mixtral model renormalises and the file has no key for it."""
         return Routing(chosen=int(config["num_experts_per_tok"]), renormalised=True)
 
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:

@@ -108,7 +108,7 @@ class ByColumns:
 @dataclass(frozen=True)
 class Vocabulary:
     """The partition of the embedding and the output layer in the trainer. Rows are padded so that all ranks hold equal
-    runs of rows. No block covers the padding."""
+    runs of rows. Padding rows belong to none of the blocks that `held` returns."""
 
     sharded: ClassVar[bool] = True
 

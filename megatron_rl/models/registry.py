@@ -96,10 +96,10 @@ def known_sizes(name: str) -> Sizes:
 
 @lru_cache(maxsize=4096)
 def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
-    """Returns the parameters of layer `number`, as `Row`s.
+    """Returns the `Row`s (descriptions of Megatron parameters) of layer `number`.
 
-    If a layer has the same parameters as the layer before it, the same tuple object is returned. Parameter counting
-    uses this to group equal layers.
+    If a layer has the same parameters as the previous layer, both calls return the same tuple object, so that the code
+    that counts parameters can group equal layers.
     """
     rows = tuple(family_of(sizes).layer(sizes, number))
     before = layer_rows(sizes, number - 1) if number else rows
@@ -108,8 +108,8 @@ def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
 
 @lru_cache(maxsize=256)
 def ends(sizes: Sizes) -> OuterRows:
-    """Returns the parameters outside of the layers, as `Row`s: embedding, final norm and output layer, or the head of a
-    model that has a head in place of the output layer."""
+    """Returns the `Row`s (descriptions of Megatron parameters) of the embedding, the final norm, and the output layer
+    or the head that replaces the output layer."""
     first, last = family_of(sizes).ends(sizes)
     if sizes.head is not None:
         last = [*(row for row in last if row.name != blocks.OUTPUT), blocks.head(sizes)]

@@ -33,7 +33,7 @@ class Row:
     # Parameters with the same engine name are concatenated.
     engine: str | None
     engine_partition: Partition | None = None  # sharding over an engine's ranks; None: as in the trainer
-    fused: str | None = None  # name in Megatron's Transformer Engine layer spec; None: `name`
+    fused: str | None = None  # name in Megatron's Transformer Engine layer spec; None: same as `name`
     # Name of the transformers parameter that holds the Hugging Face tensors in memory. None: the names of the tensors.
     in_memory: str | None = None
     experts: int = 0  # number of experts of the layer; 0 if the parameter does not belong to an expert

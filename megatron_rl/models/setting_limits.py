@@ -11,9 +11,9 @@ from megatron_rl.config.schema import Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
-# Kinds of rotary embedding whose frequencies are the same for all sequences up to max_position_embeddings.
-# The trainer and the embedded engine compute the frequencies once.
-# longrope is left out, because its frequencies depend on the sequence length.
+# Kinds of rotary embedding whose frequencies are the same for all sequences up to max_position_embeddings. Other kinds
+# are not supported, because the trainer and the embedded engine compute the frequencies once. For example, the
+# frequencies of longrope depend on the sequence length.
 ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
 
 

@@ -35,7 +35,7 @@ class Sizes:
     kv_rank: int = 0  # width of the key/value latent; 0 if attention has no latent
     q_rank: int = 0  # width of the query latent; 0 if queries are projected from the hidden state
     rope_dim: int = 0  # number of rotated elements of a head's query and key; 0 if all of head_dim are rotated
-    value_dim: int = 0  # number of elements of a head's value; 0 if the number is head_dim
+    value_dim: int = 0  # number of elements of a head's value; 0: same as head_dim
     # what the model's head computes, with one output per token; None for a language model, which has an output layer
     head: Head | None = None
 
@@ -51,7 +51,8 @@ class Sizes:
 
     @property
     def outputs(self) -> int:
-        """Returns the number of outputs per token: the size of the vocabulary, or 1 for a model with a head."""
+        """Returns the number of outputs per token: the size of the vocabulary, or 1 if a head replaces the output
+        layer."""
         return self.vocab if self.head is None else 1
 
     @property
@@ -123,7 +124,8 @@ class Routing:
     chosen: int  # number of experts per token
     renormalised: bool  # whether the scores of the chosen experts are rescaled to sum to 1
     scores: Literal["softmax", "sigmoid"] = "softmax"  # function that turns the router's logits into scores
-    biased: bool = False  # whether every expert has an untrained bias that is added to its score for the choice only
+    # whether every expert has an untrained bias; score + bias determines the choice, the score the expert's weight
+    biased: bool = False
     scale: float = 1.0  # factor that multiplies the weights of the chosen experts
     shared_gate: bool = True  # whether a gate scales the output of the shared expert
     # Group-limited routing: experts are divided into `groups` equal groups. With one group, there is no limit.
@@ -165,7 +167,7 @@ class Features:
     norms_before: bool = True  # True if the inputs of attention and feed-forward are normalised
     # True if the outputs of attention and feed-forward are normalised before the residual addition
     norms_after: bool = False
-    # activation function of the gate; "clamped_silu" is that of gpt-oss, where rows of gate and up alternate
+    # activation function of the gate; "clamped_silu": activation of gpt-oss, whose rows of gate and up alternate
     activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"
     qkv_bias: bool = False  # True if query, key and value projections have a bias
     bias: bool = False  # True if all projections have a bias, also those of routers and experts
@@ -177,7 +179,7 @@ class Features:
     latent_eps: float = 1e-6  # epsilon of the norms of the latents in latent attention
     embedding_scale: float = 1.0  # factor of token embeddings, rounded to the model's dtype
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
-    pattern: tuple[int, ...] = ()  # for each layer, the index in `kinds` of the layer's attention; empty: all 0
+    pattern: tuple[int, ...] = ()  # for each layer, the index of its attention in `kinds`; empty: 0 for all
     routing: Routing | None = None  # None if the model has no experts
 
     def kind_of(self, layer: int) -> int:
