@@ -32,16 +32,16 @@ class Partitioner(Protocol):
         ...
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: np.ndarray | None = None) -> Shares:
-        """Splits S sequences of the given lengths into micro-batches for the policy's replicas. `prefixes` is given if
-        the policy shares prefixes. `groups`: [S] group indices, given if the sequences of a group must be in one
-        micro-batch. Called on the driver only. The result depends only on the arguments.
+        """Splits S sequences of the given lengths into micro-batches for the policy's replicas. Called on the driver
+        only. The result depends only on the arguments. `prefixes`: the prefixes that sequences share; None if the
+        policy does not share prefixes. `groups`: [S] group indices; None if a group may be split over micro-batches.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaShares:
-    """An update's rollouts split over replicas, on the driver."""
+    """The rollouts of an update on the driver, with the share of each data-parallel replica."""
 
     outline: Outline
     rollouts: Sequence[Rollout]
@@ -117,8 +117,8 @@ def split_over_replicas(
     into micro-batches.
 
     Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
-    there are no rollouts, if an optimizer step has no trained token, if a rollout or a pair has more tokens than fit
-    into a micro-batch, and if a rollout lacks an input of the loss.
+    there are no rollouts, if an optimizer step has no trained token, if a rollout or a pair of rollouts has more tokens
+    than fit into a micro-batch, or if a rollout lacks an input of the loss.
     """
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")

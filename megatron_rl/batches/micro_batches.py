@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron_rl.models.sizes import Sizes
 
-# Candidate numbers n for splitting the sequences that share a prefix into smaller units.
-# The sequences of one unit cost at most about 1 / n of a replica's mean cost; n = 0 means no bound on the cost.
-# All candidates are tried if there are several replicas.
+# Sequences that share a prefix are split into units that cost at most about 1 / n of a replica's mean cost; n = 0 means
+# no bound on the cost. These are the candidates for n, and the one whose most expensive replica is cheapest is used.
+# With one replica, or if whole groups of sequences stay together, only the first candidate is used.
 PIECES = (0, 1, 2, 4)
 
 
@@ -63,7 +63,8 @@ class Shares:
 
     sequences: list[list[list[int]]]  # [replicas][M]: indices of the sequences of each micro-batch
     replica_imbalance: float  # maximum cost of a replica divided by the mean, minus 1
-    # maximum cost of a micro-batch divided by the mean, minus 1; pipeline stages wait for the slowest one
+    # maximum cost of a micro-batch divided by the mean, minus 1; the higher this value, the longer pipeline stages wait
+    # for the slowest micro-batch
     micro_batch_imbalance: float
 
 
@@ -79,17 +80,17 @@ def micro_batches(
 ) -> Shares:
     """Splits S sequences of the given lengths into M micro-batches per replica, each with at most `max_tokens` tokens.
 
-    The number of micro-batches is the smallest multiple of `multiple` that the budget allows (approximately, within
-    1/64, if there are more than 64). Sequences are assigned in order of decreasing length, each to the cheapest
-    micro-batch with enough free tokens. Micro-batches are then assigned to replicas in the same way, by cost. A
-    micro-batch is empty only if there are fewer sequences than micro-batches.
+    M is the smallest multiple of `multiple` with which all sequences fit (if M is large, up to about 1/64 more). In
+    order of decreasing length, each sequence goes to the cheapest micro-batch with enough free tokens. Micro-batches
+    are then assigned to replicas in order of decreasing cost. A micro-batch is empty only if there are fewer sequences
+    than micro-batches.
 
-    With `prefixes`, a micro-batch counts a prefix once for all its sequences that begin with it, and these sequences
-    are adjacent. Sequences with one prefix are assigned together, unless they exceed the budget, or unless splitting
-    them makes the most expensive replica cheaper although the prefix is then computed several times.
+    With `prefixes`, sequences with the same prefix are adjacent in a micro-batch, and the prefix is counted once. These
+    sequences are assigned together, unless they exceed `max_tokens`, or unless splitting them makes the most expensive
+    replica cheaper although the prefix is then computed several times.
     `groups`: [S] int64, index of each sequence's group. All sequences of a group are put into one micro-batch, adjacent
         and in the given order.
-    Raises ValueError if a single sequence or a whole group exceeds the budget.
+    Raises ValueError if a single sequence or a whole group exceeds `max_tokens`.
     """
     sizes, cost = np.asarray(lengths, np.int64), cost or Cost()
     if sizes.max() > max_tokens:
@@ -120,17 +121,18 @@ def micro_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """Sequences that stay together, and their cost if the prefix that they share is computed once."""
+    """Sequences that are assigned to one micro-batch together, with their cost if a shared prefix is computed once."""
 
-    number: int  # index of the prefix of the first sequence
+    number: int  # entry of the first sequence in Prefixes.numbers
     sequences: list[int]
     tokens: int
     cost: float
 
 
 def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: int, pieces: int) -> list[_Family]:
-    """Groups S sequences of the given sizes by prefix. Each group has at most `max_tokens` tokens. If `pieces` is above
-    0, a group also has at most about 1 / pieces of the total cost.
+    """Groups S sequences of the given sizes by prefix. Splits groups that have more than `max_tokens` tokens. If
+    `pieces` is positive, also splits groups that have more than 1 / pieces of the total cost, into parts of about this
+    cost.
     """
     shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
     own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
@@ -163,8 +165,9 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
 def _whole_groups(
     sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, groups: np.ndarray, max_tokens: int
 ) -> list[_Family]:
-    """Returns one family for each group of sequences, in the order of the group indices. `sizes` and `groups` are [S].
-    A prefix is counted once for adjacent sequences of a group. Raises ValueError if a group exceeds `max_tokens`.
+    """Returns one `_Family` (sequences that stay together) for each group of sequences, in the order of the group
+    indices. `sizes` and `groups` are [S]. A prefix of adjacent sequences of a group is counted once. Raises ValueError
+    if a group exceeds `max_tokens`.
     """
     order = np.argsort(groups, kind="stable")
     numbers, bounds = prefixes.numbers[order], np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))

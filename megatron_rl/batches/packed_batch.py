@@ -22,7 +22,8 @@ else:
     torch, Tensor = LazyModule("torch"), Any
 
 CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
-COUNT = "count/"  # key prefix of the item count of a metric that is averaged over items other than trained tokens
+# If a metric NAME is averaged over other items than trained tokens, the number of these items has the key COUNT + NAME.
+COUNT = "count/"
 # Names of the statistics that a model can compute for a label (predicted token).
 # `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
@@ -43,11 +44,11 @@ class Batch:
     labels: Tensor  # [N] int64, id of the next token
     mask: Tensor  # [N] bool, True if the role's policy sampled the label
     weights: Tensor  # [N] float32, weight of the label's loss; 0 if the label is not in the loss
-    # [N] float32, log-prob of the label under the engine's distribution from which it was sampled
+    # [N] float32, log-prob of the label under the distribution from which the engine sampled the label
     engine_logprobs: Tensor
     advantages: Tensor  # [N] float32, advantage of the label; zeros if the loss does not use advantages
     cu_seqlens: Tensor  # [S + 1] int64, cumulative sequence lengths, from 0
-    # [N] float32, the trainer's log-probs at the start of the update; None: the loss takes the current log-probs
+    # [N] float32, the trainer's log-probs at the start of the update; None: the loss uses the current log-probs instead
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs of the frozen reference; None if not requested
     values: Mapping[str, Tensor] = field(
@@ -59,8 +60,8 @@ class Batch:
 
     @property
     def counted(self) -> Tensor:
-        """[N] bool, True if the label is in the loss: trained labels, and a partner's labels if they have a weight
-        above 0."""
+        """[N] bool, True if the label is in the loss: trained labels, and the labels that a partner (another model)
+        generated, if their weight is above 0."""
         return self.weights > 0
 
     @property
@@ -169,10 +170,10 @@ class BatchLoss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the inputs that the loss reads in addition to the log-probs. A name is one of the other STATISTICS,
+        """Names of the inputs that the loss reads in addition to the log-probs. A name is in STATISTICS or is VALUE,
         "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), "pairs" (the two
-        rollouts of each group are in one batch, one after the other), or a key of Rollout.values. A loss that needs
-        VALUE is computed on the outputs of a head, and reads no log-probs unless it needs "logprobs" too.
+        rollouts of each group are in one batch, one after the other), or a key of Rollout.values. VALUE stands for the
+        outputs of a head; a loss that needs VALUE reads log-probs only if it needs "logprobs" too.
         """
         ...
 
@@ -191,8 +192,8 @@ class BatchLoss(Protocol):
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weighted sum of the losses (differentiable), and a dictionary of metrics, which are detached sums
-        over the trained labels. To average a metric NAME over something else than the trained labels, the loss also
-        returns the number of items in its sum as COUNT + NAME. `live`: statistics of the current forward pass.
+        over the trained labels. If a metric NAME is to be averaged over other items than the trained labels, the key
+        COUNT + NAME has the number of these items. `live`: statistics of the current forward pass.
         """
         ...
 
@@ -292,8 +293,9 @@ def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns which labels of rollouts first .. last - 1 are trained, [n] bool, and the weight of each label, [n]
     float32.
 
-    The values of each span are repeated once per label. The first span loses its first token, which no position
-    predicts, and the last span gains the position after it. The last position of each rollout is then set to 0.
+    The values of each span are repeated once per token and shifted by one position, because a position predicts the
+    next token: the first span has one repetition less, and the last span one more. The values at the last position of
+    each rollout, which predicts no token, are then set to False and 0.
     """
     spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
     counts = flat.span_lengths[spans].copy()

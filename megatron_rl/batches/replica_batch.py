@@ -37,9 +37,9 @@ class StepTotals:
     shared_tokens: float = 0.0
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics of the optimizer step from sums over all replicas. `loss` is divided by the denominator,
-        a metric with a count (packed_batch.COUNT) by its count, and other sums by the number of trained tokens; FLOP
-        counts stay sums. A metric whose count is 0 is left out.
+        """Returns the metrics of the optimizer step from sums over all replicas. The sum `loss` is divided by the
+        denominator, a sum with an item count (packed_batch.COUNT) by this count, and other sums by the number of
+        trained tokens. FLOP counts are not divided. A metric whose item count is 0 is left out.
         """
         by = {"loss": self.denominator, **dict.fromkeys(COUNTED, 1.0)}
         by |= {name.removeprefix(COUNT): value for name, value in sums.items() if name.startswith(COUNT)}
@@ -115,9 +115,8 @@ class Work:
         return [micro for one in chosen for micro in one]
 
     def flops(self, step: int, shape: Shape, lora: Lora | None) -> dict[str, float]:
-        """Returns the number of the model's floating-point operations on the replica's share of an optimizer step, as a
-        dict with the names in COUNTED as keys.
-        """
+        """Returns {name in COUNTED: number of floating-point operations} of the model in an optimizer step, for the
+        rollouts of this replica."""
         flat, micros = self.flat, self.micros(step)
         first, last = micros[0].first, micros[-1].last
         spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))

@@ -51,8 +51,8 @@ class Form:
         """Yields (name, dtype, shape) of the arrays in buffer order. Wider types come first, so that all arrays are
         aligned.
 
-        Arrays over tokens, except `experts`, have one extra entry, so that the values shifted by one position are a
-        view of the array.
+        Arrays with one value per token, except `experts`, have one extra entry at the end, so that array[1:] has the
+        value of the next token for each position.
         """
         sequences, spans, tokens, micro_batches = counts
         yield "tokens", np.int32, (tokens + 1,)
@@ -87,9 +87,9 @@ class Flat:
     tokens: np.ndarray  # [N + 1] int32
     logprobs: np.ndarray  # [N + 1] float32
     advantages: np.ndarray | None  # [S] or [N + 1] float32
-    values: Mapping[str, np.ndarray]  # [N + 1] or [N + 1, k], float32 or int32
+    values: Mapping[str, np.ndarray]  # entries of Rollout.values: [N + 1] or [N + 1, k], float32 or int32
     weights: np.ndarray  # [S] float32, loss weight of each rollout's tokens
-    partner_weights: np.ndarray  # [S] float32, loss weight of each rollout's partner tokens
+    partner_weights: np.ndarray  # [S] float32, loss weight of the tokens that a partner (another model) generated
     lengths: np.ndarray  # [S] int32, number of tokens of each rollout
     span_counts: np.ndarray  # [S] int32, number of spans of each rollout
     numbers: np.ndarray  # [S] int32, index of the rollout in the driver's list
@@ -109,7 +109,7 @@ class Flat:
 
     @classmethod
     def over(cls, buffer: np.ndarray, form: Form, counts: Counts) -> Self:
-        """Returns views of a filled `buffer` [form.size(counts)] uint8."""
+        """Returns the array views of a filled buffer. `buffer` is uint8 and has form.size(counts) elements."""
         arrays = views(buffer, form, counts)
         trained = arrays["span_authors"] == Author.POLICY
         partner = np.repeat(arrays["partner_weights"], arrays["span_counts"])
@@ -132,7 +132,8 @@ class Flat:
 
 
 def views(buffer: np.ndarray, form: Form, counts: Counts) -> dict[str, np.ndarray]:
-    """Returns arrays by name that are views of `buffer` [form.size(counts)] uint8."""
+    """Returns {name: array}, where the arrays are views of a buffer. `buffer` is uint8 and has form.size(counts)
+    elements."""
     out, place = {}, 0
     for name, kind, shape in form.sections(counts):
         size = math.prod(shape) * np.dtype(kind).itemsize
@@ -146,8 +147,8 @@ def fill(
 ) -> None:
     """Writes rollouts in order into `buffer`.
 
-    `own`: arrays [S] or [M] that are not part of the rollouts: weights, numbers, rescored, micro_batches, and shared if
-        the form has it.
+    `own`: arrays [S] or [M] whose values are not in the rollouts, by name: weights, numbers, rescored, micro_batches,
+        and also shared if the form includes this array.
     """
     arrays = views(buffer, form, counts)
     for name, values in own.items():
@@ -179,10 +180,10 @@ def fill(
 def form_of(
     rollouts: Sequence[Rollout], *, values: tuple[str, ...] = (), advantages: bool = True, experts: bool = False
 ) -> Form:
-    """Returns the layout of buffers for these rollouts. The layout includes the named `values`, and, if requested,
-    advantages and the expert ids that the engine returned.
+    """Returns the layout of buffers for these rollouts. The layout includes the entries of Rollout.values named in
+    `values`, and, if requested, advantages and the expert ids that the engine returned.
 
-    Raises ValueError if a rollout lacks requested data, if the width of a value differs between rollouts, and if the
+    Raises ValueError if a rollout lacks requested data, if the width of a value differs between rollouts, or if the
     expert ids come from models of different sizes.
     """
     for r in rollouts:
