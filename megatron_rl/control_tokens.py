@@ -43,7 +43,7 @@ class ControlTokens:
 
     def spell_message(self, message: Message) -> dict[str, Any]:
         """Returns a message in which the control tokens in all texts are escaped. In messages of the assistant, only
-        special tokens are escaped: chat templates search for other added tokens, such as `<think>`.
+        special tokens are escaped, because chat templates search for other added tokens, such as `<think>`.
         """
         speller = self._special if message.get("role") == ASSISTANT else self._all
         return {name: speller.spell_within(value) for name, value in message.items() if name != QUOTED}

@@ -34,7 +34,8 @@ def look(pid: int) -> Entry | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command name may contain any characters; it ends at the last ")"
+    # Split at the last ")", where the command name ends, because the command name itself may contain ")" and spaces.
+    fields = text.rpartition(")")[2].split()
     # A process whose main thread has ended has the state zombie, but is alive while it has other threads.
     ended = fields[0] in "ZX" and int(fields[17]) <= 1
     return None if ended else Entry(parent=int(fields[1]), session=int(fields[3]), start=int(fields[19]))
@@ -42,7 +43,7 @@ def look(pid: int) -> Entry | None:
 
 def children(pid: int) -> list[int]:
     """Returns the child processes of a process, including zombies."""
-    if not os.path.exists("/proc/thread-self/children"):  # the kernel lacks the option CONFIG_PROC_CHILDREN
+    if not os.path.exists("/proc/thread-self/children"):  # if the kernel was built without CONFIG_PROC_CHILDREN
         return [other for other in everybody() if (entry := look(other)) is not None and entry.parent == pid]
     out: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):

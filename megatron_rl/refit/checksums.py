@@ -19,7 +19,7 @@ Place = Literal["host", "device"]  # where the ranks compute checksums; the same
 
 # Element size in bytes -> integer dtype of the same size, to view the bits of an element as an integer.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 1 << 20  # number of elements summed at once; two temporary int64 tensors of 8 MiB each are needed
+CHUNK = 1 << 20  # number of elements summed at once, which takes two temporary int64 tensors of 8 MiB each
 # multiplier that generates the pseudo-random factors: 2^64 / golden ratio, rounded to an odd number, as signed int64
 _MIX = -7046029254386353131
 

@@ -239,7 +239,7 @@ class StagedEngineSide(EngineSide):
     @torch.inference_mode()  # tensors allocated in inference mode cannot be modified outside inference mode
     def _listen(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # torch's current device is set per thread
+            torch.cuda.set_device(self._device)  # needed because each thread has a separate current device in torch
         try:
             while not self._closed:
                 took_part, version = self._receive(LISTEN_S)

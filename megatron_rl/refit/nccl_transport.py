@@ -103,7 +103,8 @@ class Nccl:
 
     def _handle(self, verb: str, peer: int, message: Tensor, what: str) -> Handle:
         """Starts to send or to receive a message (`verb`: "send" or "recv"). `what`: name of the message in errors."""
-        # NCCL must wait for work on the caller's current stream; the thread that calls NCCL has another current stream
+        # Look up the caller's stream here, because NCCL must wait for the work on this stream, and the current stream
+        # of the thread that calls NCCL is another stream.
         stream = torch.cuda.current_stream(message.device) if message.is_cuda else None
         start = self._starter.submit(lambda: self._start(verb, message, peer, stream))
 
@@ -134,7 +135,7 @@ class Nccl:
             raise TransportError(f"the group was closed before rank {peer} came")
         self._connected.add(peer)
         if stream is not None:
-            torch.cuda.set_device(stream.device)  # torch's current device is set per thread
+            torch.cuda.set_device(stream.device)  # needed because each thread has a separate current device in torch
         with torch.cuda.stream(stream):
             return getattr(self._group, verb)([message], peer, 0)
 

@@ -198,7 +198,7 @@ class Tcp:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(PAUSE_S)  # the process may have run out of file descriptors
+                time.sleep(PAUSE_S)  # wait, because the process may have run out of file descriptors
                 continue
             with self._change:
                 self._callers[made] = time.monotonic()

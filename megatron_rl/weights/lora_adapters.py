@@ -186,7 +186,7 @@ def base_digest(path: str | Path) -> str:
     digests (run.file_checksums).
     """
     directory, found = hf_model.local_directory(path), hashlib.sha256()
-    # config.json is left out: tools rewrite it (dtype, transformers version) although the weights stay the same
+    # config.json is left out, because tools rewrite it (dtype, transformers version) without changing the weights
     for file in sorted({stored.file for stored in safetensors_headers.read_directory(directory).values()}):
         found.update(f"{file.name} {quick_digest(file)}\n".encode())
     return found.hexdigest()

@@ -46,7 +46,7 @@ class Format:
 
     @property
     def bytes_per_element(self) -> float:
-        """Returns the bytes of a weight together with its share of the block's scale."""
+        """Returns the average number of bytes per weight, including the weight's share of the scale of its block."""
         return self.bits / 8 + self.scale_bytes / (self.block[0] * self.block[1])
 
 

@@ -127,7 +127,8 @@ def _read(directory: Path) -> dict[str, Stored]:
         for name, file in places.items()
         if name not in files[file]
     )
-    refuse(*itertools.islice(wrong, 1))  # only the first error: a file of another model may lack thousands of tensors
+    # Report only the first error, because a file of another model may lack thousands of tensors.
+    refuse(*itertools.islice(wrong, 1))
     return {name: files[file][name] for name, file in places.items()}
 
 
