@@ -97,7 +97,7 @@ class BatchedSession(SessionBase):
         """Waits for requests and returns all pending requests, which are then sampled together. A thread that may send
         further requests is inside the context manager `asking`. While there is such a thread, waits until no more
         requests arrive, because sampling many requests together costs little more than sampling one request. Returns an
-        empty list if there is no request and no such thread.
+        empty list if there is no request and no thread is inside `asking`.
         """
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)

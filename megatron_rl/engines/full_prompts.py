@@ -18,7 +18,7 @@ class FullPrompts:
     def __init__(self, name: str) -> None:
         """`name`: name of the engine, shown in the warnings."""
         self.count = 0
-        self._name, self._next = name, 1  # _next: count at which the next warning is logged
+        self._name, self._next = name, 1  # `_next`: the next warning is logged when `count` reaches this value
         self._change = threading.Lock()
 
     def look(self, prompt_tokens: int, completions: Sequence[Completion]) -> None:

@@ -17,8 +17,8 @@ from megatron_rl.config.base import ConfigError
 
 CONNECT_S = 5.0
 KEPT_S = 2.0  # seconds for which the client keeps an idle connection open; servers close it after five seconds
-CONTROL_S = 60.0  # timeout in seconds of a request to a control route
-CONTROL_BYTES = 16 << 20  # maximum size in bytes of the response of a control route
+CONTROL_S = 60.0  # default timeout in seconds of a request
+CONTROL_BYTES = 16 << 20  # default maximum size of a response in bytes
 SHOWN = 400  # maximum number of characters of a server's error text in a message
 BUSY = (408, 425, 429)  # HTTP statuses that report a temporary condition, not a wrong request
 TOO_MANY_S = 1.0  # default pause in seconds after HTTP status 429 without a Retry-After header
@@ -114,13 +114,13 @@ class Http:
         def break_off(task: asyncio.Task[Any]) -> None:  # runs in the event loop of the request
             with self._lock:
                 found = self._under_way.pop(task, None)
-            if found is not None:  # otherwise the request has ended meanwhile
+            if found is not None:  # None if the request has already ended
                 task.cancel()
 
         with self._lock:
             under_way = [*self._under_way.items()]
         for task, loop in under_way:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended, and the request with it
+            with contextlib.suppress(RuntimeError):  # raised if the event loop, and so the request, has ended
                 loop.call_soon_threadsafe(break_off, task)
 
     def close(self) -> None:

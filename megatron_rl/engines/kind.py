@@ -41,7 +41,7 @@ class ServerStart:
     tokenizer: Path | None = None  # tokenizer of a Tandem RL engine
     by_priority: bool = False  # whether the server serves requests with a lower priority number first
     # Quantization format in which refits (weight syncs) send the weights; None: the model's dtype.
-    # With a format, the server starts without weights.
+    # With a quantization format, a server does not read the model's files: its first refit brings all weights.
     quantization: str | None = None
     # Ranks (sizes) of the LoRA adapters that the server applies, one rank for each role.
     adapter_ranks: tuple[int, ...] = ()

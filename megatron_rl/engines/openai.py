@@ -187,7 +187,8 @@ class OpenAiServer(Server):
         """Parses one choice of a response as a completion of at most `room` tokens. Raises AnswerError, or another
         error that `_understood` converts to ServerLost, for a malformed choice.
         """
-        # Only vLLM reports which string ended a completion. Other endpoints report the same for the end of the text.
+        # Only vLLM reports whether a stop string or the end of the text ended a completion (`stop_reason`).
+        # For other endpoints, a stop string is assumed to have ended the completion if the request has stop strings.
         about: dict[str, Any] = {"stop_reason": "a stop string" if sampling.stop_strings else None}
         about |= {name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice}
         told = None
@@ -243,8 +244,8 @@ class OpenAiServer(Server):
     async def _context_length(self, timeout_s: float) -> float:
         """Returns the model's context length in tokens, or inf if the endpoint does not report it.
 
-        All concurrent callers wait for the same request. If the request fails, all callers get the error. With one
-        request per caller, an endpoint that is slow to refuse would delay the callers one after the other.
+        All concurrent callers share one request to the endpoint. If this request fails, all of them get the error.
+        Without sharing, callers would wait one after the other for the error of an endpoint that is slow to refuse.
         """
         if self._context is None:
             if self._asking is None or self._asking.done():

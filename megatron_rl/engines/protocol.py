@@ -30,8 +30,8 @@ class SampleLog(Protocol):
     """
 
     def known(self, key: int, tokens: np.ndarray, sampling: Sampling) -> tuple[bytes, dict[int, Completion]]:
-        """Returns the address of a request in the log, and the request's finished samples by sample index. Called once
-        per request.
+        """Returns the request's address, by which the log identifies the request, and the request's finished samples by
+        sample index. Called once per request.
         """
         ...
 

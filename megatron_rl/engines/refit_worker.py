@@ -36,7 +36,7 @@ class Landing:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        # in the plan of a weight sync, biases of experts are vectors; engines stack the biases of all experts
+        # Engines store the biases of all experts as a matrix, but weight syncs send them as one vector.
         vectors = {name: t.view(-1) if name.endswith("_bias") else t for name, t in parameters.items()}
         self.parameters, self.targets = parameters, Tensors(vectors)
 
@@ -79,8 +79,8 @@ def join(
 
 def take_part(side: EngineSide | None, version: int, wait_s: float) -> None:
     """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. With staging, the refit has
-    already ended, and this replaces the engine's weights by the received weights. Raises RuntimeError if the engine has
-    not joined a trainer, or if the trainer did not commit `version` on this rank.
+    already ended, and this call replaces the engine's weights by the received weights. Raises RuntimeError if the
+    engine has not joined a trainer, or if the trainer did not commit `version` on this rank.
     """
     if side is None:
         raise RuntimeError("this engine has not joined a trainer")

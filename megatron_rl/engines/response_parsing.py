@@ -18,7 +18,7 @@ SLACK = 1e-3  # maximum positive log-prob that is accepted as rounding error
 FREE_BYTES = 16 << 20
 # Allowance per token of a binary response: id, log-prob, and the expert choices of 128 layers with 16 experts each.
 FRAME_TOKEN_BYTES = 4096
-JSON_TOKEN_BYTES = 1024  # Allowance per token of a JSON response: id and log-prob with their text.
+JSON_TOKEN_BYTES = 1024  # Allowance per token of a JSON response, for the token's id, log-prob and text.
 ENTRY_BYTES = 128  # Allowance for each of the most likely tokens at a position.
 
 
@@ -45,10 +45,11 @@ def require(valid: bool, problem: str) -> None:
 
 
 def read_tokens(told: Any, vocab: int, longest: int) -> np.ndarray:
-    """Converts the token ids `told` of a response to an array [T] int32. `vocab`: size of the vocabulary; 0 if unknown.
+    """Converts the token ids in a response to an array [T] int32.
 
-    Raises AnswerError if there are more than `longest` tokens, if `told` is not a list of integers, or if an id is
-    outside the vocabulary.
+    `told`: the token ids in the response. `vocab`: size of the vocabulary; 0 if unknown. `longest`: maximum number of
+    tokens. Raises AnswerError if there are more tokens, if an id is outside the vocabulary, or if `told` is not a list
+    of integers.
     """
     array = np.asarray(told)
     if array.shape == (0,):
@@ -67,7 +68,7 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
 
 
 def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Converts the log-probs `told` of a response to a float32 array of the given shape.
+    """Converts the log-probs in a response to a float32 array. `told`: the log-probs. `shape`: their required shape.
 
     Raises AnswerError if the shape differs, if a value is not a finite number, or if a value is above 0 by more than
     rounding error.
@@ -99,7 +100,7 @@ def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[i
 
 
 def read_whole(told: Any, lowest: int) -> int:
-    """Returns the value `told` of a response if it is an integer of at least `lowest`. Raises AnswerError otherwise."""
+    """Checks and returns an integer in a response. Raises AnswerError if `told` is not an integer >= `lowest`."""
     valid = type(told) is int and told >= lowest
     require(valid, f"{str(told)[:40]!r} where a whole number of at least {lowest} stands")
     return told

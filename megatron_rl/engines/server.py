@@ -63,10 +63,10 @@ class Server:
     async def generate(
         self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float, priority: int = 0
     ) -> list[Completion]:
-        """Returns `sampling.n` completions of a prompt [T] int32, each with the weight `versions` that generated its
-        tokens. A completion that a weight sync (refit) interrupted has Stop.ABORTED. Sample j uses the seed `seed` + j.
-        If the prompt fills the context, the completions are empty. A server with a queue by priority serves requests
-        with a lower `priority` first.
+        """Returns `sampling.n` completions of a prompt [T] int32. The field `versions` of a completion has the weight
+        versions that generated its tokens. A completion that a weight sync (refit) interrupted has Stop.ABORTED. Sample
+        j uses the seed `seed` + j. If the prompt fills the context, the completions are empty. A server with a queue by
+        priority serves requests with a lower `priority` first.
 
         Raises ValueError for invalid sampling settings, and for settings that the engine does not support.
         """
@@ -92,7 +92,7 @@ class Server:
 
     def update(self, version: int, wait_s: float) -> None:
         """Takes part in the next weight sync (refit), which must begin within `wait_s` seconds. Returns when the server
-        has the weights of this version, and all cache entries of older weights are dropped.
+        has the weights of `version`, and has dropped all cache entries of older weights.
         """
 
     def resume(self) -> None:
@@ -175,7 +175,7 @@ class Server:
 
     def _stop(self, reason: str, by: Any, sampling: Sampling) -> Stop:
         """Returns why a completion ended. `reason`: the reason that the server reports. `by`: the token or string that
-        ended the completion, or None. The reason "stop" without a token or string is the end of the text.
+        ended the completion, or None. The reason "stop" with `by` None means that the text ended.
         """
         match reason, by:
             case "stop", None:

@@ -12,7 +12,7 @@ from pathlib import Path
 START = "megatron-rl: a start at "
 READ_BYTES = 1 << 18  # number of bytes at the end of a log that are searched for an error
 TAIL_LINES = 15
-# Maximum number of lines of an exception's message, and of characters per line, in the reported error.
+# Limits of the message of an exception that is reported: maximum number of lines, and of characters per line.
 MESSAGE_LINES, MESSAGE_CHARACTERS = 6, 500
 # libraries whose stack frames are less informative than the frames of the code that calls them
 CALLED = ("/torch/", "/pydantic/")

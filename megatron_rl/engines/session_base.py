@@ -21,7 +21,7 @@ class Asked:
     key: int
     tokens: np.ndarray  # prompt, [T] int32
     sampling: Sampling
-    address: bytes  # address of the request in the session's log
+    address: bytes  # identifies the request in the session's log (see SampleLog.known)
     found: dict[int, Completion]  # finished completions by sample index
 
     @property

@@ -25,14 +25,14 @@ from megatron_rl import processes
 SHARED_MEMORY = Path("/dev/shm")
 # prefix of the names of the list files; shared memory of weight syncs (refits) has another prefix
 LISTS = "megatron_rl_servers"
-# File names that Python's shared memory and semaphores, torch, NCCL, CUDA and vLLM create. Files with other names are
-# never removed: they may be model files, which servers map too.
+# Matches the names of files that Python's shared memory and semaphores, torch, NCCL, CUDA and vLLM create.
+# Files with other names are never removed, because they may be model files, which servers map too.
 KINDS = re.compile(
     r"psm_[0-9a-f]+|sem\.mp-\w+|torch_\d+_\w+|nccl-\w+|cuda\.shm\.[\w.]+"
     r"|(VLLM_OBJECT_STORAGE_SHM_BUFFER|vllm_offload|vllm_ec)_[\w.-]+"
 )
 MAPPED = re.compile(r"\S+ \S+ \S+ \S+ (\d+) +/dev/shm/([^/\n]+)$", re.MULTILINE)  # line of /proc/PID/maps: inode, name
-SPARE_S = 1.0  # tolerance in seconds between a file's time and the clock
+SPARE_S = 1.0  # seconds by which the time of a new file may lag behind the clock
 
 
 class Segments:
@@ -74,14 +74,14 @@ class Segments:
     def _write(self) -> None:
         if self._file is None:
             self._path = self._directory / f"{LISTS}-{os.getuid()}-{uuid.uuid4().hex[:16]}"
-            # If /dev/shm is full or has no locks, there is no list file, and a killed server's segments remain.
+            # If the list file cannot be created (e.g. /dev/shm is full), the segments of a killed server remain.
             with contextlib.suppress(OSError):
                 self._file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
                 fcntl.flock(self._file, fcntl.LOCK_EX)
         if self._file is not None:
             data = json.dumps(sorted(self._known)).encode()
             with contextlib.suppress(OSError):
-                os.pwrite(self._file, data, 0)  # the list only grows, so the new data covers the old data
+                os.pwrite(self._file, data, 0)  # overwrites all of the old data, because the list only grows
 
 
 def mapped(pid: int) -> set[tuple[str, int]]:
