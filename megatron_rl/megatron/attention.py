@@ -45,7 +45,7 @@ class Grid:
     shape: tuple[int, int]
     source: Tensor  # [n] row indices in the flat tensor
     target: Tensor  # [n] positions in the flattened grid
-    repeats: bool = False  # True if a row may be copied to several positions, so that the copies' gradients are summed
+    repeats: bool = False  # True if a row may be copied to several positions; the copies' gradients are then summed
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns the grid [S, H, L, d] filled with the flat rows [rows, H, d], and with zeros at empty positions."""
@@ -359,7 +359,7 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
         self.window = features.kinds[self.kind].window
         self.rotates = not config.multi_latent_attention
         self.group, self.axis = parallel_state.get_tensor_model_parallel_group(), {"softmax_offset": 0}
-        self.softmax_offset: torch.nn.Parameter | None = None  # [H] attention sinks, under Megatron-core's name
+        self.softmax_offset: torch.nn.Parameter | None = None  # [H] attention sinks; the name is Megatron-core's
         if features.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))

@@ -44,7 +44,7 @@ class _Joined:
     module's output. The weight of the module may join several Hugging Face matrices, each with one adapter or none."""
 
     names: tuple[str, ...]  # names of the adapters, in the order of their matrices in the module's weight
-    # Runs of output rows, in order: (index in `names` of the adapter, first row of the adapter, number of rows).
+    # Runs of output rows, in order: (index of the adapter in `names`, first row of the adapter, number of rows).
     # The index is None for the rows of a matrix without an adapter.
     runs: tuple[tuple[int | None, int, int], ...]
     inward: bool  # True if tensor ranks split the module's weight by columns, False if by rows

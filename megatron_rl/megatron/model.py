@@ -313,9 +313,9 @@ def build(
 ) -> list[PolicyModel]:
     """Returns this rank's model chunks: one chunk, or `vpp` chunks. Call it inside `groups.active()`.
 
-    `fused` selects Transformer Engine's layers. `attends` replaces the attention of Transformer Engine's layers by
-    SDPAttention, which the project's torch layers always use. `triton` selects Triton kernels in the modules that have
-    such kernels.
+    `fused`: whether to use Transformer Engine's layers in place of the project's torch layers.
+    `attends`: whether to use SDPAttention in Transformer Engine's layers too. The torch layers always use it.
+    `triton`: whether to use Triton kernels in the modules that have such kernels.
     """
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):

@@ -251,10 +251,10 @@ def _replace_torch_optimizer() -> None:
 
 
 def sum_weight_gradients() -> None:
-    """Provides Megatron-core's linear layers with a replacement for apex's kernel that adds a weight gradient to its
-    buffer.
+    """Replaces apex's kernel, with which Megatron-core's linear layers add a weight gradient to its buffer, by a
+    function of this project.
 
-    Layers call the kernel if their `gradient_accumulation_fusion` is True (core 0.16.1, tensor_parallel/layers.py:569).
+    Layers call it if their `gradient_accumulation_fusion` is True (core 0.16.1, tensor_parallel/layers.py:569).
     """
     from megatron.core.tensor_parallel import layers
 

@@ -97,7 +97,7 @@ class MegatronPolicy(RoleModel):
             lengths,
             max_tokens=self.role.micro_batch_tokens * layout.cp,
             replicas=self.groups.dp_size,
-            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule needs a multiple of pp micro-batches
+            multiple=layout.pp if layout.vpp else 1,  # required by the interleaved pipeline schedule
             cost=self._cost,
             prefixes=prefixes,
             groups=groups,

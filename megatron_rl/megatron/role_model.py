@@ -112,7 +112,7 @@ class RoleModel:
 
     def gather_weights(self, *, steps_left: int) -> None:
         """All-gathers the new weights that an optimizer step with `optimizer.overlap` leaves sharded over the
-        data-parallel ranks. No-op without `optimizer.overlap`, and if the role has LoRA adapters.
+        data-parallel ranks. No-op without `optimizer.overlap`, or if the role has LoRA adapters.
 
         If `steps_left` is positive, the weights are gathered module by module during the next forward pass. If
         `steps_left` is 0, the weights are gathered now.

@@ -86,7 +86,7 @@ def attend(
 
 def obstacle(head_dim: int, dtype: str) -> str | None:
     """Returns the reason why a model with this head dimension and dtype cannot use flash attention on this machine, or
-    None if it can. `dtype` is the name of the weights' dtype, for example "bfloat16"."""
+    None if there is no such reason. `dtype` is the name of the weights' dtype, for example "bfloat16"."""
     if dtype != "bfloat16":
         return f"torch has no such attention in {dtype}"
     if head_dim % HEAD_UNIT or head_dim > WIDEST_HEAD:
