@@ -18,7 +18,7 @@ class Shape:
     name: str
     sizes: Sizes
     features: Features = Features()
-    guessed: bool = False  # True if the model was only recognised as a public model by words in a path
+    guessed: bool = False  # True if only words in a path say which public model this is
 
     @property
     def active(self) -> int:
