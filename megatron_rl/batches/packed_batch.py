@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 else:
     torch, Tensor = LazyModule("torch"), Any
 
-CANDIDATES = "candidates"  # key in Rollout.values of the token ids [T, k] for which `candidate_logprobs` are computed
+# key in Rollout.values; the value is the array [T, k] of the token ids for which `candidate_logprobs` are computed
+CANDIDATES = "candidates"
 # If a metric NAME is averaged over other items than trained tokens, the number of these items has the key COUNT + NAME.
 COUNT = "count/"
 # Names of the statistics that a model can compute for a label (predicted token).
@@ -150,7 +151,7 @@ class Statistics:
     A statistic that was not requested is None.
     """
 
-    # log p of the label; None only for a model with a head and a loss that does not read log-probs
+    # log p of the label; None only if the model has a head and the loss reads no log-probs
     logprobs: Tensor = None  # type: ignore[assignment]
     entropy: Tensor | None = None  # entropy of the label's distribution
     vocab_mean: Tensor | None = None  # mean of log p over the vocabulary, without gradient
@@ -185,7 +186,7 @@ class BatchLoss(Protocol):
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
         """Returns the loss weight of each rollout in an optimizer step, and the divisor of the summed loss.
 
-        `counts`: [S] weighted number of labels of each rollout. `groups`: [S] group index of each rollout.
+        `counts`: [S] sum of the label weights of each rollout. `groups`: [S] group index of each rollout.
         Returns ([S] float32 weights, denominator).
         """
         ...
