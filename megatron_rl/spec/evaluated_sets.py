@@ -33,12 +33,12 @@ class EvaluatedSet:
 def evaluated_sets(
     sets: Sequence[EvaluationSet], defaults: Any, reward: Reward, *, drawn: Any = None
 ) -> tuple[EvaluatedSet, ...]:  # fmt: skip
-    """Resolves the settings of problem sets. Returns the resolved sets in order.
+    """Resolves the settings of problem sets. Returns the resolved sets in the same order.
 
-    `defaults`: config section whose `n`, `k`, `template` and `limit` are used for sets in which they are null, and
-        whose `data_dir` is the directory with local files.
-    `drawn`: config section whose `temperature`, `top_p` and `top_k` are used for sets in which they are null. None: the
-        section `defaults`.
+    `defaults`: config section with the values of `n`, `k`, `template` and `limit` for sets in which these settings are
+        null. Its setting `data_dir` is the directory with local files.
+    `drawn`: config section with the values of `temperature`, `top_p` and `top_k` for sets in which these settings are
+        null. If None, the section `defaults` is used.
     `reward`: the grader of the user's own sets. The worker count and the limits of `reward` also apply to the graders
         of benchmarks.
 

@@ -51,8 +51,8 @@ def explain(spec: Spec) -> list[str]:
 def explain_recipe(spec: RunSpec) -> list[str]:
     """Returns one line for each trained role: the number of prompts, samples and optimizer steps of one update.
 
-    Adds a note for each role that is never trained in a run of this length, and for each role whose last iteration is
-    before the first iteration of any other trained role."""
+    Adds a note for each role that is never trained in a run of this length, and for a role whose training ends before
+    the training of any other role begins."""
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
     lines = [_update(spec, name, parts[name].samples) for name in trained]

@@ -33,7 +33,7 @@ class Absent:
 
     name: str  # name of the setting
     path: str
-    on_hub: bool = False  # whether `path` is a Hugging Face Hub name, from which the files are downloaded
+    on_hub: bool = False  # whether `path` names a Hugging Face Hub repository, which the run can download
     kind: hub_cache.Kind = "models"  # type of the Hub repository: models or datasets
 
     def __str__(self) -> str:
@@ -146,7 +146,8 @@ def sandbox_problems(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _targets(value: Any) -> Iterator[str]:
-    """Yields the import path of every plug-in in the nested values of a config: each text under a key `target`."""
+    """Yields the import paths of all plug-ins in the nested values of a config: the texts that are values of a key
+    `target`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("target"), str):
             yield value["target"]
@@ -156,9 +157,9 @@ def _targets(value: Any) -> Iterator[str]:
 
 
 def _is_hub_name(path: str, kind: hub_cache.Kind) -> bool:
-    """Returns whether a path that does not exist locally is treated as a name on the Hugging Face Hub: `owner/name`, or
-    `name` for a data set. If a local folder `owner` exists, `owner/name` is treated so only if the local Hugging Face
-    cache contains the repository."""
+    """Returns whether a path that does not exist locally is treated as the name of a Hugging Face Hub repository:
+    `owner/name`, or also `name` for a data set. If the local folder `owner` exists, `owner/name` is treated as a
+    repository only if the local Hugging Face cache contains this repository."""
     if Path(path).suffix in _DATA_FILES or not _HUB_NAME.fullmatch(path):
         return False
     if "/" not in path:

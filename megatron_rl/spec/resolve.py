@@ -172,9 +172,9 @@ def _evaluated(
 def _with_references(
     roles: Mapping[str, RoleSpec], parts: Mapping[str, Any], stages: Sequence[StageSpec]
 ) -> dict[str, RoleSpec]:  # fmt: skip
-    """Returns the roles with the field `reference` set. It is True if a role needs a frozen reference for the recipe's
-    scores, or because its loss has a KL term only in some stages. `parts`: {role name: the recipe's description of the
-    role}."""
+    """Returns the roles with the field `reference` set. The field is True for a role whose policy needs a frozen
+    reference model although `loss.kl_coef` of the run may be 0: because the recipe's scores use the reference model, or
+    because a stage sets kl_coef above 0. `parts`: {role name: the recipe's description of the role}."""
     read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
     for own in (stage.spec.roles for stage in stages):
         trained = [name for name, part in parts.items() if part.trained and own[name].loss.kl_coef]
@@ -206,7 +206,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     """Returns the roles of a training run by name.
 
     For other commands, returns one role per model, named after the model's setting: `model`, `junior`, `verifier` or
-    `base`. Models with equal settings share one engine."""
+    `base`. Roles whose models have equal settings share one engine."""
     corrected = served = False
     config = with_staleness(config)
     if isinstance(config, TrainConfig):
@@ -221,7 +221,9 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
             name = setting.removesuffix(".model")
             owner = first_of.setdefault(model, name)
             roles[name] = RoleConfig(model=model, policy="none", same_as=None if owner == name else owner)
-    first: dict[Any, str] = {}  # {(path, dtype) of a shared base model, or (owner,): role that owns the servers}
+    # {key: role that owns the servers}; the key is (path, dtype) of a base model if its adapters share servers, else
+    # (name of the role that owns the policy,)
+    first: dict[Any, str] = {}
     out: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name

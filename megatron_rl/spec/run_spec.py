@@ -34,7 +34,7 @@ class RoleSpec(RoleConfig):
     owner: str  # name of the role whose policy and engine this role uses: `same_as` if set, otherwise this role
     # name of the role whose servers this role uses: the owner, or a role with another adapter of the same base model
     servers: str
-    reference: bool = False  # whether a frozen reference model is kept even if this role's loss reads none
+    reference: bool = False  # whether a frozen reference model is kept even if this role's loss does not use it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class EngineSpec:
     # the run directory, or the output directory of the commands `eval` and `generate`
     directory: Path
     families: tuple[str, ...] = ()  # import paths of user-defined model families, which server processes must register
-    trains: bool = False  # whether a trainer runs beside the engines
+    trains: bool = False  # True for `megatron-rl train`, whose trainer sends weights to the engines
     hosts: int = 1  # number of hosts on which `generate` starts servers; each host starts the same number of servers
     # whether servers serve requests in the order of priorities; needed if several iterations are generated at once
     by_priority: bool = False
@@ -76,10 +76,10 @@ class EngineSpec:
 class DataSpec:
     """The problem sets of a training run."""
 
-    # {name of the setting: problem set}: `data`, or `data.sources.NAME` for each source, and `roles.NAME.data`
+    # {name of the setting: problem set}; the names are `roles.NAME.data`, and `data` or `data.sources.NAME`
     training: Mapping[str, PromptSet]
     held_out: Sequence[EvaluatedSet]  # problem sets of the evaluations
-    replay: Path | None  # directory of a run whose saved rollouts are trained on; None: generate rollouts
+    replay: Path | None  # directory of another run, on whose saved rollouts this run trains; None: generate rollouts
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -125,7 +125,7 @@ class LoopSpec:
     # schedule[cycle][iteration]: names of the roles to train in an iteration
     schedule: tuple[tuple[tuple[str, ...], ...], ...]
     evaluation: Evaluation  # when to evaluate, which checkpoints are kept as the best, and when to stop early
-    rollouts: Rollouts  # how many iterations rollouts may be generated ahead of training
+    rollouts: Rollouts  # how many iterations ahead of training rollouts may be generated
     preflight: Preflight  # checks of engine and reward before the first update; disabled if saved rollouts are replayed
 
     @property
@@ -235,8 +235,8 @@ class RunSpec(TrainingSpec):
         return next((stage.spec for stage in self.stages if iteration < stage.until), self)
 
     def prompt_limits(self, role: str) -> dict[str, int]:
-        """Returns {name of the setting: maximum prompt length of a role in tokens}, with one entry for the run and one
-        for each stage."""
+        """Returns {name of the setting: value in tokens} of a role's setting `max_prompt_tokens`: one entry for the run
+        and one for each stage."""
         stages = {f"stages[{number}].": stage.spec for number, stage in enumerate(self.stages)}
         name = f"roles.{role}.max_prompt_tokens"
         return {f"{place}{name}": own.roles[role].max_prompt_tokens for place, own in {"": self, **stages}.items()}
@@ -261,7 +261,8 @@ class RunSpec(TrainingSpec):
 
     @property
     def policy_of(self) -> dict[str, str]:
-        """Returns {trained role: role whose policy is updated with the rollouts of the trained role}."""
+        """Returns {name of a trained role: name of the role that owns its policy}. A trained role's rollouts update the
+        policy of this owner."""
         return {name: self.roles[name].owner for name, part in self.recipe.roles().items() if part.trained}
 
     @property
@@ -273,7 +274,7 @@ class RunSpec(TrainingSpec):
 
     @property
     def evaluates_beside(self) -> bool:
-        """Returns whether evaluations run while the next iteration is generated and trained."""
+        """Returns whether an evaluation runs at the same time as the generation and training of the next iteration."""
         own, ahead = self.loop.evaluation, self.loop.rollouts.ahead > 0 and self.data.replay is None
         return ahead and own.best is None and own.early_stop is None
 

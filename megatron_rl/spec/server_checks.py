@@ -21,7 +21,7 @@ def low_precision_problems(spec: RunSpec) -> Iterator[str]:
     """
     for name, role in spec.roles.items() if spec.engine.settings.low_precision else ():
         uncorrected = role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none")
-        if not uncorrected or refusal_of(loss_of, role):  # an objective that cannot be built is reported elsewhere
+        if not uncorrected or refusal_of(loss_of, role):  # skipped: another check reports an invalid objective
             continue
         if not objectives.find(role.loss.objective, role.loss.objective_args).per_rollout:
             yield (

@@ -7,9 +7,9 @@ from megatron_rl.spec.run_spec import EngineSpec
 
 
 def number_problems(engine: EngineSpec) -> list[str]:
-    """Checks the GPU indices in `engine.gpus` without knowledge of the machine. Returns error messages.
+    """Returns error messages about GPU indices in `engine.gpus` that are wrong on every machine.
 
-    Checks that the servers can be divided equally over the hosts, that no GPU index is repeated, and that there are
+    Checks that the servers can be divided equally among the hosts, that no GPU index is repeated, and that there are
     enough indices for the servers of a host. An empty `engine.gpus` is accepted, because it is correct on a machine
     without GPUs.
     """
@@ -33,7 +33,8 @@ def number_problems(engine: EngineSpec) -> list[str]:
 def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
     """Returns error messages about wrong GPU indices in `engine.gpus` on a machine that has GPUs.
 
-    `ranks_here`: number of ranks on the machine where the servers are started. Local rank k uses GPU k.
+    `ranks_here`: number of ranks on the machine where the servers are started. Servers must not use the GPUs of the
+    trainer, whose local rank k uses GPU k.
     """
     settings = None if engine is None else engine.settings
     if engine is None or not isinstance(settings, Servers) or not _started_by_number(engine, settings):
@@ -65,5 +66,5 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
 
 
 def _started_by_number(engine: EngineSpec, settings: Servers) -> bool:
-    """Returns whether this command starts the servers on the GPUs listed in `engine.gpus`."""
+    """Returns whether the command itself starts the servers and chooses their GPUs by the indices in `engine.gpus`."""
     return not (settings.urls or settings.colocate or (engine.trains and not settings.start))
