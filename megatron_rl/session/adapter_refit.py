@@ -13,8 +13,8 @@ KEPT = 2  # adapter versions kept on disk: the newest, and the previous one, whi
 
 
 class AdapterFiles:
-    """The trainer's side of weight syncs that send LoRA adapters as files in peft format, `directory`/v{version}. Every
-    rank has an instance. The servers must be able to read `directory`."""
+    """The trainer's side of weight syncs that transfer LoRA adapters as files. Each version of an adapter is written in
+    peft format to `directory`/v{version}, which the servers must be able to read. Every rank has an instance."""
 
     address = ("", 0, "")  # placeholder for the address of a refit store, because adapter files need no store
 
@@ -26,9 +26,10 @@ class AdapterFiles:
         self._policy.export.write_adapter(self._directory / f"v{version}")
 
     def __call__(self, version: int, replicas: Sequence[int]) -> dict[str, float]:
-        """Deletes adapters that are at least KEPT versions older than `version`. The servers load the files themselves.
+        """Deletes the adapter files that are at least KEPT versions older than `version`. Sends nothing, because the
+        servers load the files of `version` themselves.
 
-        Returns metrics with the size of the adapter of `version` on rank 0, and {} on other ranks."""
+        On rank 0, returns metrics with the size of the adapter of `version`. On other ranks, returns {}."""
         if self._world.rank != 0:
             return {}
         for place in self._directory.glob("v*"):

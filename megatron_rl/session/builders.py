@@ -43,7 +43,7 @@ def prompts(
     recipe, data = spec.recipe, spec.data
     role = next(iter(recipe.roles()))
     tokenizer = asked_tokenizers(spec.roles, tokenizers)[role]
-    evaluated = data.held_out if data.replay is None else ()  # a replay has no engine to evaluate with
+    evaluated = data.held_out if data.replay is None else ()  # a replay of saved rollouts has no engine to evaluate
     places = {own.name: f"{HELD_OUT}.{own.name}" for own in evaluated}
     sets = {**data.training, **{places[own.name]: own.source for own in evaluated}}
     vocabulary = vocabulary_of(spec.roles[role].model, tokenizers[role])

@@ -34,8 +34,8 @@ class ColocatedServers:
         self, world: World, pools: Mapping[str, Pool], supervisors: Sequence[Supervisor], *,
         discarding: Collection[str], start_timeout_s: float,
     ) -> None:  # fmt: skip
-        """`discarding`: roles whose weight sync sends all weights, so that their servers may discard the weights when
-        they sleep."""
+        """`discarding`: roles whose servers may discard their weights when they sleep, because every weight sync sends
+        all weights."""
         self._world, self._pools, self._supervisors = world, pools, supervisors
         self._discarding, self._timeout_s = frozenset(discarding), start_timeout_s + MARGIN_S
         world.serve("colocated/settle", self._settle)
@@ -74,8 +74,8 @@ class ColocatedServers:
             pool.wake()
 
     def _sleep_all(self) -> None:
-        """Puts all servers to sleep and wakes them again. Servers that were restarted during an iteration thereby
-        receive the current weights.
+        """Puts all servers to sleep and wakes them again. Before they wake, servers that were restarted during an
+        iteration receive the current weights.
 
         Aborts the requests that the servers are processing."""
         self._sleep(frozenset())
@@ -135,8 +135,8 @@ def start_servers(
 ) -> list[Supervisor]:
     """Starts the servers whose first GPU is this rank's GPU, and returns their supervisors.
 
-    Servers of different roles start one after the other: while vLLM starts, it counts memory that other processes
-    allocate on the GPU as its own. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
+    Servers of different roles start one after the other, because vLLM counts memory that other processes allocate on
+    the GPU during its start as its own. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
     ConfigError for a server whose GPUs are not all on this host.
     """
     started = []

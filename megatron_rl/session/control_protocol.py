@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 SETTLE, HOLD, RELEASE, SERVES, HELD = "settle", "hold", "release", "serves", "held"
-# States of a server: STARTING, or NONE if there is no server. The state of a running server is the server's id.
+# States of a server that does not run: STARTING, or NONE if there is no server process. The state of a running server
+# is its incarnation, the id of its start.
 STARTING, NONE = "starting", ""
 
 
@@ -47,7 +48,7 @@ class ControlChannel:
         with self._change:
             while self._held and not self.stop.is_set():
                 self._change.wait(1.0)
-            self._say(STARTING)  # set the state before another order can arrive
+            self._say(STARTING)  # set under the lock, so that no other order is executed before
         try:
             yield
         finally:
@@ -70,7 +71,7 @@ class ControlChannel:
 
     def _read(self, run: Connection) -> None:
         try:
-            with contextlib.suppress(EOFError, OSError):  # the run exited, maybe without reading an answer
+            with contextlib.suppress(EOFError, OSError):  # the run has exited; OSError if an answer is unread
                 while True:
                     self._obey(run.recv_bytes().decode().split(), run)
         finally:
@@ -79,8 +80,8 @@ class ControlChannel:
                 self._change.notify_all()
 
     def _obey(self, words: list[str], run: Connection) -> None:
-        """Executes an order of the run. Another thread waits and sends the answer, so that this thread can read further
-        orders and detect the end of the input."""
+        """Executes an order of the run. A new thread waits until the order is done and sends the answer, so that this
+        thread can read further orders and detect the end of the input."""
         verb, asleep = (words or [""])[0], frozenset(words[1:])
         with self._change:
             self._number += 1

@@ -144,7 +144,8 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
 
 
 class Probes:
-    """Measures the log-prob gap of each policy after updates at learning rate 0 and weight syncs.
+    """Measures the gap between the engine's and the trainer's log-probs of each policy after every weight sync. The
+    updates between the weight syncs have learning rate 0.
 
     Every rank has an instance. `texts` (the prompts) and `gaps` (the results) are used on the driver (rank 0) only.
     """
@@ -159,7 +160,8 @@ class Probes:
 
     def round(self, name: str, version: int) -> None:
         """Updates a policy on the rollouts of the previous call, sends the policy's weights to its engine, samples new
-        rollouts, and measures the log-prob gap. With `version` 0, no update is done. Collective.
+        rollouts, and measures the log-prob gap. If `version` is 0, the update is left out, because no rollouts exist
+        yet. Collective.
         """
         trainee = self._memory.trainees[name]
         if version and name in self._trained:

@@ -47,8 +47,8 @@ def open_models(
     engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack,
     environment: Mapping[str, str],
 ) -> OpenModels:  # fmt: skip
-    """Opens the engines of the specification `engines`, and loads the models `read` on the driver (rank 0) to compare
-    their token distributions.
+    """Opens the engines of the specification `engines`. On the driver (rank 0), also loads the models in `read`, whose
+    token distributions will be compared.
 
     Embedded engines are loaded in this process. Servers are started, and end when `stack` closes. `environment`:
     environment variables of the servers. Collective.
@@ -88,7 +88,7 @@ def open_fixed_engines(
             own.load_pretrained()
             out[name] = DataParallelEngine(world, name, own)
         return out
-    alone = settings.host == LOCAL and engines.hosts > 1  # the driver on another host cannot reach LOCAL
+    alone = settings.host == LOCAL and engines.hosts > 1  # the driver may be on another host, which cannot reach LOCAL
     host = address_among_ranks(environment) if alone else own_address(settings.host)
     starter = _Starter(engines, replace(settings, host=host), stack, environment)
     urls = settings.urls if engines.hosts == 1 or settings.urls else starter.on_hosts(world, local_rank)
@@ -111,8 +111,8 @@ def open_fixed_engines(
 
 
 def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, **more: Any) -> EmbeddedEngine:
-    """Returns an embedded engine (an engine in this process) for a model, whose weights are not loaded yet. `more`:
-    further arguments of EmbeddedEngine."""
+    """Returns an embedded engine (an engine in this process) for a model. The engine's weights are not loaded yet.
+    `more`: further arguments of EmbeddedEngine."""
     graphs = not isinstance(settings, Embedded) or settings.cuda_graphs
     return EmbeddedEngine(
         model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
@@ -141,7 +141,8 @@ class _Starter:
     environment: Mapping[str, str]
 
     def start(self, role: str, replicas: Iterable[int], facts: ModelFacts) -> list[Server]:
-        """Starts the servers `replicas` of a role one after the other. Returns their clients when all are ready."""
+        """Starts servers of a role one after the other. Returns their clients when all servers are ready. `replicas`:
+        indices of the servers."""
         servers = []
         for replica in replicas:
             own = visible_gpus(gpus_of(self.engines, self.settings, role, replica), self.environment)

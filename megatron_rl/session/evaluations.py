@@ -26,8 +26,8 @@ from megatron_rl.types import Prompt
 def held_out_sets(
     spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], stack: contextlib.ExitStack
 ) -> list[HeldOutSet]:  # fmt: skip
-    """Returns the problem sets of a run's evaluations. `prompts`: {name of a set: prompts}; a set without an entry is
-    left out.
+    """Returns the problem sets of a run's evaluations. `prompts`: {name of a problem set: prompts of its problems}. A
+    problem set without an entry in `prompts` is left out.
 
     Sets with the run's reward settings are graded by the run's grader. Other sets are graded in pools of worker
     processes, one pool for all sets with equal reward settings. The first evaluation starts the workers, and closing
@@ -55,8 +55,9 @@ def write_results(
     directory: RunDirectory, sets: Sequence[EvaluatedSet], number: int, answers: Answers, *, seed: int
 ) -> None:  # fmt: skip
     """Writes the results of an evaluation: the metrics with confidence intervals to a file such as
-    RUN/evaluations/iteration_000012.json, and all answers to the file with the suffix .jsonl. Both have the format of
-    `megatron-rl eval`. `number`: number of finished iterations. Called on the driver (rank 0)."""
+    RUN/evaluations/iteration_000012.json, and all answers to RUN/evaluations/iteration_000012.jsonl. Both files have
+    the format of the files that `megatron-rl eval` writes. `number`: number of finished iterations. Called on the
+    driver (rank 0)."""
     place = directory.evaluations / f"iteration_{number:06d}.json"
     samples, found = Samples(None, ""), list[SetMetrics]()
     for own in sets:
@@ -72,8 +73,9 @@ def write_results(
 
 
 def show_answers(tracker: Tracker, number: int, answers: Answers) -> None:
-    """Sends up to `tracker.num_samples` answers to each set to the metric sinks (such as W&B): as many correct as wrong
-    answers if there are enough of both. `number`: number of finished iterations.
+    """Sends some answers of each problem set to the metric sinks (such as W&B): at most `tracker.num_samples` answers
+    per set, half of them correct if there are enough correct and wrong answers. `number`: number of finished
+    iterations.
     """
     for name, by_role in answers.items():
         rows = [row for groups in by_role.values() for group in groups for row in group]
@@ -107,7 +109,7 @@ def remove_surpassed(
     kept = {f"iteration_{number:06d}" for number, _ in best}
     for folder in directory.best.glob("iteration_*"):
         if folder.name not in kept:
-            shutil.rmtree(folder, ignore_errors=True)  # fails if another process reads it; the next call tries again
+            shutil.rmtree(folder, ignore_errors=True)  # can fail if a process reads the folder; the next call retries
 
 
 def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:

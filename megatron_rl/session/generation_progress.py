@@ -19,7 +19,7 @@ from megatron_rl.run.checkpoint import read_json, write_json
 
 PARTS = "parts"  # directory of the responses generated so far; removed when the output files are complete
 MARK = "finished.json"  # file in the output directory that marks the output as complete
-_ELSEWHERE = ("output", "engine", "launch", "job")  # sections that are left out, because they change no response
+_ELSEWHERE = ("output", "engine", "launch", "job")  # sections that change no response, except as `_deciding` says
 # Settings that affect a response only through its prompt, or that affect only the processing after generation.
 _BY_PROMPT = ("data", "template", "chat", "max_prompt_tokens")
 _AFTERWARDS = ("validation_share", "keep_truncated", "reward")
@@ -65,7 +65,7 @@ def finished(settings: Mapping[str, Any], problems: str | None = None) -> bool:
         found = read_json(output / MARK)
         same = found["settings"] == _settings_digest(settings) and problems in (None, found["problems"])
         return same and all((output / name).is_file() for name in found["files"])
-    # MARK, the file that marks the output as complete, is missing or damaged.
+    # raised if MARK, the file that marks the output as complete, is missing or damaged
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -75,8 +75,8 @@ def _settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _deciding(settings: Mapping[str, Any], *, without: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings that determine the responses: all sections except those in `without`, plus the engine's
-    `max_model_len` and `args`."""
+    """Returns the settings that determine the responses: all sections of the config except the sections named in
+    `without`, and the settings `max_model_len` and `args` of the engine."""
     told = {name: value for name, value in settings.items() if name not in without}
     return told | {"engine": [settings["engine"].get("max_model_len"), settings["engine"].get("args", [])]}
 

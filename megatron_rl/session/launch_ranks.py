@@ -140,7 +140,7 @@ def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: i
     os.environ.update(variables)
     try:
         sys.exit(rank())
-    except KeyboardInterrupt:  # Ctrl-C before the rank handles the signal itself: no traceback
+    except KeyboardInterrupt:  # raised by Ctrl-C until the rank sets its own signal handler; exits without a traceback
         sys.exit(128 + signal.SIGINT)
 
 

@@ -63,8 +63,8 @@ class RunEngines:
         return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
 
     def occupied_s(self) -> float | None:
-        """Returns the seconds for which a slot of the servers' batches was occupied so far, as a mean over all slots.
-        Returns None without servers."""
+        """Returns for how many seconds a slot was occupied so far, averaged over all slots. A slot is the place of one
+        sequence in a server's batch. Returns None if there are no servers."""
         members = [pool.members for pool in self.pools.values()]
         places = sum(one.limits.places for one in members)
         return sum(one.occupied_s() for one in members) / places if places else None
@@ -170,7 +170,7 @@ def _trainer_side(
 ) -> TrainerSide:  # fmt: skip
     """Creates the object with which the trainer sends a role's weights to the role's engine. Collective.
 
-    `host`: address at which the refit store listens, through which the trainer and the engine connect."""
+    `host`: address of the refit store, a key-value store through which the trainer and the engine find each other."""
     topology = Topology(
         sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
         dtype=session.engines.roles[name].model.dtype,
@@ -184,8 +184,8 @@ def _trainer_side(
 
 
 def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines) -> None:
-    """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0), and the
-    refit of each role with a policy, which sends the trainer's weights to the role's servers."""
+    """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0). For each
+    role with a policy, creates the refit, which sends the trainer's weights to the role's servers."""
     engines, driver = session.engines, session.driver
     started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
     if settings.start:
@@ -230,7 +230,7 @@ def _start_colocated(session: _Session, settings: Servers, started: dict[str, li
     Appends the server supervisors of each role to `started[role]`."""
     for policy in session.policies.values():
         policy.memory.sleep(weights=True)
-    session.world.barrier()  # a server measures the free GPU memory when it starts
+    session.world.barrier()  # a server measures the free GPU memory at its start, so all policies must be gone
     session.stack.callback(end_supervisors, started)
     run = session.driver.directory.path
 

@@ -49,7 +49,8 @@ def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: 
     """Returns the hooks (callbacks) of the training loop, extended to report each event to `listener`. Used on the
     driver (rank 0).
 
-    A stop request of the parent program after the last of `iterations` iterations has no effect."""
+    After the last iteration, a stop request of the parent program has no effect. `iterations`: number of iterations of
+    the run."""
 
     def log(cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
         hooks.log(cycle, scope, metrics, iteration=iteration)

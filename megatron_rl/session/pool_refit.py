@@ -46,7 +46,7 @@ class PoolRefit:
         server receives the weights in REFITS attempts.
         """
         why, start = None, time.perf_counter()
-        if isinstance(self._side, AdapterFiles):  # the servers load the files as soon as the weight sync begins
+        if isinstance(self._side, AdapterFiles):  # first, because the servers load the files when the sync begins
             self._side.write(version)
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version, None, self._staged)
@@ -77,11 +77,12 @@ class PoolRefit:
         return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s, staged=staged)
 
     def _end(self, version: int, start: float, metrics: Mapping[str, float], staged: bool = False) -> bool:
-        """Waits until the servers have the weights. Returns whether at least one server has them, and records the
-        refit's metrics in this case. Called on the driver (rank 0).
+        """Waits until the servers have the weights. If at least one server has them, records the refit's metrics and
+        returns True. Otherwise returns False. Called on the driver (rank 0).
 
-        `start`: time at which the refit began; used if `metrics` has no duration. `staged`: True if the servers receive
-        weights while they generate; they replace their weights now, unless `metrics` is empty (a failed transfer)."""
+        `start`: time at which the refit began; gives the duration if `metrics` has none. `metrics`: empty if the
+        transfer failed. `staged`: True if the servers received the weights while they generated. This method then makes
+        the servers replace their weights, unless the transfer failed."""
         assert self._pool is not None
         if staged and not metrics:
             return False

@@ -64,7 +64,7 @@ def run(
     stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
     if with_parent:
         server.orders = ControlChannel(stop)
-        # Reads the file descriptor directly: a thread that reads sys.stdin would hold the lock of sys.stdin at exit.
+        # Reads the file descriptor directly, because a thread that reads sys.stdin would hold its lock at exit.
         server.orders.listen(sys.stdin.fileno())
     return _keep_alive(server, Restarts(settings.restarts), stop, f"{role}-{replica}")
 
@@ -115,7 +115,7 @@ class _Serving:
         self._engines, self._settings, self._role, self._replica = engines, settings, role, replica
         self._environment = environment
         self.log = log_of(engines, role, replica)
-        self.orders = ControlChannel(threading.Event())  # without orders, unless `run` sets a channel to the parent
+        self.orders = ControlChannel(threading.Event())  # receives no orders; `run` replaces it if there is a parent
 
     def serve(self, stop: threading.Event) -> float:
         """Starts the server, and runs it until it ends, `stop` is set, or it hangs.
@@ -169,6 +169,6 @@ def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Ev
             if over():
                 stop.set()
 
-    if not with_parent:  # with a parent, the end of the parent's orders sets `stop`
+    if not with_parent:  # a parent ends the server by closing standard input, which sets `stop`
         threading.Thread(target=look, daemon=True).start()
     return stop

@@ -91,12 +91,11 @@ class Driver:
             self.tracker.log(cycle, scope, {**metrics, **times}, iteration=iteration)
 
     def compare(self, models: Mapping[str, configs.Model], rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Compares the models and data sets with those at the start of the run, prints the changes, and records the
-        environment of this start.
+        """Compares the data sets and the models from the hub with the run's record of its inputs, prints the changes,
+        and records the environment in which the run was started now.
 
         Called on the driver (rank 0) after the data sets are read. `rows`: path, row count and sha256 of each data set,
-        keyed by name. Raises RunError if the data sets, or models from the hub, differ from those at the start of the
-        run.
+        keyed by name. Raises RunError if an input has changed since the run trained on it, unless run.resume = must.
         """
         for change in self.record.compare(input_digests.LATER, {**input_digests.read_revisions(models), **rows}):
             self.say(f"{CHANGED} {change}")
@@ -120,7 +119,7 @@ class Driver:
 
     def done(self, text: str) -> None:
         """Prints a message for each damaged file in the run directory, and then the message that the run is done.
-        `text`: the result that the last message names."""
+        `text`: the result of the run, which is part of the last message."""
         if self.console is not None:
             for sentence in RunRecord(self.directory.path).look():
                 self.say(f"damage: {sentence}")
@@ -150,7 +149,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if torch.cuda.is_available():
-        # cuDNN attention is off: it spends tens of milliseconds on a new shape, and packed batches have new shapes.
+        # Disables cuDNN attention, which needs tens of milliseconds for each new shape: packed batches have new shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
@@ -159,7 +158,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
         # Disables torch's flight recorder, which is not used with gloo and fragments the heap by one or two megabytes.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         backend = "gloo"
-    # lets gloo query the store for the addresses of all ranks at once instead of one by one
+    # makes gloo read the addresses of all ranks from the store in one query instead of one query per rank
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "True")
     file = shared / f"ranks.{place.session}.json"
     if place.world_size == 1:
@@ -175,7 +174,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     try:
         yield world
     except BaseException:
-        # With several ranks the group is not destroyed: a failed rank would have to wait for the other ranks.
+        # Does not destroy the group of several ranks, because a failed rank would have to wait for the other ranks.
         if world.size == 1:
             dist.destroy_process_group()
         raise
@@ -274,7 +273,7 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the recorded error may be a full disk, so that writing fails again
+        with contextlib.suppress(OSError):  # if the error is a full disk, it cannot be written either
             directory.update_summary({FAILED: without_passwords(told(error))})
             console.note(without_passwords(traceback_of(error)))
         if isinstance(error, SystemExit):
@@ -301,8 +300,8 @@ class Saver:
     """Saves checkpoints of all policies and the run's state atomically. Every method is collective.
 
     With `background`, training continues while a checkpoint is written and its checksums are computed. The first
-    checkpoint is always written synchronously, to measure the duration, from which the run decides how long before a
-    Slurm job's time limit it exits.
+    checkpoint is always written synchronously, because its duration is measured. From the duration the run decides how
+    long before the time limit of a Slurm job it exits.
     """
 
     def __init__(

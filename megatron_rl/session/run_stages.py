@@ -18,9 +18,10 @@ def in_stages(
     spec: RunSpec, policies: Mapping[str, MegatronPolicy], memory: DeviceMemory, *,
     say: Callable[[str], None], around: Around,
 ) -> Around:  # fmt: skip
-    """Returns a callback `around` for the training loop (see loop.Hooks). Before an iteration, this callback applies
-    the settings of the iteration's stage to the policies, and replaces the reference models that are due
-    (loss.reset_reference_every). The iteration then runs inside the context manager of the given `around`."""
+    """Returns a callback for the field `around` of loop.Hooks, which wraps each iteration in a context manager. Before
+    an iteration, the callback applies the settings of the iteration's stage to the policies, and replaces the reference
+    models that are due (loss.reset_reference_every). `around`: another such callback, which wraps the iteration, too.
+    """
     now = spec
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.run_spec import EngineSpec
 
-ENGINES, TOKEN = "engines", "token"  # folder of the server registry in a run directory, and the token file in it
+ENGINES, TOKEN = "engines", "token"  # folder of the server registry in a run directory; token file in this folder
 
 
 def token_file(engines: EngineSpec, settings: Servers) -> Path:

@@ -36,7 +36,7 @@ class Supervisor:
         self.log = run / "logs" / f"serve_{role}_{replica}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair()
-        # separate session: Ctrl-C must not end the servers, which the run needs until the iteration ends
+        # Starts a new session, so that Ctrl-C does not end the servers; the run needs them until the iteration ends.
         with self.log.open("ab", buffering=0) as out, other:
             out.write(server_log.start_line())
             self._process = subprocess.Popen(
@@ -71,8 +71,8 @@ def end_supervisors(started: Mapping[str, Sequence[Supervisor]]) -> None:
 def hopeless(supervisors: Sequence[Supervisor], leave: Callable[[], bool]) -> str | None:
     """Returns the reason why it is useless to wait for a server, or None if a server may still start.
 
-    Waiting is useless if the run was asked to exit (`leave` returns True), or if all `supervisors` (at least one) have
-    exited."""
+    Waiting is useless if the run was asked to exit (`leave` returns True), or if all `supervisors` have exited. It is
+    not useless if `supervisors` is empty."""
     if leave():
         return "asked to leave while it waited for a server: the same command goes on from the last checkpoint"
     if not supervisors or not all(supervisor.ended() for supervisor in supervisors):

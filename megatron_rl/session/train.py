@@ -52,7 +52,7 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.dist_checkpoint import refuse_code
 from megatron_rl.world import World
 
-# Settings in the config's section `run` that do not affect rollouts: stored rollouts are reused if these have changed.
+# Settings in the config's section `run` that do not affect rollouts. Stored rollouts are reused even if they changed.
 FREE_RUN_SETTINGS = (
     "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s", "profile",
 )  # fmt: skip
@@ -83,7 +83,7 @@ class _Parts:
     held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
-    recipe_states: list[dict[str, Any]]  # the recipe's saved states (CreditStage.states); empty in a new run
+    recipe_states: list[dict[str, Any]]  # the recipe's states in the checkpoint (CreditStage.states); [] in a new run
 
 
 def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Listener | None) -> int:
@@ -93,7 +93,7 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=iterations))
         if driver.finished:
             return 0
-        # resets `finished` in the summary of a finished run that is resumed with more iterations
+        # Sets `finished` to False, because a finished run may be resumed with more iterations.
         driver.summary({"planned": iterations, "finished": False})
         pools = GradePools(stack)
         if world.rank == 0:
@@ -206,8 +206,9 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
 
 
 def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, reset_every: int | None) -> None:
-    """Restores a policy from the checkpoint from which the run resumes. Restores the policy's reference model from the
-    checkpoint of the last iteration at which the reference was replaced. Collective."""
+    """Restores a policy from the checkpoint from which the run resumes. If the policy's reference model was replaced
+    during the run, restores the reference model from the checkpoint of its last replacement. `reset_every`: iterations
+    between two replacements; None if the reference model is never replaced. Collective."""
     assert driver.resumed is not None, "the run resumes"
     paths, number = [driver.resumed.path / name], driver.resumed.number
     if reset_every is not None and (last := number - number % reset_every) not in (0, number):
@@ -255,8 +256,8 @@ def _export(parts: _Parts, place: Path) -> None:
 
 
 def _report(run: Path) -> str:
-    """Writes the HTML report of a run. Returns a line of text with the report's path, or with the error if the report
-    cannot be written."""
+    """Writes the HTML report of a run. Returns a message with the report's path. If the report cannot be written,
+    returns a message with the error."""
     from megatron_rl.report.pages import write_report  # imported here because it is only needed at the end of a run
 
     try:
@@ -285,8 +286,8 @@ def _collector(
 ) -> Collector:
     """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
 
-    `turns`: the grader of `context`; it grades the rollouts of earlier iterations first. `idle`: function that the
-    collector calls while it waits."""
+    `turns`: the same grader as in `context`; it lets threads grade in turns, those of earlier iterations first. `idle`:
+    function that the collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
