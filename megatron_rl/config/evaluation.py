@@ -87,8 +87,8 @@ class EvaluationSet(PromptSet):
     top_k: NonNegativeInt | None = None  # sample only from this many most likely tokens; 0: all tokens
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message if the set has neither a name nor a path, and if the name has a character that is not
-        allowed in names of metrics."""
+        """Yields an error message if the set has neither a name nor a path, and another one if the name has a character
+        that is not allowed in names of metrics."""
         if not (self.path or self.name):
             yield "sets: a set has neither name nor path: name a benchmark (gsm8k, amc23, ...), or give a path"
         if not re.fullmatch(r"[\w.-]*", self.name):

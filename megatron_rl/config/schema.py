@@ -51,7 +51,7 @@ class Stage:
     """A part of a run that overrides settings. A stage begins where the previous stage ends; the first stage begins at
     the start of the run."""
 
-    until: PositiveInt  # number of iterations of the run after which the stage ends
+    until: PositiveInt  # the stage ends after this number of iterations of the run
     # {dotted name of a setting: value in this stage}, such as {roles.generator.sampling.max_tokens: 8192}
     overrides: dict[str, Any]
 

@@ -213,7 +213,7 @@ class SftSpec(TrainingSpec):
 class StageSpec:
     """A part of a run (a stage) that overrides some of the run's settings."""
 
-    until: int  # number of iterations of the run after which the stage ends
+    until: int  # the stage ends after this number of iterations of the run
     overrides: Mapping[str, Any]  # {dotted name of a setting: value}
     spec: RunSpec  # specification that applies to the stage's iterations; its `stages` is empty
 
