@@ -44,8 +44,8 @@ class ChatError(ValueError):
 
 
 class UserText(str):
-    """A string with the text of a user message, which also holds the messages before and after the user message.
-    `tokenize` renders the whole conversation with the chat template.
+    """A subclass of str whose value is the text of a user message. The extra attributes `before` and `after` hold the
+    messages before and after the user message. `tokenize` renders the whole conversation with the chat template.
     """
 
     before: tuple[Message, ...]

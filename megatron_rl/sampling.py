@@ -16,12 +16,13 @@ class TandemSampling:
     """Tandem RL settings of a request: the engine's frozen junior model generates a part of the tokens, the senior
     model the rest.
 
-    A random stream chooses the model that generates each token (the token's author). Sample j of the request with key
-    `key` has a separate stream, which depends only on (seed, key, j).
+    A random stream chooses the model that generates each token (the token's author). Every sample of a request has a
+    separate stream, which depends only on the request's seed, the request's key and the index j of the sample.
     """
 
     rule: Rule
-    # Seed of the random stream. None: derived from the request's seed, key and j. Set if a completion is continued.
+    # Seed of the random stream, set only if the request continues a completion.
+    # None: the seed is derived from the request's seed, the request's key and the index j of the sample.
     seed: int | None = None
     # The number of tokens at the end of the prompt that were generated earlier, if the request continues a completion.
     written: int = 0
@@ -32,9 +33,10 @@ class Sampling:
     """Sampling settings of completions. `temperature=0` is greedy decoding. `top_k=0`, `top_p=1` and `min_p=0` switch
     the respective truncation off.
 
-    Sample j of the request with key `key` has a separate random stream, which depends only on (seed, key, j), so a
-    completion does not depend on batching. A stop token or end-of-sequence token is kept as the last token of the
-    completion. A completion with a stop string ends with the token that completes the string.
+    Every sample of a request has a separate random stream, which depends only on the request's seed, the request's key
+    and the index j of the sample, so a completion does not depend on batching. A stop token or end-of-sequence token is
+    kept as the last token of the completion. A completion with a stop string ends with the token that completes the
+    string.
     """
 
     max_tokens: int

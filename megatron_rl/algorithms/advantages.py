@@ -63,7 +63,7 @@ def assign_advantages(
 
     `reward`: name of the outcome reward, or a mapping {name: weight} for a weighted sum. The outcome is stored as the
         reward TRAINED, whose mean is logged as reward/trained.
-    `estimator`: name of the function that compares the rewards, see algorithms.estimators.
+    `estimator`: name of the function that computes the advantages, see algorithms.estimators.
     `alpha`: weight of the step advantages, one number or [B]. If given, the advantage is Tango's mixture (arXiv
         2505.15034, eq. 7): (1 - alpha) x outcome advantage + alpha x step advantage. If no rollout has scores on its
         reasoning steps, only the outcome is used.

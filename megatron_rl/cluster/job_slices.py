@@ -111,10 +111,11 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
 
 
 def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
-    """Records the end of a start of the trainer. Returns (next action of the batch script, cause of the end).
+    """Records that the trainer, which the batch script started with srun, has ended. Returns (next action of the batch
+    script, cause of the end).
 
-    `status`: exit status of srun. The status 0 means that the run is finished, or that the ranks were asked to leave
-    and have saved a checkpoint.
+    `status`: exit status of srun. The status 0 means that the run is finished, or that the trainer saved a checkpoint
+    and exited early, because of the job's time limit or because a user requested it.
     """
     iterations = iterations_done(directory)
     own = [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]

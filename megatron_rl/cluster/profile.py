@@ -38,7 +38,7 @@ class Profile:
     account: str | None = None
     qos: str | None = None
     time: str = "04:00:00"  # time limit of one Slurm job of the run
-    warning_s: PositiveInt = 600  # number of seconds before the time limit at which the run is asked to save and leave
+    warning_s: PositiveInt = 600  # number of seconds before the time limit at which the run is asked to save and exit
     ranks_per_node: PositiveInt = 8
     gpus_per_node: NonNegativeInt = 8  # 0 requests no GPUs
     gpu_type: str | None = None

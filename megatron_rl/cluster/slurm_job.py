@@ -1,4 +1,4 @@
-"""Reads the Slurm job of this process from its environment, and decides when a run must save and leave the job."""
+"""Reads the Slurm job of this process from its environment, and decides when a run must save and exit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 # names of the environment variables in which slurm/job.sh passes `SlurmJob.end` and `SlurmJob.warning_s`
 END, WARNING = "MEGATRON_RL_JOB_END", "MEGATRON_RL_WARNING_S"
-# name of a file in the run directory; a user creates it to ask the run to save, leave its job, and not start again
+# name of a file in the run directory; a user creates it to ask the run to save, exit, and not start again
 STOP = "stop"
 SPARE_S = 60.0  # safety margin in seconds before the time limit of the job
 MARGIN = 1.2  # safety factor on the durations of the longest iteration and the longest save so far
@@ -24,7 +24,7 @@ class SlurmJob:
     node: str
     step: str | None  # id of the srun step; None if the process is the batch script
     end: float | None  # time at which the job's time limit is reached, in seconds since the epoch
-    warning_s: float | None  # number of seconds before `end` at which the batch script asks the run to save and leave
+    warning_s: float | None  # number of seconds before `end` at which the batch script asks the run to save and exit
     scripted: bool = False  # whether the job runs a batch script of this project, which reads the stop file
 
     @property
@@ -50,11 +50,11 @@ def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
 
 
 class Leave:
-    """Decides whether a run should save and leave its job. The driver calls it after every iteration and evaluation.
+    """Decides whether a run should save and exit. The driver calls it after every iteration and evaluation.
 
-    The run should leave when the run directory contains the file `stop`, or the file `leave.JOB`, which the batch
-    script creates at Slurm's warning before the time limit. It should also leave when another iteration and save, each
-    as long as the longest so far plus a margin, would not end before the time limit.
+    The run should exit when the run directory contains the file `stop`, or the file `leave.JOB`, which the batch script
+    creates at Slurm's warning before the time limit. It should also exit when another iteration and save, each as long
+    as the longest so far plus a margin, would not end before the time limit.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Leave:
         self._last = self._clock()
 
     def asked(self) -> bool:
-        """Returns whether the stop file or the leave file exists, that is, whether the run is asked to leave. This
+        """Returns whether the stop file or the leave file exists, that is, whether the run is asked to exit. This
         check is cheap enough for a polling loop.
         """
         return (self._directory / STOP).exists() or (
@@ -88,7 +88,7 @@ class Leave:
         )
 
     def __call__(self) -> bool:
-        """Returns whether the run should leave its job now, and reports the reason through the `say` callback.
+        """Returns whether the run should save and exit now, and reports the reason through the `say` callback.
 
         The time since the last call is recorded as the duration of an iteration, including an evaluation.
         """
@@ -120,7 +120,7 @@ class Leave:
         self._longest_save = max(self._longest_save, seconds)
 
     def done(self) -> None:
-        """Removes the stop file when the run leaves, so that the next start does not stop immediately.
+        """Removes the stop file when the run exits, so that the next start does not stop immediately.
 
         Keeps the file in a job with a batch script of this project, because the script reads the file after the run.
         In this case, `megatron-rl submit` removes the file.

@@ -15,8 +15,8 @@ from megatron_rl.environments.episode_types import Tool
 
 ROUNDED_DIGITS = 15  # number of significant digits shown of a result without a finite decimal representation
 MOST_DIGITS = 4000  # upper bound of max_digits; Python by default refuses to convert integers of over 4300 digits
-# Upper bound of the number of bits per decimal digit, log2(10). With an upper bound, a power is rejected before it is
-# computed only if it certainly has too many digits.
+# Number of bits per decimal digit: log2(10) = 3.32, rounded up. Rounded up, because a power that has more bits than
+# max_digits * BITS_PER_DIGIT certainly has too many digits, and can be rejected before it is computed.
 BITS_PER_DIGIT = 4
 _BINARY: Mapping[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,

@@ -38,10 +38,11 @@ from megatron_rl.types import WRITTEN_BY, Prompt, Rollout
 FIRST, SECOND = "first", "second"
 OTHER = {FIRST: SECOND, SECOND: FIRST}
 OBJECTIVE = "megatron_rl.contrib.hacpo:hacpo"
-# SOURCE and LOW are keys in Rollout.values. The value is float32 [T], with the same number for all tokens of a rollout.
-# SOURCE: mean log-prob per token of the response under the model that generated it, with the tokens of that model.
+# SOURCE and LOW are keys in Rollout.values. Each value is a float32 array [T] that repeats one number for all tokens.
+# SOURCE: mean log-prob per token of the response, under the model that generated it and with this model's tokenizer.
 SOURCE = "source_logprobs"
-# LOW: lower bound of a rollout's probability ratio if the other model generated the rollout, OWN if the learner did.
+# LOW: lower bound of the rollout's probability ratio if the other model generated the rollout. If the learner generated
+# the rollout, the value is OWN.
 LOW = "cross_clip_low"
 OWN = -1.0
 EPSILON = 1e-6  # added to the standard deviation of a group's rewards, by which the advantages are divided
@@ -208,8 +209,8 @@ class Hacpo(Recipe):
         ]
 
     def _lows(self, count: int) -> np.ndarray:
-        """Returns a lower bound of the ratio for each of [S] rollouts. The bound depends on the optimizer step in which
-        the rollout is trained on. batches.data_parallel_split.split assigns the rollouts to the same steps.
+        """Returns a lower bound of the ratio for each of `count` rollouts. The bound depends on the optimizer step that
+        trains on the rollout. batches.data_parallel_split.split assigns the rollouts to the same steps.
         """
         steps = 1 if self.samples_per_optimizer_step is None else -(-count // self.samples_per_optimizer_step)
         ends = [(i + 1) * count // steps for i in range(steps)]

@@ -211,7 +211,8 @@ def _gsm8k(row: DataRow) -> Values:
 
 
 def _ifeval(row: DataRow) -> Values:
-    """Converts a row of IFEval: a prompt, and the instructions that a response must follow, for the grader."""
+    """Converts a row of IFEval to the fields of a problem: the question, and the instructions for which the grader
+    checks whether a response follows them."""
     kinds = row.get("instruction_id_list")
     if not isinstance(kinds, list) or not kinds:
         raise DataError(f"instruction_id_list is {str(kinds)[:60]!r}: give a list of the names of instructions")

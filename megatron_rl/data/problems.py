@@ -205,10 +205,12 @@ class PromptReader:
         return other.take(count)
 
     def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> PromptReader:
-        """Returns a new reader over this reader's problems in another random order, which depends only on the seed and
-        `name`. `taken`: prompts that this reader has returned. `state`: the `state_dict` of this reader after it
-        returned these prompts. The new reader begins in the epoch of `state`, and in this epoch it skips the problems
-        of `taken`. The present position of this reader has no effect and is not changed.
+        """Returns a second reader over the same problems in another random order. The order depends only on this
+        reader's seed and on `name`. The second reader begins in the epoch that `state` contains, and in this epoch it
+        skips the problems of `taken`.
+
+        `taken`: prompts that `self` returned earlier. `state`: what `self.state_dict()` returned after these prompts.
+        `self` may have advanced since then: its position is neither used nor changed.
         """
         other = copy.copy(self)
         other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0

@@ -55,7 +55,8 @@ class ModelFacts:
 
     ends: frozenset[int] = frozenset()  # end-of-sequence token ids
     vocab: int = 0  # size of the vocabulary; 0 if unknown
-    # Returns the tokens after which the author (senior or junior) may change in Tandem RL.
+    # For Tandem RL, where a senior and a junior model take turns: returns the token ids after which the model that
+    # generates the next token may change.
     boundaries: Callable[[Rule], frozenset[int]] | None = None
     adapters: Adapters | None = None  # LoRA adapters; None if servers hold weights with merged adapters
 

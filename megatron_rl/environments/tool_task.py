@@ -46,7 +46,7 @@ class ToolTask(Environment):
     answer: str = "answer"  # tag of the answer (calls = tags)
     result: str = "\n<result>{result}</result>\n"  # message with a tool's result, if calls = tags
     # Message to an agent that neither called a tool nor answered (calls = tags). A reminder is counted towards
-    # max_calls. null: the episode ends with the text that the agent wrote.
+    # max_calls. If reminder is null, no message is sent, and the episode ends with the text that the agent wrote.
     reminder: str | None = None
     max_calls: PositiveInt = 4  # maximum number of tool calls (and reminders) in an episode
     # Text that is graded. all: all texts of the agent, without tool results. last: the agent's last text

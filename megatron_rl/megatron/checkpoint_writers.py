@@ -74,8 +74,8 @@ def share_manager(manager: SyncManager) -> None:
 
 
 def _end_with_saver() -> None:
-    """Fork hook, called in every forked process: makes a process that was forked for a checkpoint save end when its
-    parent ends. The same holds for processes that the forked process forks later."""
+    """Fork hook, called in every forked process. If the process was forked during a checkpoint save, sets it up to be
+    killed when its parent ends. Processes that this process forks later are set up in the same way."""
     global _saver
     if _saver is not None:
         end_with_parent(signal.SIGKILL, _saver)

@@ -1,4 +1,4 @@
-"""A root-mean-square norm over all query (or key) heads jointly, with the heads split over tensor ranks."""
+"""A root-mean-square norm over all query (or key) heads jointly, with the heads split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  
 
 
 class JointNorm(TensorSharded):
-    """A root-mean-square norm over all heads jointly. The heads are split over the tensor ranks. Input and output are
-    [..., heads of this rank, d].
+    """A root-mean-square norm over all heads jointly. The heads are split over the tensor-parallel ranks. Input and
+    output are [..., heads of this rank, d].
 
     Each rank holds the weight elements that belong to its heads. `qk_layernorm` in Megatron-core's config must be
     False: otherwise Megatron-core would treat the weight as replicated, because the weight has the name of a per-head

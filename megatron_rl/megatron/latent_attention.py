@@ -3,7 +3,7 @@
 The layer's forward pass is Megatron-core's (MultiLatentAttention). This module replaces the projections of
 Megatron-core's class for three reasons: core uses the layer norms' epsilon for the norms of the latents, its rotary
 embedding loops over packed sequences in every layer, and without Transformer Engine it does not sum the gradient of the
-key's shared part over tensor ranks.
+key's shared part over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class LatentAttention(Chosen, MultiLatentAttention):
 
     def _up(self, kind: Any, inputs: int, outputs: int) -> Any:
         """Returns a linear module that projects latent vectors (or hidden states) to heads. The heads are split over
-        the tensor ranks."""
+        the tensor-parallel ranks."""
         return build_module(
             kind, inputs, outputs, config=self.config, init_method=self.config.init_method, gather_output=False,
             bias=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,

@@ -47,15 +47,15 @@ class _Joined:
     # Runs of output rows, in order: (index of the adapter in `names`, first row of the adapter, number of rows).
     # The index is None for the rows of a matrix without an adapter.
     runs: tuple[tuple[int | None, int, int], ...]
-    inward: bool  # True if tensor ranks split the module's weight by columns, False if by rows
+    inward: bool  # True if tensor-parallel ranks split the module's weight by columns, False if by rows
 
 
 class Adapter(TensorSharded):
     """This rank's part of the LoRA matrices A [r, columns] and B [rows, r] of one adapted matrix.
 
-    One of the two matrices is split over the tensor ranks; the other is replicated on all of them. Under sequence
-    parallelism each rank sees only a part of the tokens, and Megatron-core sums the gradients of the replicated matrix
-    over the tensor ranks.
+    One of the two matrices is split over the tensor-parallel ranks; the other matrix is replicated on all of these
+    ranks. Under sequence parallelism each rank sees only a part of the tokens, and Megatron-core sums the gradients of
+    the replicated matrix over the tensor-parallel ranks.
     """
 
     def __init__(self, config: Any, projection: Projection, rank: int, *, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         own: list[Any] = [self[name] for name in joined.names]
         low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
         if joined.inward:
-            # A's columns are split over the tensor ranks, so the partial results of A x are summed over the ranks.
+            # The columns of A are split over the tensor-parallel ranks, so the partial products A @ x are summed.
             # With sequence parallelism, each rank keeps the sum for its tokens only.
             summed = (
                 reduce_scatter_to_sequence_parallel_region(low, group=self.group)
@@ -121,8 +121,9 @@ class LayerAdapters(torch.nn.ModuleDict):
         return state
 
     def _spread(self, low: Tensor) -> Tensor:
-        """Returns A x for the tokens of all tensor ranks, on every rank. Used for adapters whose B matrix is split by
-        rows over the ranks. The backward pass sums the gradients over the ranks. `low`: A x for this rank's tokens."""
+        """Returns the product A @ x for the tokens of all tensor-parallel ranks, on every rank. Used for adapters whose
+        matrix B is split by rows over the ranks. The backward pass sums the gradients over the ranks. `low`: the
+        product A @ x for the tokens of this rank."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         spread = copy_to_tensor_model_parallel_region(low, group=self.group)

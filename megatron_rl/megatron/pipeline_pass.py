@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 class RankPart:
     """How a micro-batch's tokens are arranged and split over the ranks of one data-parallel replica."""
 
-    parts: int = 1  # number of tensor ranks that the tokens are split over (sequence parallelism)
-    part: int = 0  # index of this rank among the `parts` tensor ranks
+    parts: int = 1  # number of tensor-parallel ranks that the tokens are split over (sequence parallelism)
+    part: int = 0  # index of this rank among the `parts` tensor-parallel ranks
     context: Context = ALONE  # context-parallel group of this rank
     unit: int = 1  # each rank's token count must be a multiple of this number, for 8-bit matrix products
     flash: bool = False  # True: one call computes the attention of all packed sequences (kernels/varlen.py)

@@ -133,7 +133,7 @@ def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tens
 
     `experts` is [N, layers, k], and `places` [S, L] has the row in `experts` of each token, -1 for padding. The result
     is in the order in which Megatron-core flattens hidden states [L, S, h]. With sequence parallelism over `parts`
-    tensor ranks, this rank processes part number `part` of the tokens.
+    tensor-parallel ranks, this rank processes part number `part` of the tokens.
     """
     own = places.T.chunk(parts)[part].flatten()
     return experts[own.clamp(min=0)].masked_fill((own < 0)[:, None, None], FREE)

@@ -96,7 +96,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, triton: bool = False) -> Tens
 
 class RMSNorm(Chosen, torch.nn.RMSNorm):
     """A root-mean-square norm. Under sequence parallelism Megatron-core sums the gradient of the norm's weight over the
-    tensor ranks.
+    tensor-parallel ranks.
 
     If Megatron-core's setting `layernorm_zero_centered_gamma` is True, the norm multiplies by 1 + weight, in float32.
     Only this variant has a Triton kernel, because torch has a fused kernel for the ordinary variant.

@@ -43,7 +43,7 @@ class _Head:
 
     first_row: int
     rows: int
-    vocab: int  # vocabulary size: number of rows over all tensor ranks, without padding
+    vocab: int  # vocabulary size: number of rows over all tensor-parallel ranks, without padding
     temperature: float
     group: Any
     names: tuple[str, ...]  # names of the requested statistics, see vocab_parallel_statistics
@@ -140,7 +140,7 @@ class _Products:
 
 class _VocabParallelStatistics(torch.autograd.Function):
     """Autograd function for softmax statistics of the logits hidden @ weight.T, without gathering logits over the
-    tensor ranks.
+    tensor-parallel ranks.
 
     Logits are computed in chunks of rows, so that the logits of a large batch are never in memory at the same time.
     """

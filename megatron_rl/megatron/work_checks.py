@@ -11,8 +11,8 @@ def check(work: Work, arch: Architecture, path: str) -> None:
     """Raises ValueError if token or expert ids in `work` (the sequences to process) are out of range for the model at
     `path`, for example because another model's engine or tokenizer produced them.
 
-    Without the check, tensor ranks with a split embedding would each assume that another rank has the embedding of an
-    unknown token, and the embedding would be zeros.
+    Without the check, tensor-parallel ranks with a split embedding would each assume that another rank has the
+    embedding of an unknown token, and the embedding would be zeros.
     """
     flat, candidates, experts = work.flat, work.flat.values.get(CANDIDATES), work.flat.experts
     rows = (

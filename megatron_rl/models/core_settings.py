@@ -66,8 +66,8 @@ def needs_own_layers(sizes: Sizes, features: Features) -> bool:
     Megatron-core's layers do not support norms at other positions than before attention and feed-forward, norms over
     all heads together, several kinds of attention in one model, or rotary embeddings whose kind is not in `ROTARY`.
     Megatron-core's latent attention with Transformer Engine is not used either, for two reasons. Without sequence
-    parallelism, it does not sum the gradient of the shared key over tensor ranks. And it has no separate epsilon for
-    the norms of the latents.
+    parallelism, it does not sum the gradient of the shared key over tensor-parallel ranks. And it has no separate
+    epsilon for the norms of the latents.
     """
     moved = features.norms_after or not features.norms_before
     other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)

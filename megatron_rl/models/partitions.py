@@ -1,4 +1,4 @@
-"""Computes, for each kind of sharding, which 2-D blocks of Hugging Face tensors form a rank's part of a parameter.
+"""Computes, for each kind of sharding, which 2-D slices of Hugging Face tensors form a rank's part of a parameter.
 
 A partition describes one kind of sharding; its method `held` returns the blocks. 1-D tensors are treated as [n, 1]. The
 module computes with indices only and touches no tensors.
@@ -14,7 +14,7 @@ Shape = tuple[int, int]  # rows, columns
 
 
 class Rect(NamedTuple):
-    """A 2-D block of a Hugging Face tensor, and the position where the block is stored in a Megatron or engine
+    """A 2-D slice of a Hugging Face tensor, and the position where the slice is stored in a Megatron or engine
     parameter.
 
     tensor[row : row + rows, column : column + columns] is stored at parameter[at_row : at_row + rows, at_column :
@@ -31,7 +31,7 @@ class Rect(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements of the block."""
+        """Returns the number of elements of the slice."""
         return self.rows * self.columns
 
 
@@ -44,7 +44,7 @@ class Source(NamedTuple):
     columns: int = 1
 
 
-# (shape of a parameter on a rank, 2-D blocks of Hugging Face tensors that fill the parameter)
+# (shape of a parameter on a rank, 2-D slices of Hugging Face tensors that fill the parameter)
 Held = tuple[Shape, list[Rect]]
 
 
@@ -193,7 +193,7 @@ def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
 
 
 def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, columns: int) -> list[Rect]:
-    """Returns the 2-D blocks of Hugging Face tensors that make up the rows [first, first + rows) of the concatenation
+    """Returns the 2-D slices of Hugging Face tensors that make up the rows [first, first + rows) of the concatenation
     of `segments`.
 
     A segment is (name of a tensor, index of the first row in the tensor, number of rows). Rows beyond the last segment

@@ -283,10 +283,11 @@ class RolloutCost:
     seconds: float
     rows: float  # number of sequences decoded together by one engine
     waves: float  # number of batches of `rows` sequences that one engine decodes one after the other
-    alone: float  # seconds of generating one sample while other samples fill the batch
+    # seconds in which an engine generates the longest sample (all its answers), together with the rest of its batch
+    alone: float
     # whether a sample's KV cache is kept between the sample's answers; False: each answer prefills the whole context
     kept: bool
-    longest: float  # seconds of generating the longest answer while other samples fill the batch
+    longest: float  # seconds of decoding the longest answer in a batch of `rows` sequences
     places: float  # number of sequences that all engines can decode at once
     step_s: tuple[float, float]  # seconds of a decoding step with one sequence, and with a full batch
     waiting: float = 0.0  # part of `seconds` in which the engines are idle because tools run
@@ -338,7 +339,7 @@ def tool_seconds(draw: Draw, alone: float) -> float:
     The result is the larger of two lower bounds. The first is the time of all calls at limited concurrency. The second
     is the time of one sample, whose answers and calls run one after the other.
 
-    `alone`: seconds of generating the answers of one sample.
+    `alone`: seconds of generating all answers of the longest sample (RolloutCost.alone).
     """
     episode = draw.episode
     calls = (episode.answers - 1) * episode.tool_s

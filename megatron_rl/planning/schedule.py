@@ -115,14 +115,15 @@ class _Servers:
 
     def __init__(self, station: Station) -> None:
         self.station, self.paused = station, False
-        self.done = 0.0  # units of work done so far for each sample that was here from the beginning
-        # samples at work: heap of (value of `done` at which the sample leaves, iteration, index of the sample)
+        self.done = 0.0  # units of work done so far for a sample that was processed here during the whole simulation
+        # Heap of the samples that are being processed: (threshold, iteration, index of the sample).
+        # A sample is finished at this station when `done` reaches the sample's threshold.
         self.active: list[tuple[float, int, int]] = []
         self.queue: list[tuple[int, int, int, float]] = []  # waiting samples: (iteration, arrival, index, work)
         self.arrivals = 0
 
     def seconds(self) -> float:
-        """Returns the seconds until the next sample leaves the station; infinity if no sample is worked on."""
+        """Returns the seconds until the next sample is finished at the station; infinity if none is being processed."""
         if self.paused or not self.active:
             return math.inf
         return max(0.0, self.active[0][0] - self.done) / self.station.rates[len(self.active)]
@@ -292,8 +293,8 @@ def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
 
 
 def simulated(case: Case, plan: RunPlan) -> RunPlan:
-    """Returns the plan with the simulated seconds of a cycle if iterations overlap (max_staleness above 0). Otherwise,
-    returns the plan unchanged."""
+    """Returns the plan with `simulated_s`, the simulated seconds of a cycle, if iterations overlap: with max_staleness
+    above 0 and engine servers that do not share the trainer's GPUs. Otherwise, returns the plan unchanged."""
     ahead = case.spec.loop.rollouts.ahead
     if not ahead or case.servers is None or case.colocated:
         return plan

@@ -26,13 +26,13 @@ class Hints:
     known solution after the question, until a solution is correct. The update trains on the prompt with the hint.
     """
 
-    # shares of the solution's characters to show, tried in this order
+    # parts of the known solution to show, as shares of its characters; tried in this order
     shares: tuple[PositiveShare, ...] = (0.25, 0.5, 0.75)
     field: str = "solution"  # payload field that holds the known solution; a data column is mapped to it in data.fields
     introduction: str = INTRODUCTION  # text between the question and the hint
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message if the shares are not in rising order."""
+        """Yields an error message if the setting `shares` is empty or not in rising order."""
         if not self.shares or list(self.shares) != sorted(set(self.shares)):
             yield (f"recipe.args.hints.shares = {list(self.shares)}: give at least one, in rising order")
 

@@ -109,14 +109,14 @@ def rewritten(context: RolloutContext, rollout: Rollout, role: str, prompt: str)
 def score_texts(
     context: RolloutContext, rollouts: Sequence[Rollout], teacher: str, prompt: Callable[[Mapping[str, Any]], str]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Scores the responses of rollouts by a teacher with another tokenizer. Returns the teacher's log-probs, [T]
-    float32 for each rollout, and the log-ratio of student to teacher of each trained token.
+    """Lets the role `teacher`, whose tokenizer differs, score a student's responses. Returns two lists with an array
+    per rollout: the teacher's log-probs, float32 [T], and the log-ratio of student to teacher of each trained token.
 
-    The teacher's log-prob of a token is defined as the student's log-prob of the token, plus the difference between the
-    teacher's and the student's log-prob of the token's chunk. So the difference between teacher and student, from which
-    the objective `distilled` learns, is the difference for the chunk. Tokens without a counterpart get the student's
-    log-prob, so that nothing is learned from them; the metric `unaligned` is the share of these tokens. The log-ratio
-    of a chunk is divided equally among the tokens of the chunk.
+    A chunk is a part of the text that ends where both tokenizers end a token. The teacher's log-prob of a token is
+    defined as the student's log-prob of the token, plus the difference between the teacher's and the student's log-prob
+    of the token's chunk. So the difference between teacher and student, from which the objective `distilled` learns, is
+    the difference for the chunk. Tokens outside of chunks get the student's log-prob, so that nothing is learned from
+    them; the metric `unaligned` is their share. The log-ratio of a chunk is divided equally among its tokens.
 
     `prompt`: function that returns the text of a problem's prompt.
     """

@@ -162,10 +162,11 @@ class EngineSide:
         return self._store.peek(f"{number}/{what}")
 
     def _patient_deadline(self, number: int) -> Deadline:
-        """Returns a deadline for the waits of this engine rank in the refit with index `number`.
+        """Returns a deadline, `timeout_s` from now, for this engine rank's waits in the refit with index `number`.
 
-        A wait lasts up to `timeout_s`, because the trainer may itself be waiting for a lost engine. A wait ends early
-        when the refit is over. During a wait, this engine updates a counter on the store to show that it is alive.
+        One message may take all of this time, because the trainer may wait for a lost engine before it answers this
+        engine. A wait with this deadline repeatedly increments the rank's counter on the store, which shows that the
+        rank is alive, and the wait ends early if the refit is over.
         """
 
         def over() -> bool:

@@ -154,9 +154,12 @@ class Sums:
 
 
 def bits(name: str, tensor: Tensor, float32: Collection[str], dtype: torch.dtype) -> Tensor:
-    """Returns a parameter in the form in which it is sent if weights are sent as `dtype`. A float32 parameter is viewed
-    bit for bit as `dtype`, other parameters are unchanged. If `dtype` is uint8, every parameter is viewed as
-    uint8. A tensor [n] is viewed as [n, r], where r is the ratio of the old to the new element size.
+    """Returns the parameter `name` in the form in which it is sent in a message of elements of type `dtype`. If the
+    parameter is float32, or if `dtype` is uint8, returns a bit-for-bit view as `dtype`. Otherwise, returns the tensor
+    unchanged.
+
+    A view has r times as many columns as the tensor, where r is the ratio of the old to the new element size. A 1-D
+    tensor [n] counts as one column, so its view is [n, r].
 
     `float32`: names of the float32 parameters. Raises ValueError if one of these parameters has another dtype.
     """

@@ -148,8 +148,8 @@ def _best(runs: Sequence[RunMetrics]) -> dict[str, float]:
 def means_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table | None:
     """Returns a table of means with 95 % intervals over the runs of each arm; None if every arm has only one run.
 
-    Each mean is over those runs of an arm that have the metric. If some runs that have begun lack the metric, the cell
-    includes the number of runs.
+    Each mean is over the runs of an arm that have the metric. If some runs of the arm have begun and lack the metric,
+    the cell also shows how many runs the mean is over.
     """
     if all(len(arm.runs) < 2 for arm in found):
         return None

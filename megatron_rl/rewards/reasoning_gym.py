@@ -60,10 +60,11 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
     data set.
 
     The answer is the content of the last <answer> block; a \boxed{} around the whole content is removed. Without an
-    <answer> block, the answer is the content of the last \boxed{}. payload["entry"] is the return value of `reference`.
-    The scorer gets None instead of an answer if the response has no answer, if the scorer fails on the answer, or if
-    the scorer evaluates answers as code and this answer could run code. Raises ValueError if the installed library
-    generates another problem than the one in the data.
+    <answer> block, the answer is the content of the last \boxed{}. The scorer gets None in place of the answer if the
+    response has no answer, if the scorer fails on the answer, or if the scorer evaluates answers as code and this
+    answer could run code. Raises ValueError if the installed library generates another problem than the data has.
+
+    `payload`: the problem's fields. The field "entry" is the return value of `reference`.
     """
     entry = payload["entry"]
     settings = json.dumps(entry["args"], sort_keys=True)

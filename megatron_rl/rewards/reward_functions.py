@@ -121,8 +121,8 @@ class CalledFunction:
 
         A function with a parameter named `completions` or `prompts` grades batches, as in TRL. A function with a
         parameter named `solution_str` is called as in verl. Any other function is called with a response and the
-        problem's payload. Raises ValueError for a weight that is not finite, and for a function that cannot be called
-        in any of these ways.
+        problem's payload. `weight`: factor of the function's reward in the weighted sum of rewards. Raises ValueError
+        if `weight` is not finite, or if the function cannot be called in any of these ways.
         """
         name, signature = name or name_of(function), inspect.signature(function)
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -97,8 +97,11 @@ def review(
 ) -> Review:
     """Parses one verification of a solution and computes its reward. Any text is allowed.
 
-    `correct` is the graded outcome of the solution. The reward is correctness * agrees + gamma * format score, where
-    agrees is 1 if the final verdict equals the outcome, else 0. The reward is 0 if the final verdict cannot be parsed.
+    The reward is `correctness` * agreement + `gamma` * format score, or 0 if the final verdict cannot be parsed. The
+    agreement is 1 if the final verdict equals `correct`, else 0. `verifier_format` computes the format score.
+
+    `correct`: whether the solution was graded as correct. `correctness`: weight of the agreement. `gamma`: weight of
+    the format score. `num_steps`, `generator_format`: number of steps and format score of the solution.
     """
     final, verdicts = final_verdict(text), step_verdicts(text)
     if final is None:

@@ -286,8 +286,8 @@ def _collector(
 ) -> Collector:
     """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
 
-    `turns`: the same grader as in `context`; it lets threads grade in turns, those of earlier iterations first. `idle`:
-    function that the collector calls while it waits."""
+    `turns`: the grader of `context`, which one thread uses at a time; the waiting thread with the earliest iteration is
+    next. `idle`: function that the collector calls while it waits."""
     spec, driver = parts.spec, parts.driver
     recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
@@ -378,7 +378,7 @@ def _plan(parts: _Parts) -> loop.Plan:
 def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> loop.Hooks:
     """Returns the callbacks with which the training loop logs, saves, and checks whether the run should stop.
 
-    `collector`: on the driver (rank 0), the collector whose state checkpoints contain; None on other ranks."""
+    `collector`: the collector, whose state is saved in checkpoints, on the driver (rank 0); None on other ranks."""
     driver, trained = parts.driver, {name: parts.policies[name].state for name in parts.spec.trained_policies}
     saver = Saver(parts.world, driver, trained, background=parts.spec.run.async_save, present=memory.weights)
 

@@ -123,7 +123,10 @@ class DeviceMemory:
 
     @contextlib.contextmanager
     def _present(self, name: str) -> Iterator[None]:
-        """Context manager that keeps a policy's weights on the device if engines are colocated."""
+        """Context manager for a block that needs a policy's weights on the device. With colocated engines, moves the
+        weights to the device before the block, and to host memory after it. Without colocated engines, does nothing,
+        because the weights are always on the device.
+        """
         if self._engines is None:
             yield
             return

@@ -217,7 +217,7 @@ class Recipe(ABC):
     # True if `rollout` grades all samples of a problem in one call of `recipes.solutions.solve`, so that the setting
     # rollouts.labels may be votes
     allows_votes: ClassVar[bool] = False
-    # the estimator with which the default `credit` compares rewards; recipes with this argument declare it as a field
+    # the estimator that computes advantages in the default `credit`; recipes with this argument declare it as a field
     estimator: EstimatorName = "grpo"
 
     @abstractmethod
@@ -262,8 +262,8 @@ class Recipe(ABC):
         """Computes advantages and updates the recipe's state. Called once per iteration, in order. Returns the rollouts
         to train on, in the order of training, for every role that the iteration trains.
 
-        `rollouts`: the result of `rollout`, with the requested `scores` in Rollout.values. The default compares the
-        rewards of each role's rollouts with `estimator`; see `reward`.
+        `rollouts`: the result of `rollout`, with the requested `scores` in Rollout.values. By default, the estimator
+        `self.estimator` computes the advantages of each role's rollouts from the reward that `reward` selects.
         """
         return {
             role: assign_advantages(own, reward=self.reward(role), estimator=self.estimator)
@@ -271,8 +271,8 @@ class Recipe(ABC):
         }
 
     def reward(self, role: str) -> str | Mapping[str, float]:
-        """Returns which reward of a role's rollouts the default `credit` compares: the name of one reward, or {name:
-        weight} for a weighted sum of several rewards.
+        """Returns the reward from which the default `credit` computes the advantages of a role's rollouts: the name of
+        one reward, or {name: weight} for a weighted sum of several rewards.
         """
         return "outcome"
 

@@ -199,10 +199,11 @@ def evaluate(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None)
 def policy_logprobs(
     world: World, policy: Policy, rollouts: Sequence[Rollout] | None, *, reference: bool = False
 ) -> list[np.ndarray] | None:
-    """Returns log-probs of the driver's rollouts under the current policy, or with `reference` under the policy's
-    frozen reference. Called by every rank.
+    """Returns the log-probs of the driver's rollouts under the current policy. If `reference` is True, returns them
+    under the policy's frozen reference model. Called by every rank.
 
-    Returns [S] arrays [T] float32 on the driver, with 0 for tokens that are not in the loss, and None on other ranks.
+    The driver gets a list of one float32 array of shape [T] for each rollout, where T is the rollout's length. Tokens
+    that are not in the loss have the value 0. The other ranks get None.
     """
     name = "reference_logprobs" if reference else "logprobs"
     found = token_scores(world, policy, rollouts, [name])
@@ -214,8 +215,8 @@ def token_scores(
 ) -> list[dict[str, np.ndarray]] | None:
     """Returns scores of the driver's rollouts (see iteration.Score), computed by a policy. Called by every rank.
 
-    Returns [S] mappings {name: [T] float32} on the driver, with 0 for tokens that are not in the loss, and None on
-    other ranks.
+    The driver gets a list of one dict {name: float32 array of shape [T]} for each rollout, where T is the rollout's
+    length. Tokens that are not in the loss have the value 0. The other ranks get None.
     """
     kept: list[ReplicaShares] = []
     work = scatter(world, policy, rollouts, keep=kept)

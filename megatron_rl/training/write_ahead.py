@@ -33,7 +33,9 @@ from megatron_rl.training.iteration import Grade
 from megatron_rl.types import Outcome, Stop
 
 FORMAT = 1  # version of the file format
-COMMIT_S = 0.1  # seconds from a write to the flush to the disk (fsync); the flush covers all writes in this time
+# Number of seconds after a write at which the file is flushed to the disk (fsync). The flush covers all writes until
+# then, and the next write starts to count again.
+COMMIT_S = 0.1
 # A record consists of a prefix, a digest of prefix and body, and the body. The body has the record's address and the
 # packed value. The prefix has three numbers: the number of bytes of the body, 1 if the record ends a transaction (else
 # 0), and the CRC-32 of these two numbers.

@@ -189,10 +189,9 @@ class DirectoryTensors:
         return self.read(Rect(name, 0, 0, rows, columns, 0, 0))
 
     def read(self, rect: Rect) -> Tensor:
-        """Returns a rectangle of a tensor: [rows, columns], or [rows] if the tensor is 1-D.
+        """Returns the 2-D slice `rect` of a tensor: [rows, columns], or [rows] if the tensor is 1-D.
 
-        Raises ConfigError if the directory does not have the tensor, or if the tensor is smaller than the rectangle
-        requires.
+        Raises ConfigError if the directory does not have the tensor, or if the slice extends beyond the tensor.
         """
         stored = self._find(rect.tensor)
         shape = stored.shape
@@ -203,7 +202,7 @@ class DirectoryTensors:
             return from_tensor(values, rect)
         form, scales = stored.format, self._view(rect.tensor + SCALES, stored.scales)
         values, scales = values.flatten(1), scales.view(getattr(torch, form.scales))
-        rows, columns = (  # the rows and the columns of the blocks that the rectangle touches
+        rows, columns = (  # (first, end) of the quantisation blocks that overlap the slice; indices count blocks
             (first // size, -(-(first + count) // size))
             for first, count, size in zip(rect[1:3], rect[3:5], form.block, strict=True)
         )

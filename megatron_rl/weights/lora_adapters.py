@@ -64,7 +64,7 @@ def is_adapter(name: str) -> bool:
 
 
 def held(sizes: Sizes, name: str, shard: Shard, rank: int) -> Held:
-    """Returns (shape of this rank's part, rectangles of peft's tensors that form the part) of a LoRA matrix.
+    """Returns (shape of this rank's part, 2-D slices of peft's tensors that form the part) of a LoRA matrix.
 
     `shard`: the rank's position in the tensor-parallel group.
     `rank`: the LoRA rank r.

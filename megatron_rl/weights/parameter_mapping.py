@@ -1,9 +1,9 @@
-"""Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of rectangles.
+"""Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of 2-D slices.
 
-A rank's part of a parameter is described by a list of `Rect`s. A `Rect` is a rectangle (2-D block) of a Hugging Face
-tensor and the rectangle's position in the parameter. An import copies rectangles from tensors to parameters, and an
-export copies rectangles from parameters to tensors. A refit (weight sync to the engines) intersects the rectangles of
-two layouts. The `Row`s of a model family (megatron_rl/models/) define the parameters and how ranks shard them.
+A rank's part of a parameter is described by a list of `Rect`s. A `Rect` is a 2-D slice of a Hugging Face tensor and the
+slice's position in the parameter. An import copies slices from tensors to parameters, and an export copies slices from
+parameters to tensors. A refit (weight sync to the engines) intersects the slices of two layouts. The `Row`s of a model
+family (megatron_rl/models/) define the parameters and how ranks shard them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A rank's part of a parameter: the parameter's name, the shape of the part, and the rectangles of Hugging Face
+    """A rank's part of a parameter: the parameter's name, the shape of the part, and the 2-D slices of Hugging Face
     tensors that form the part.
     """
 
@@ -99,13 +99,13 @@ def renumber_expert(name: str, *, by: int) -> str:
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
-    """Returns (shape of this rank's part, rectangles of Hugging Face tensors that fill the part) of a Megatron
+    """Returns (shape of this rank's part, 2-D slices of Hugging Face tensors that fill the part) of a Megatron
     parameter.
 
     `name`: the name with global layer and expert indices.
     `vocab_multiple`: vocabulary rows are padded to a multiple of `vocab_multiple` * tp.
 
-    Elements that no rectangle covers are vocabulary padding. Raises KeyError if no Hugging Face tensor is known for the
+    Elements that no slice covers are vocabulary padding. Raises KeyError if no Hugging Face tensor is known for the
     name.
     """
     row, prefix, expert = _find(sizes, name)
@@ -146,7 +146,7 @@ def _rows_by_name(sizes: Sizes, layer: int | None) -> dict[str, Row]:
 
 
 def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
-    """Returns the rectangles of a `Row` (description of a parameter), with the full names of the Hugging Face
+    """Returns the 2-D slices of a `Row` (description of a parameter), with the full names of the Hugging Face
     tensors.
     """
     if expert:
@@ -221,7 +221,7 @@ def trainer_parameters(
 
 
 def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles of Hugging Face tensors)} of the parameters of rank `rank` of a vLLM or SGLang
+    """Returns {name: (shape, 2-D slices of Hugging Face tensors)} of the parameters of rank `rank` of a vLLM or SGLang
     engine with `tp` ranks.
 
     q, k and v of the rank's heads are one parameter, and so are gate and up. Key/value heads are repeated if there are
@@ -288,12 +288,13 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
 
 
 def padding(shape: Shape, rects: Sequence[Rect]) -> int:
-    """Returns the number of vocabulary padding elements of a parameter: the elements that no rectangle covers."""
+    """Returns the number of vocabulary padding elements of a parameter: the elements that no 2-D slice in `rects`
+    covers."""
     return shape[0] * shape[1] - sum(rect.elements for rect in rects)
 
 
 def by_tensor(parameters: Mapping[str, tuple[Shape, Sequence[Rect]]]) -> dict[str, list[tuple[str, Rect]]]:
-    """Returns {Hugging Face tensor: [(parameter, rectangle)]}, computed from {parameter: (shape, rectangles)}."""
+    """Returns {Hugging Face tensor: [(parameter, 2-D slice)]}, computed from {parameter: (shape, 2-D slices)}."""
     out: dict[str, list[tuple[str, Rect]]] = {}
     for name, (_, rects) in parameters.items():
         for rect in rects:

@@ -1,4 +1,5 @@
-"""Describes the quantised weights of engines: their formats, names, blocks and rectangles. No tensor data is used here.
+"""Describes the quantised weights of engines: their formats, names, quantisation blocks and 2-D slices. No tensor data
+is used here.
 
 A Hugging Face tensor is quantised to two tensors: the quantised values, which keep the tensor's name, and the scales of
 the blocks, whose name is the tensor's name + SCALES. A refit plan treats both tensors like any other parameter.
@@ -107,8 +108,8 @@ def config_of(name: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def split(form: Format, rect: Rect) -> tuple[Rect, Rect]:
-    """Converts a rectangle of an unquantised tensor to (rectangle of the quantised values, rectangle of the scales).
-    The given rectangle must consist of whole blocks (see `cut_blocks`).
+    """Converts a 2-D slice of an unquantised tensor to (2-D slice of the quantised values, 2-D slice of the scales).
+    The given slice must consist of whole quantisation blocks (see `cut_blocks`).
     """
     (high, wide), packed = form.block, form.packed
     values = rect._replace(
@@ -121,8 +122,8 @@ def split(form: Format, rect: Rect) -> tuple[Rect, Rect]:
 
 
 def cut_blocks(form: Format, rect: Rect, whole: Shape) -> Iterator[str]:
-    """Yields an error message for each dimension (rows, columns) in which a rectangle cuts through a block of quantised
-    weights, so that ranks would share the block. `whole`: shape of the whole tensor.
+    """Yields an error message for each dimension (rows, columns) in which the 2-D slice `rect` cuts through a
+    quantisation block, so that ranks would share the block. `whole`: shape of the whole tensor.
     """
     parts = (
         ("rows", form.block[0], rect.row, rect.rows, rect.at_row, whole[0]),
@@ -134,8 +135,8 @@ def cut_blocks(form: Format, rect: Rect, whole: Shape) -> Iterator[str]:
 
 
 def whole_tensors(rects: Iterable[Rect]) -> list[Rect]:
-    """Joins a rank's rectangles of each Hugging Face tensor to one rectangle per tensor. Positions are given in the
-    tensor's coordinates, independently of where the rank stores the rectangles.
+    """Joins a rank's 2-D slices of each Hugging Face tensor to one slice per tensor. Positions are given in the
+    tensor's coordinates, independently of where the rank stores the slices.
     """
     found: dict[str, list[Rect]] = {}
     for rect in rects:
@@ -153,7 +154,7 @@ def whole_tensors(rects: Iterable[Rect]) -> list[Rect]:
 def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> list[tuple[str, Rect]]:
     """Returns the parameters of a trainer rank in the form in which a refit sends them. A quantised tensor is sent as
     values and scales, with the names and coordinates of Hugging Face tensors. Other parameters are unchanged. Raises
-    ConfigError if the rank's part of a quantised tensor does not consist of whole blocks.
+    ConfigError if the rank's part of a quantised tensor does not consist of whole quantisation blocks.
     """
     shapes = quantised_shapes(sizes)
     out = [(name, rect) for name, rect in parameters if rect.tensor not in shapes]
@@ -168,8 +169,8 @@ def held(
 ) -> dict[str, tuple[Shape, list[Rect]]]:
     """Returns the parameters of an engine rank in the form in which a refit writes them. A quantised parameter becomes
     two parameters: the quantised values under the parameter's name, and their scales under name + SCALES. Other
-    parameters are unchanged. `parameters` and the result are {name: (shape, rectangles of Hugging Face tensors)}.
-    Raises ConfigError if the rank's part of a quantised tensor does not consist of whole blocks.
+    parameters are unchanged. `parameters` and the result are {name: (shape, 2-D slices of Hugging Face tensors)}.
+    Raises ConfigError if the rank's part of a quantised tensor does not consist of whole quantisation blocks.
     """
     shapes, out = quantised_shapes(sizes), dict[str, tuple[Shape, list[Rect]]]()
     for name, (shape, rects) in parameters.items():

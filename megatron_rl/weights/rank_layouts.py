@@ -1,4 +1,4 @@
-"""Computes which rectangles of Hugging Face tensors each trainer rank and engine rank holds, from the layouts alone."""
+"""Computes which 2-D slices of Hugging Face tensors each trainer rank and engine rank holds, from the layouts alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_rl.weights.quantisation import FORMATS, SCALES, Format, held, quan
 
 
 class Holding(NamedTuple):
-    """A list of parameters, with the rectangles of Hugging Face tensors that they consist of. Each rank in `ranks`
+    """A list of parameters, with the 2-D slices of Hugging Face tensors that they consist of. Each rank in `ranks`
     holds an identical copy of all these parameters.
     """
 
@@ -159,8 +159,8 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
 
 def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of the parameters of an engine rank. The ranks of all replicas are numbered
-    consecutively.
+    """Returns {name: (shape, list of 2-D slices of Hugging Face tensors)} of the parameters of an engine rank. `rank`:
+    index of the engine rank among the ranks of all replicas, which are numbered consecutively.
     """
     if layout.whole:
         found = {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
@@ -184,8 +184,8 @@ def element_bytes(sizes: Sizes, form: Format | None, tensor: str, width: int) ->
 
 
 def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -> list[str]:
-    """Returns error messages: one if the trainer's parallel layout splits a block of quantised weights between ranks,
-    and one if the engines' layout splits such a block."""
+    """Returns error messages: one if the trainer's parallel layout splits a quantisation block between ranks, and one
+    if the engines' layout splits a quantisation block."""
     form, problems = engine.format, list[str]()
     assert form is not None
     # It is enough to check one layer of each kind, with two experts for each engine rank.

@@ -1,8 +1,8 @@
 """Plans a refit (weight sync from the trainer to the engines): which rank sends which slice to each engine rank.
 
-The plan depends only on the rectangles of the two layouts, so that every rank computes the same plan without
-communication. Every element that an engine rank needs is sent to this rank exactly once, by a trainer rank that holds
-the element. No tensor is gathered.
+The plan depends only on the 2-D slices of parameters in the two layouts, so that every rank computes the same plan
+without communication. Every element that an engine rank needs is sent to this rank exactly once, by a trainer rank that
+holds the element. No tensor is gathered.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Slices(_Columns):
-    """Rectangles of parameters to copy. Each field is a column with one entry per rectangle, sorted by source and then
-    by destination.
+    """The 2-D slices of parameters that are copied. Each field is a column with one entry per slice, sorted by source
+    and then by destination.
 
-    The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter is copied to (row, column) of
+    The slice of `rows` x `columns` at (source_row, source_column) of source_parameter is copied to (row, column) of
     destination_parameter. Parameters are given as indices into `source_names` and `destination_names`.
     """
 
@@ -155,7 +155,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Table(_Columns):
-    """A table of rectangles of parameters, stored as columns: each array has one entry per rectangle."""
+    """A table of 2-D slices of parameters, stored as columns: each array has one entry per slice."""
 
     tensor: Column
     row: Column
@@ -174,7 +174,7 @@ class _Table(_Columns):
 
 
 def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
-    """Returns (table of the rectangles of all holdings, list of the ranks of each holding). A holding lists parameters
+    """Returns (table of the 2-D slices of all holdings, list of the ranks of each holding). A holding lists parameters
     and the ranks that hold copies of them.
 
     `tensors`: tensor name -> index. Tensors that are not in this dict yet are added.
@@ -193,7 +193,7 @@ def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table
 
 
 def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
-    """Returns (a table in which each rectangle is repeated once for each rank that holds it, the rank of each row of
+    """Returns (a table in which each 2-D slice is repeated once for each rank that holds it, the rank of each row of
     this table). `holders`: the ranks of each holding (list of parameters with the same ranks).
     """
     copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
@@ -206,8 +206,8 @@ def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tupl
 
 @dataclass(frozen=True)
 class _Pairs(_Columns):
-    """A table of pairs, stored as columns. A pair is a rectangle that a trainer rank holds, and an overlapping
-    rectangle that an engine rank needs.
+    """A table of pairs, stored as columns. A pair is a 2-D slice that a trainer rank holds, and an overlapping slice
+    that an engine rank needs.
     """
 
     send: Column  # row indices in the sending table
@@ -223,7 +223,7 @@ class _Pairs(_Columns):
 
 
 def _find_overlaps(send: _Table, receive: _Table) -> _Pairs:
-    """Returns every overlap between a rectangle of `send` (trainer) and a rectangle of `receive` (engines)."""
+    """Returns every overlap between a 2-D slice of `send` (trainer) and a 2-D slice of `receive` (engines)."""
     order = np.argsort(send.tensor, kind="stable")
     keys = send.tensor[order]
     low, high = np.searchsorted(keys, receive.tensor, "left"), np.searchsorted(keys, receive.tensor, "right")
@@ -245,7 +245,7 @@ def _drop_duplicates(
     trainer: RankPlacement,
     engine: RankPlacement,
 ) -> _Pairs:
-    """Returns the pairs (overlaps of a sent and a received rectangle) without duplicates. Of pairs that deliver the
+    """Returns the pairs (overlaps of a sent and a received 2-D slice) without duplicates. Of pairs that deliver the
     same elements, keeps the pair with the nearest sender.
 
     Duplicates occur if all tensor-parallel ranks hold the same part, and for a tied embedding, which the trainer may
@@ -299,7 +299,7 @@ def _choose_senders(
     trainer: RankPlacement,
     engine: RankPlacement,
 ) -> Column:
-    """Returns the sending rank of every pair (overlap of a sent and a received rectangle). Senders are chosen greedily,
+    """Returns the sending rank of every pair (overlap of a sent and a received 2-D slice). Senders are chosen greedily,
     for the largest pairs first.
     """
     load = [0] * len(trainer.nodes)
@@ -325,7 +325,7 @@ def _sum_by(keys: Column, values: Column) -> dict[int, int]:
 
 
 def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners: Column) -> Slices:
-    """Returns the rectangles to copy, sorted by source and destination, from the pairs of overlapping rectangles."""
+    """Returns the 2-D slices to copy, sorted by source and destination, from the pairs of overlapping slices."""
     s, r = pairs.send, pairs.receive
     slices = Slices(
         source=chosen,

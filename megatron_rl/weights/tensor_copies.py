@@ -1,4 +1,4 @@
-"""Copies rectangles from Hugging Face tensors to a rank's parameters, and back."""
+"""Copies 2-D slices from Hugging Face tensors to a rank's parameters, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.parameter_mapping import Rect, padding
 from megatron_rl.weights.safetensors_headers import stacked
 
-# Type of a function that returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
+# Type of a function that returns a 2-D slice of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
 Read = Callable[[Rect], Tensor]
 
 
@@ -27,9 +27,9 @@ def local(parameter: Tensor, rect: Rect) -> Tensor:
 
 @torch.no_grad()
 def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
-    """Copies every rectangle into a rank's parameter, cast to the parameter's dtype. Fills padding with zeros.
+    """Copies every 2-D slice into a rank's parameter, cast to the parameter's dtype. Fills padding with zeros.
 
-    Raises ValueError if a rectangle does not fit into the parameter.
+    Raises ValueError if a slice does not fit into the parameter.
     """
     shape = (parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1)
     if any(r.at_row + r.rows > shape[0] or r.at_column + r.columns > shape[1] for r in rects):
@@ -43,7 +43,7 @@ def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
 def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
     """Assembles whole Hugging Face tensors from the ranks' parts of one parameter. Returns the tensors by name.
 
-    `shards`: for each rank, (part of the parameter, rectangles of the part). The result is on the device of the parts.
+    `shards`: for each rank, (part of the parameter, 2-D slices of the part). The result is on the device of the parts.
     """
     parts = [(part, rect) for part, rects in shards for rect in rects]
     sizes: dict[str, tuple[int, int]] = {}

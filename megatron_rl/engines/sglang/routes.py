@@ -34,10 +34,13 @@ class Framed:
     """An ASGI application that wraps SGLang's application. A request to PATH is forwarded to `/generate`, and SGLang's
     response is returned as a frame (frames.py).
 
-    Each completion is a part of the frame, with `finish_reason`, `stop_reason` and `weight_versions` as in vLLM's route
-    (engines/vllm/routes.py), and the array `tokens` int32. If requested, the part also has the float32 arrays of
-    `LOGPROBS`, and the most likely tokens at each position of the prompt except the first: their log-probs `top`
-    float32 [T - 1, k], and their ids `top_ids` int32 [T - 1, k].
+    The frame has one part for each completion. Every part has the fields `finish_reason`, `stop_reason` and
+    `weight_versions`, as in vLLM's route (engines/vllm/routes.py), and the int32 array `tokens`. A part has these
+    float32 or int32 arrays only if the request asks for them:
+
+    - the float32 arrays whose names are the keys of `LOGPROBS`;
+    - `top_ids` int32 [T - 1, k], the ids of the k most likely tokens at each position of the prompt except the first,
+      and `top` float32 [T - 1, k], the log-probs of these tokens. T is the length of the prompt.
     """
 
     def __init__(self, app: Application) -> None:

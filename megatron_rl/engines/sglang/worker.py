@@ -46,7 +46,7 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    load_plugins()  # before arguments are parsed, as in SGLang's launcher: plugins may add choices of arguments
+    load_plugins()  # called before the arguments are parsed, because plugins may add allowed values of arguments
     arguments = prepare_server_args(sys.argv[1:])
     if (
         arguments.tokenizer_worker_num != 1
