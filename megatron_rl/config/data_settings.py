@@ -19,7 +19,7 @@ _SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 def settings_table() -> dict[str, PromptSet]:
     """Returns {name: ready-made settings} of the public data sets. The setting `path` of each PromptSet is empty."""
-    table = yaml.safe_load(Path(__file__).with_name("data_settings.yaml").read_text(encoding="utf-8"))
+    table = yaml.load(Path(__file__).with_name("data_settings.yaml").read_text("utf-8"), yaml.CSafeLoader)
     return {name: PromptSet(path="", **settings) for name, settings in table.items()}
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_rl.config.base import Use, config, hint, refuse
 
-_NAMES = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+_NAMES = yaml.load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
 RECIPES: Mapping[str, str] = _NAMES["RECIPES"]  # {short name of a recipe: its class}
 SHORT: Mapping[str, str] = _NAMES["SHORT"]  # {short name of a setting: its dotted key}
 TRAINER: Mapping[str, str] = _NAMES["TRAINER"]  # {argument or setting in TRL: argument of this package's Trainer}
