@@ -51,7 +51,7 @@ def leave(*_):
 signal.signal(signal.SIGTERM, leave)
 (base / "started").write_text("yes")
 while True:
-    signal.pause()
+    time.sleep(0.1)  # a signal just before signal.pause() would be lost
 """
 
 

@@ -311,7 +311,7 @@ def test_weights_conversions_of_the_command(forms, tmp_path):
     for words in ([ROOT / "megatron_rl/main.py", "convert", form] for form in forms):
         command = [sys.executable, "-c", no_torch, *map(str, words), "--help"]
         done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
-        assert "the directory to make" in done.stdout
+        assert "output directory" in done.stdout
     text = program(
         "convert",
         "to-megatron",
