@@ -141,7 +141,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 GAE = "gae"  # estimator that needs the values of a critic too, see algorithms.gae and recipes.critics
 # Estimators that can give a nonzero advantage to a rollout that is alone in its group.
 # These estimators compare rewards over the whole batch, or do not compare rewards.
-# Other estimators and user-defined functions never get a rollout without others in its group (assign_advantages).
+# Other estimators and user-defined functions never receive a rollout that is the only one in its group.
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 

@@ -139,8 +139,9 @@ def module_file(name: str) -> Path | None:
 
 
 def build(use: Use) -> Any:
-    """Builds a plug-in. For a dataclass, returns an instance with strictly validated arguments. For a function, returns
-    the function with the arguments of `use` bound by `functools.partial`; its caller passes the other parameters.
+    """Builds the plug-in that `use.target` names. For a dataclass, returns an instance with strictly validated
+    arguments. For a function, returns the function with the arguments of `use` bound by `functools.partial`; its caller
+    passes the other parameters.
 
     Raises ConfigError for an invalid target or invalid arguments. The message names all invalid arguments.
     """

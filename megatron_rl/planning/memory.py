@@ -34,7 +34,7 @@ GATE_KEEPS = {"silu": 3, "gelu_tanh": 4, "clamped_silu": 7}
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The bytes per element that a device stores, for weights and for tensors that are kept for the backward pass."""
+    """The number of bytes per element of the weights, and of the tensors that a device keeps for the backward pass."""
 
     width: int  # bytes of a weight and of an activation
     norm: int  # bytes per element that a norm keeps for its backward pass

@@ -18,7 +18,7 @@ from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 from megatron_rl.run.run_directory import flatten
 
 # How reports show metrics: questions, units, descriptions, and which metrics are shown first
-METRICS: Mapping[str, Any] = yaml.safe_load((Path(__file__).parent / "page/metrics.yaml").read_text(encoding="utf-8"))
+METRICS: Mapping[str, Any] = yaml.load((Path(__file__).parent / "page/metrics.yaml").read_bytes(), yaml.CSafeLoader)
 PREFLIGHT, SFT = "preflight", "sft"  # names of scopes of metrics lines that are not roles, in addition to EVAL
 CELLS = ("tp", "fn", "tn", "fp")  # counts of a verifier's verdicts on correct (tp, fn) and wrong (tn, fp) solutions
 MOST_ITERATIONS = 2**31 - 1  # a metrics line with a larger iteration index counts as damaged

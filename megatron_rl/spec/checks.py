@@ -377,8 +377,8 @@ def _score_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _vote_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message if votes of the samples determine the correct answers (rollouts.labels = votes), but the
-    recipe has no groups of samples that can vote."""
+    """Yields an error message if majority votes replace the known answers (rollouts.labels = votes), but the recipe
+    generates no groups of samples that can vote."""
     parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
     solver = next(iter(parts))
     if spec.loop.rollouts.labels == "known":

@@ -240,7 +240,7 @@ def _step_advantages(rollout: Rollout, ranges: np.ndarray) -> list[float]:
         inside = (any(a < end and start < b for a, b in own) for start, end in ranges.tolist())
         return [float(rollout.advantages) if there else 0.0 for there in inside]
     trained = np.flatnonzero(rollout.trainable)
-    # for each step, the index in `trained` of the last trained token before the end of the step
+    # For each step: index, in the array `trained`, of the last trained token before the end of the step
     places = np.searchsorted(trained, ranges[:, 1]) - 1
     inside = (places >= 0) & (trained[np.maximum(places, 0)] >= ranges[:, 0]) if len(trained) else places >= 0
     return [float(rollout.advantages[trained[p]]) if there else 0.0 for p, there in zip(places, inside, strict=True)]
