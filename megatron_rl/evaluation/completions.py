@@ -79,7 +79,7 @@ def grade_file(
             f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
         )
     if tally[BAD_ROW] == count:
-        raise ConfigError(f"--completions {source}: no row can be graded, for the reasons in {out}; remove {out} then")
+        raise ConfigError(f"--completions {source}: no row can be graded. {out} has the reasons; remove it first")
     summary = {"rows": count, "accuracy": correct / count, "reward": total / count, "outcomes": dict(tally)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary

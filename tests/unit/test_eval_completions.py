@@ -42,7 +42,7 @@ def test_every_row_has_a_grade_in_its_place(tmp_path):
 def test_rows_of_which_none_can_be_graded_are_refused(tmp_path):
     """Rows of another format had accuracy 0, and exit status 0."""
     rows = write(tmp_path / "c.jsonl", [{"row": 1, "response": "2"}] * 3)
-    with pytest.raises(ConfigError, match=r"c\.jsonl: no row can be graded, for the reasons in .*graded\.jsonl"):
+    with pytest.raises(ConfigError, match=r"c\.jsonl: no row can be graded\. .*graded\.jsonl has the reasons; remove"):
         grade_file(rows, tmp_path / "out", same)
 
 
