@@ -90,7 +90,7 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	{ rm -rf $(NEMO); echo "NeMo-Run could not be installed (pip says why above): its tests are skipped"; }
 	@$(MAKE) --no-print-directory slurm
 	@shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && MEGATRON_RL_TEST_SHARED="$$shared" \
-		$(MAKE) --jobs=2 --keep-going --output-sync=line tests/unit tests/slurm tests/multi tests/emulated tests/servers tests/contrib tests/gpu
+		$(MAKE) --jobs=2 --keep-going --output-sync=line tests/multi tests/unit tests/slurm tests/servers tests/contrib tests/emulated tests/gpu
 
 tests/%: setup FORCE # one folder or file of tests: make tests/slurm, make tests/multi/test_layouts.py MARKS="matrix or not matrix"
 	$(PY) -m pytest $@ $(if $(MARKS),-m "$(MARKS)") --durations=15
@@ -102,11 +102,12 @@ test-more: setup ## all that `make test` leaves out, before a release: hours; a 
 	$(PY) tools/run_targets.py $(ONLY)
 
 # What computes and compares numbers, of tests/unit and tests/multi.
-NUMBERS = $(patsubst %,tests/unit/test_%.py,adam advantages attention_widths data_parallel_engine data_parallel_split \
-	embedded_engine embedded_experts engines_embedded gae head_products methods_* micro_batches models offload oracles_losses \
-	policy_loss* preferences prefix_micro_batches refit_* retokenised reward_models sampling_seeds sdpa speed tandem_* trust \
-	varlen weights*) $(patsubst %,tests/multi/test_%.py,actor drift heads layouts lora oracles_run refit shared_prefixes \
-	slow_products)
+NUMBERS_UNIT = adam advantages attention_widths data_parallel_engine data_parallel_split embedded_engine embedded_experts \
+	engines_embedded gae head_products methods_* micro_batches models offload oracles_losses policy_loss* preferences \
+	prefix_micro_batches refit_* retokenised reward_models sampling_seeds sdpa speed tandem_* trust varlen weights*
+NUMBERS_MULTI = actor drift heads layouts lora oracles_run refit shared_prefixes slow_products
+NUMBERS = $(foreach name,$(NUMBERS_UNIT),$(wildcard tests/unit/test_$(name).py tests/unit/*/test_$(name).py)) \
+	$(NUMBERS_MULTI:%=tests/multi/test_%.py)
 
 test-numbers: setup ## what computes and compares numbers, in one process and on several ranks (PROCESSOR=avx2, sse: as on such a processor)
 	$(PY) -m pytest $(NUMBERS) -q --durations=5
@@ -157,8 +158,8 @@ oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL
 	NLTK_DATA=$$(echo $(ORACLES)/lib/python3*/site-packages/llama_index/core/_static/nltk_cache) \
 		$(ORACLES)/bin/python tools/oracles/ifeval.py $(ORACLES)/new/ifeval.json $(IFEVAL)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
-	$(if $(IFEVAL),IFEVAL_VERDICTS=$(ORACLES)/new/published.json) $(PY) -m pytest tests/unit/test_rewards_instructions.py -q
-	$(PY) -m pytest tests/unit/test_oracles_losses.py tests/unit/test_oracles_released.py tests/unit/test_retokenised.py tests/unit/test_reward_models.py tests/unit/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py -q
+	$(if $(IFEVAL),IFEVAL_VERDICTS=$(ORACLES)/new/published.json) $(PY) -m pytest tests/unit/rewards/test_rewards_instructions.py -q
+	$(PY) -m pytest tests/unit/algorithms/test_oracles_losses.py tests/unit/rewards/test_oracles_released.py tests/unit/algorithms/test_retokenised.py tests/unit/models/test_reward_models.py tests/unit/algorithms/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py tests/unit/conversion/test_faults_written_results_trl.py -q
 
 $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(PYTHON) -m venv $(ORACLES)
@@ -220,7 +221,7 @@ check: setup ## format, lint, types, layering, and the figures of tools/house.py
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(PY)
-	$(PY) -m pytest tests/unit/test_layering.py -q
+	$(PY) -m pytest tests/unit/project/test_layering.py -q
 	$(PY) tools/house.py --check
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed (DATA=folder with gsm8k/, ...: the graders too)

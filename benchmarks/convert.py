@@ -28,14 +28,15 @@ from compare_checkpoints import compare  # noqa: E402
 
 LIMITS = {"to_megatron/peak_mib": 2048 + 250, "to_hf/peak_mib": 2048 + 250, "compare/peak_mib": 2048 + 250}
 CONFIG = {
-    **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 2048, "num_attention_heads": 16},
-    **{"num_key_value_heads": 4, "intermediate_size": 8192, "vocab_size": 32000, "tie_word_embeddings": False},
+    **{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 16},
+    **{"num_key_value_heads": 4, "vocab_size": 32000, "tie_word_embeddings": False},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size; the feed-forward layers have 4 times it")
     parser.add_argument("--shard-gb", type=float, default=0.25)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary directory)")
     common.add_arguments(parser)
@@ -43,8 +44,8 @@ def main() -> None:
     metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder, context = Path(name), multiprocessing.get_context("spawn")
-        size = write_model(folder / "model", args.layers)
-        metrics |= {"gigabytes": size / 1e9, "largest_parameter_mib": 2 * 32000 * 2048 / 2**20}
+        size = write_model(folder / "model", args.layers, args.hidden)
+        metrics |= {"gigabytes": size / 1e9, "largest_parameter_mib": 2 * CONFIG["vocab_size"] * args.hidden / 2**20}
         for what, first, second in (("to_megatron", "model", "ck"), ("to_hf", "ck", "back"), ("compare", "ck", "back")):
             with context.Pool(1) as pool:
                 seconds, peak = pool.apply(measure, (what, folder / first, folder / second, int(args.shard_gb * 1e9)))
@@ -52,10 +53,11 @@ def main() -> None:
     common.finish(metrics, {}, args, limits=LIMITS)
 
 
-def write_model(folder: Path, layers: int) -> int:
+def write_model(folder: Path, layers: int, hidden: int) -> int:
     """Writes a random model. Returns its bytes."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden}
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers, **sizes}))
     shapes = {name: s if s[1] > 1 else s[:1] for name, s in hf_shapes(read_sizes(folder)).items()}
     writer = HfWriter(folder, [Planned(name, shape, torch.bfloat16) for name, shape in shapes.items()])
     for name, shape in shapes.items():

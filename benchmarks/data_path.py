@@ -45,12 +45,12 @@ from megatron_rl.batches.micro_batches import Cost, Prefixes, Shares, micro_batc
 from megatron_rl.batches.replica_batch import Work
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.protocol import Completion
+from megatron_rl.messages.world import Replicas, World
 from megatron_rl.recipes.solutions import annotate_steps
-from megatron_rl.text import decode
+from megatron_rl.texts.text import decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.training.update import scatter
 from megatron_rl.types import STEP, Annotations, Prompt, Rollout, Stop
-from megatron_rl.world import Replicas, World
 
 LENGTH, PROMPT, GROUP = 8192, 512, 16  # tokens of a rollout, of its prompt; rollouts of a prompt
 STEPS = 12  # reasoning steps of a rollout

@@ -2,7 +2,9 @@
 
     itself       \\boxed{answer} is right
     reformatted  the same answer, written otherwise (decimal, fraction, thousands, units, a sentence), is right
+    plain        the same answer without a box (in an answer tag, a sentence, a formula, after ####) is right
     near_miss    another answer that looks alike (one more, ten times, other sign, an element too many) is wrong
+    plain_miss   such an answer without a box is wrong
 
 It needs a folder of data sets as `megatron-rl eval` reads them (data_dir). Sets that are not there are left out. Wrong
 gradings go to --disagreements, a JSONL file, one row each.
@@ -26,8 +28,12 @@ from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.data.benchmarks import MATH, Benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.rewards.grading_pool import GradePool, Outcome
 
-BARS = {"itself": 0.99, "reformatted": 0.98, "near_miss": 0.99}
+BARS = {"itself": 0.99, "reformatted": 0.98, "plain": 0.98, "near_miss": 0.99, "plain_miss": 0.99}
 WRAPPED = "Half of it is $\\frac{{1}}{{2}}$, and so on.\n<answer>\\boxed{{{}}}</answer>"
+PLAIN = (
+    *("<answer>{}</answer>", "We get 2 of 3.\n<answer>\n${}$\n</answer>", "So, as 7 > 2, the answer is ${}$."),
+    *("2 and 3 give it.\n\n**Answer:** {}", "From 12 it follows that\n\\[{}\\]", "so 9 more\n#### {}"),
+)
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 LIST = re.compile(r"[^(),\[\]{}=]+(,[^(),\[\]{}=]+)+")  # 1,3,5
 Case = tuple[str, str, str, float]  # kind, response, known answer, wanted score
@@ -48,10 +54,10 @@ def main() -> None:
         if found.grader != MATH or found.judged:
             continue
         try:
-            source = source_of(found, str(args.data))
-        except ConfigError:
+            problems = read_benchmark(found, source_of(found, str(args.data)))
+        except ConfigError:  # the set is not in the folder
             continue
-        answers = [str(problem.values["answer"]) for problem in read_benchmark(found, source)]
+        answers = [str(problem.values["answer"]) for problem in problems]
         if args.limit and args.limit < len(answers):
             answers = random.Random(0).sample(answers, args.limit)
         own, wrong = measure(found, answers, args)
@@ -99,8 +105,11 @@ def cases_of(answer: str) -> Iterator[Case]:
     yield "itself", f"\\boxed{{{answer}}}", answer, 1.0
     for text in dict.fromkeys(reformatted(answer)):
         yield "reformatted", text, answer, 1.0
-    for text in dict.fromkeys(near_misses(answer)):
+    for form in PLAIN:
+        yield "plain", form.format(answer), answer, 1.0
+    for number, text in enumerate(dict.fromkeys(near_misses(answer))):
         yield "near_miss", f"\\boxed{{{text}}}", answer, 0.0
+        yield "plain_miss", PLAIN[number % len(PLAIN)].format(text), answer, 0.0
 
 
 def reformatted(answer: str) -> Iterator[str]:

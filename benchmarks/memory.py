@@ -35,8 +35,8 @@ from megatron_rl.config.schema import Layout as OneRank
 from megatron_rl.config.schema import LossConfig, Model, RoleConfig
 from megatron_rl.megatron import offload, parallel, vocab_statistics
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World
 from megatron_rl.training.update import Trainee, update
-from megatron_rl.world import World
 
 BARS = {"plain_over_chunked": 8.0}
 LIMITS = {"saving/rank_0": 1.1, "saving/rank_1": 1.1}

@@ -16,7 +16,7 @@ time than vLLM takes on a CPU to repack the weights in the pause (on a GPU, it c
 
 `wire_gb` is what all ranks together receive from other ranks; `bound_gb` is what the engine ranks need and do not hold
 themselves. Seconds are those of the fastest of --rounds rounds, each as long as its slowest rank. The direct ways and
-p2p take turns and have four times as many rounds. `--gigabytes 0.05` gives a quick look.
+p2p take turns and have four times as many rounds. `--gigabytes 0.05` gives a quick look at a narrower model.
 """
 
 from __future__ import annotations
@@ -115,19 +115,26 @@ def main() -> None:
     common.finish(metrics, BARS, args)
 
 
+def narrowing(gigabytes: float, smallest: float) -> int:
+    """Returns by what the widths of a model are divided that has two layers and would be of `smallest` GB."""
+    return next((part for part in (1, 2, 4, 8) if smallest / part <= gigabytes), 16)
+
+
 def dense(gigabytes: float) -> Topology:
     """Returns TP2 x PP2 into an engine of four tensor ranks."""
-    layers = max(2, round(gigabytes * 1e9 / 2 / 62e6) // 2 * 2)
-    width = {"hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocab": 16000}
+    layers, part = max(2, round(gigabytes * 1e9 / 2 / 62e6) // 2 * 2), narrowing(gigabytes, 0.4)
+    width = {"hidden": 2048 // part, "head_dim": 128 // part, "ffn": 8192 // part}
+    width |= {"heads": 16, "kv_heads": 8, "vocab": 16000}
     sizes = Sizes(family="qwen2", num_layers=layers, tied=False, **width)
     return Topology(sizes=sizes, trainer=TrainerLayout(tp=2, pp=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16")
 
 
 def moe(gigabytes: float) -> Topology:
     """Returns TP2 x PP2 with experts over two ranks, into an engine of four ranks that cut every expert."""
-    layers = max(2, round(gigabytes * 1e9 / 2 / 54e6) // 2 * 2)
-    width = {"hidden": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64, "ffn": 1024, "vocab": 16000}
-    sizes = Sizes(family="qwen3_moe", num_layers=layers, tied=False, experts=32, expert_ffn=512, **width)
+    layers, part = max(2, round(gigabytes * 1e9 / 2 / 54e6) // 2 * 2), narrowing(gigabytes, 0.3)
+    width = {"hidden": 1024 // part, "head_dim": 64 // part, "ffn": 1024 // part, "expert_ffn": 512 // part}
+    width |= {"heads": 16, "kv_heads": 4, "vocab": 16000, "experts": 32}
+    sizes = Sizes(family="qwen3_moe", num_layers=layers, tied=False, **width)
     return Topology(
         sizes=sizes, trainer=TrainerLayout(tp=2, pp=2, ep=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16"
     )

@@ -23,7 +23,7 @@ from common import add_arguments, cpu_seconds, finish  # noqa: E402
 
 from megatron_rl.config.schema import Run  # noqa: E402
 from megatron_rl.run.run_directory import RunDirectory, open_run  # noqa: E402
-from megatron_rl.text import Decoded  # noqa: E402
+from megatron_rl.texts.text import Decoded  # noqa: E402
 from megatron_rl.training.iteration import Collected, Iteration  # noqa: E402
 from megatron_rl.training.store import IterationStore  # noqa: E402
 from megatron_rl.types import Author, Rollout, Stop, spans_of  # noqa: E402
@@ -63,7 +63,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, metavar="DIR", help="keep the run here, or measure the one that is here")
     add_arguments(parser)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
+    # a browser that was closed may still write into its profile
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         run = args.run or Path(place) / "run"
         if not run.exists():
             make_run(run, args.iterations, args.rollouts)

@@ -3,7 +3,7 @@
 Both are updates of one policy on the same rollouts, as the loop makes them: the reference's log-probs (the loss has a
 KL term), forward and backward passes, and the optimizer's step, with a learning rate of 0. The model has the shapes of
 SmolLM2-135M and random weights, or is the one of --model. The workloads are 16 prompts of four worked lines with 8
-answers of 2 to 5 tokens each (`few-shot`, the lengths of docs/explanation/real_model.md's run); prompts as long as the
+answers of 2 to 5 tokens each (`few-shot`, the lengths of docs/experiments/real_model.md's run); prompts as long as the
 answers (`equal`); and prompts of 4 tokens before answers of 128 (`short`), where there is nothing to win. Both forms
 alternate for several rounds in one process, and each counts with its fastest.
 """
@@ -26,9 +26,9 @@ from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
-from megatron_rl.world import World
 
 SMOLLM2 = dict(
     vocab_size=49152,

@@ -26,7 +26,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,7 @@ import common
 import numpy as np
 import served
 
+from megatron_rl.data.problems import Draw
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.server_pool import ServerEngine, given
 from megatron_rl.engines.protocol import Completion, Sampling
@@ -136,7 +137,7 @@ class Prompts:
     def __init__(self, tokens: np.ndarray) -> None:
         self._lengths, self._place = tokens.ravel(), 0
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, count: int, fits: Callable[[Prompt], bool], draw: Draw) -> list[Prompt]:
         places = range(self._place, self._place + count)
         self._place += count
         found = [int(self._lengths[place % len(self._lengths)]) for place in places]
@@ -224,11 +225,11 @@ def run(
     return {"rate": count / (end - begin), "idle": 1 - busy, "staleness": fmean(ages)}
 
 
-def fake_run(case: Case, staleness: int, former: bool) -> dict[str, float]:
+def fake_run(case: Case, staleness: int, former: bool, count: int) -> dict[str, float]:
     servers = [TimedServer(case.mean_s / case.mean) for _ in range(SERVERS)]
     engine = given(ROLE, servers, Limits(servers=SERVERS, at_once=case.places // SERVERS))
     try:
-        return run(engine, case, staleness, former=former)
+        return run(engine, case, staleness, former=former, count=count)
     finally:
         engine.close()
 
@@ -244,17 +245,19 @@ def simulated(case: Case, staleness: int, former: bool) -> dict[str, float]:
     return {"rate": found.iterations_per_hour / 3600, "idle": found.engines_idle, "staleness": mean}
 
 
-def fake_figures() -> dict[str, float]:
-    """Returns the metrics of all cases."""
+def fake_figures(speed: float, count: int) -> dict[str, float]:
+    """Returns the metrics of all cases. `speed`: factor by which servers and trainer are faster. `count`: number of
+    measured iterations."""
+    cases = {name: replace(case, mean_s=case.mean_s / speed) for name, case in CASES.items()}
     modes = [("former", 1, True), *((str(k), k, False) for k in STALENESS)]
     out: dict[str, float] = {}
-    with ThreadPoolExecutor(len(CASES) * len(modes)) as threads:
+    with ThreadPoolExecutor(len(cases) * len(modes)) as threads:
         runs = {
-            (name, mode): threads.submit(fake_run, case, k, former)
-            for name, case in CASES.items()
+            (name, mode): threads.submit(fake_run, case, k, former, count)
+            for name, case in cases.items()
             for mode, k, former in modes
         }
-        for name, case in CASES.items():
+        for name, case in cases.items():
             found = {mode: runs[name, mode].result() for mode, _, _ in modes}
             for mode, k, former in modes:
                 own, model = found[mode], simulated(case, k, former)
@@ -285,10 +288,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", choices=("fake", "vllm"), default="fake", help="(default: %(default)s)")
     parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter that has vLLM (make engines)")
+    parser.add_argument("--iterations", type=int, default=COUNT, help="measured iterations (engines fake)")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="times as fast as described, with less exact figures (engines fake)"
+    )
     common.add_arguments(parser)
     args = parser.parse_args()
     if args.engines == "fake":
-        metrics = fake_figures()
+        metrics = fake_figures(args.speed, args.iterations)
         held = [name for name in metrics if name.endswith("/over_simulated")]
         bars = BARS | dict.fromkeys(held, 1 - BOUND)
         common.finish(metrics, bars, args, limits=dict.fromkeys(held, 1 + BOUND))

@@ -34,7 +34,7 @@ from megatron_rl.algorithms.tandem_authors import Rule, boundaries
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Engine, Sampling, TandemSampling, complete
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.text import load_tokenizer
+from megatron_rl.texts.text import load_tokenizer
 
 BARS = {"embedded/ratio_cpu": 0.5, "vllm/ratio_cpu": 0.5}
 Rate = tuple[float, float]  # tokens per second, and per CPU-second

@@ -37,9 +37,9 @@ from megatron_rl.batches.packed_batch import Batch, pack
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
-from megatron_rl.world import World
 
 ALONE = Layout()
 RANKS = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import signal
@@ -17,6 +16,9 @@ def program() -> int:
     """Runs the command that the process arguments specify. Returns the exit status. Ctrl-C, and a closed pipe such as
     that of `megatron-rl settings | head`, end the program without a traceback.
     """
+    # `python -m` puts the current directory first: a file sympy.py beside a data file would be imported as sympy.
+    if not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
+        sys.path.append(sys.path.pop(0))
     try:
         status = _program()
         sys.stdout.flush()  # a closed pipe raises an error here, not while the interpreter exits
@@ -36,7 +38,7 @@ def _program() -> int:
         # printing a character outside the locale's encoding must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.argv[1:2] and sys.argv[1] in ON_RANKS:
-        from megatron_rl.allocator import restart_without_thread_caches
+        from megatron_rl.devices.allocator import restart_without_thread_caches
 
         restart_without_thread_caches()
     return main()
@@ -44,11 +46,14 @@ def _program() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 success, 1 failure, 2 wrong config or arguments, 130 interrupted."""
+    # Only their owner may write to files and directories that this process and its children create. Others could
+    # otherwise replace files of a run directory by links if the umask is 002.
+    os.umask(os.umask(0o022) | 0o022)
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else None
     if command in ON_RANKS:
-        # pyarrow reads this variable when it is imported. pyarrow's default allocator grows in large steps:
-        # it holds 6 MB after training iterations that need 64 KiB (docs/explanation/log.md).
+        # pyarrow reads this variable when it is imported. pyarrow's default allocator grows in large steps: after
+        # some training iterations it held 6 MB of memory, of which 64 KiB were used (docs/experiments/log.md).
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
         # Ranks that overlap communication with matmuls need this setting. Ranks that this process starts inherit it.
         # CUDA reads the variable once, when torch first accesses a GPU, which may happen during an import.
@@ -65,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_parser,
     )
     from megatron_rl.config.base import ConfigError, without_passwords
+    from megatron_rl.lib.leaf_modules import leaf
+    from megatron_rl.lib.regular_files import UntrustedFile
     from megatron_rl.run.json_lines import DiskError
     from megatron_rl.run.run_directory import RunBusy
 
@@ -78,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "eval" and (args.completions or args.compare):
         module = "offline"
     try:
-        return importlib.import_module(f"megatron_rl.commands.{module}").run(args)
-    except (ConfigError, DiskError, RunBusy) as error:
+        return leaf(f"commands.{module}", f"`megatron-rl {args.command}`").run(args)
+    except (ConfigError, DiskError, RunBusy, UntrustedFile) as error:
         print(f"megatron-rl {args.command}: {without_passwords(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 

@@ -18,6 +18,7 @@ import numpy as np
 FREE = -1  # in place of an expert id in the recorded expert choices: the trainer's router itself chooses an expert
 NO_VERSION = -1  # weight version of a span that the role's policy did not generate
 STEP = "step"  # label of the annotations that mark reasoning steps
+TRAINED = "trained"  # name under which a rollout stores the reward from which its advantages are computed
 # Keys of a problem's payload. SOURCE: the name of the data source (data.sources) that the problem comes from.
 # TEMPLATE: the prompt template that the problem's data set specifies instead of the recipe's template.
 SOURCE, TEMPLATE = "source_name", "source_template"
@@ -49,6 +50,22 @@ class Outcome(enum.Enum):
     SCORE = "score"
     TIMEOUT = "timeout"
     ERROR = "error"
+
+
+# Label of a grading that the time limit, the memory limit or a crash ended, and that got the lowest score or no score
+# because the response is taken for the cause (`reward.cut_off`). It stands where other gradings have their outcome.
+CUT_OFF = "cut_off"
+
+
+def is_correct(score: float, threshold: float | None) -> bool | None:
+    """Returns whether a score means a correct answer, or None if this is unknown. All code uses this rule.
+
+    `threshold`: the middle of the scale, which a correct answer's score exceeds (Reward.threshold). None if no scale is
+    declared. The scale is then taken to be [0, 1], unless the score shows that it is another one.
+    """
+    if threshold is not None:
+        return score > threshold
+    return score > 0.5 if 0.0 <= score <= 1.0 else None
 
 
 class Author(enum.IntEnum):
@@ -221,12 +238,12 @@ class Rollout:
         """Converts index ranges [start, end) of the array `response` to index ranges of the array `tokens`. `ranges`:
         [K, 2]. Returns [K, 2] int32.
         """
-        wanted = np.asarray(ranges, np.int32).reshape(-1, 2)
+        indices = np.asarray(ranges, np.int32).reshape(-1, 2)
         spans = self._written_spans()
         if len(spans) == 0 or np.array_equal(spans[1:, 0], spans[:-1, 1]):  # the response is contiguous
-            return wanted + np.int32(self.start)
+            return indices + np.int32(self.start)
         place = np.flatnonzero(self.written)
-        return np.stack([place[wanted[:, 0]], place[wanted[:, 1] - 1] + 1], axis=1).astype(np.int32)
+        return np.stack([place[indices[:, 0]], place[indices[:, 1] - 1] + 1], axis=1).astype(np.int32)
 
     def with_rewards(self, **rewards: float) -> Rollout:
         return replace(self, rewards={**self.rewards, **rewards})

@@ -5,6 +5,9 @@
 [ -z "${SLURM_STEP_ID:-}" ] || unset SLURM_DISTRIBUTION SLURM_EXPORT_ENV "${!SLURM_STEP@}" "${!SLURM_CPU_BIND@}"
 unset RANK WORLD_SIZE LOCAL_RANK "${!SRUN_@}" "${!PMI@}" "${!OMPI_@}"
 
+# Only the owner of a run may write to its directory.
+umask go-w
+
 # The program runs from the checkout. Installed from a wheel, it is found by its own interpreter: site-packages on
 # PYTHONPATH would reach the engines, whose interpreter has other packages.
 [ ! -f "$ROOT/pyproject.toml" ] || export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
@@ -47,9 +50,9 @@ setup() {
 rl() {
     if [ ${#CONTAINER[@]} -gt 0 ] || [ ${#SRUN[@]} -gt 0 ]; then
         srun --nodes=1 --ntasks=1 --overlap --gres=none "${SRUN[@]}" \
-            "${CONTAINER[@]}" "$PYTHON" -m megatron_rl.main "$@"
+            "${CONTAINER[@]}" "$PYTHON" -P -m megatron_rl.main "$@"
     else
-        "$PYTHON" -m megatron_rl.main "$@"
+        "$PYTHON" -P -m megatron_rl.main "$@"
     fi
 }
 
@@ -59,7 +62,7 @@ step() {
     local options=()
     while [ "$1" != -- ]; do options+=("$1"); shift; done
     shift
-    srun --kill-on-bad-exit=1 "${options[@]}" "${SRUN[@]}" "${CONTAINER[@]}" "$PYTHON" -m megatron_rl.main "$@" &
+    srun --kill-on-bad-exit=1 "${options[@]}" "${SRUN[@]}" "${CONTAINER[@]}" "$PYTHON" -P -m megatron_rl.main "$@" &
     local child=$!
     while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
     STATUS=0

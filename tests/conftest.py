@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import subprocess
@@ -21,7 +22,9 @@ from limits import RUN_S
 from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "examples/miniatures/last_letter")]
+os.umask(0o022)  # as the program does: a run directory that others may write to is refused
+UNIT = sorted(path for path in (ROOT / "tests/unit").iterdir() if path.is_dir())
+sys.path[:0] = [str(ROOT / "examples/miniatures/last_letter"), *map(str, UNIT)]
 # what has libraries compute as on another processor (tests/processors): a job has an environment of its own
 MASKED = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "NPY_DISABLE_CPU_FEATURES", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 MASKS = {name: os.environ[name] for name in MASKED if name in os.environ}
@@ -36,6 +39,12 @@ environment: {json.dumps({"OMP_NUM_THREADS": "1", **MASKS})}
 python: {sys.executable}
 """
 torch.set_num_threads(1)  # tiny tensors: a thread pool only adds waiting
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """All modules are imported now. The collector need not walk them after each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -171,7 +171,7 @@ def who_reaches(mutants: Sequence[Mutant], home: Path, pool: ProcessPoolExecutor
     """Returns for each change the tests that reach it, with their seconds."""
     tree, begun = copied(home / "noted", mutants), time.monotonic()
     folders = (ROOT / "tests/unit", ROOT / "tests/contrib")
-    files = [str(p.relative_to(ROOT)) for folder in folders for p in sorted(folder.glob("test_*.py"))] + RANKS
+    files = [str(p.relative_to(ROOT)) for folder in folders for p in sorted(folder.rglob("test_*.py"))] + RANKS
     files = [f for f in files if not any(f"test_{name}" in f for name in LEFT_OUT)]
     shares = [pool.submit(reach, tree, files[i::16], home / f"reach{i}") for i in range(min(16, len(files)))]
     found = [share.result() for share in shares]

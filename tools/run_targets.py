@@ -26,11 +26,12 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     "docs": "make docs",
     # problems and scores of reasoning-gym
     "task-sets": (
-        "make .venv-tasks/.ready && .venv-tasks/bin/python -m pytest tests/unit/test_environments_generated.py -q"
+        "make .venv-tasks/.ready && "
+        ".venv-tasks/bin/python -m pytest tests/unit/environments/test_environments_generated.py -q"
     ),
     # environments of the library verifiers, played by the library itself
     "verifiers": (
-        "make verifiers && python -m pytest tests/unit/test_environments_verifiers.py "
+        "make verifiers && python -m pytest tests/unit/environments/test_environments_verifiers.py "
         "tests/multi/test_environments_verifiers_program.py"
     ),
     # refits over NIXL (68 MB), with UCX over shared memory and TCP
@@ -71,16 +72,38 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     "processors": (
         "make engines && make PROCESSOR=sse test-numbers && make PROCESSOR=avx2 test-numbers && "
         "python -m pytest tests/servers/test_engines_families.py tests/servers/test_engines_latents.py "
-        "tests/servers/test_engines_starts.py"
+        "tests/servers/test_engines_starts.py && python -m pytest tests/unit/project/test_processors.py -m matrix"
     ),
     # the wheel, outside of the checkout, submits to a real Slurm
     "wheel": f"make slurm && python -m pytest tests/multi/test_wheel.py {ALL_MARKS}",
     "fuzz": "make fuzz",
     "mutants": "make mutants",
     # runs killed at 200 random instants; 15 to 25 minutes on two cores
-    "durable": "python -m pytest tests/multi/test_durable_runs.py -m matrix --durations=0",
-    # every method cut in the middle and resumed, against the whole run
-    "resume": "python -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py -m matrix",
+    # with a real server, too
+    "durable": (
+        "make engines && python -m pytest tests/multi/test_durable_runs.py tests/servers/test_durable_vllm.py "
+        "-m matrix --durations=0"
+    ),
+    # the two tutorials whose runs take minutes
+    "tutorials": "python -m pytest tests/multi/test_tutorials.py -m matrix",
+    # further whole runs: from Python and notebooks, best models after resumes, full disks, a critic's values
+    "runs": (
+        "python -m pytest -m matrix tests/multi/test_api_runs.py tests/multi/test_changed_inputs.py "
+        "tests/multi/test_critics_run.py tests/multi/test_evaluation_runs.py tests/multi/test_hostile_disk.py "
+        "tests/multi/test_late_gathers.py tests/multi/test_retokenised_run.py tests/multi/test_sources_run.py"
+    ),
+    # on real Slurm: a sweep, a stop, the crash of an engine's node, and every command of the page on clusters
+    "slurm-runs": (
+        "make engines slurm && python -m pytest -m matrix tests/slurm/test_slurm_runs.py "
+        "tests/slurm/test_slurm_engines.py tests/slurm/test_slurm_first_run.py"
+    ),
+    # plans with a search of their own
+    "plans": "python -m pytest tests/unit/planning/test_plan_settings.py tests/multi/test_plan.py -m matrix",
+    # every method cut in the middle or killed between checkpoints, and resumed, against the whole run
+    "resume": (
+        "python -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py "
+        "tests/multi/test_faults_kills.py -m matrix"
+    ),
     # every axis and every pair of axes on four ranks, packed and padded, dense and with experts
     "layouts": f"python -m pytest tests/multi/test_layouts.py tests/multi/test_lora.py {ALL_MARKS}",
     # a real model in the actor, the embedded engine and vLLM, against transformers

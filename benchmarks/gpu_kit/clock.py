@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from gpu_kit.findings import NotMeasured
-from megatron_rl import hardware
+from megatron_rl.devices import hardware
 
 
 def device_seconds(work: Callable[[], object]) -> float:
@@ -60,12 +60,12 @@ def product_rate(size: int, *, rounds: int = 10) -> float:
 
 
 def peak_flops() -> float:
-    """Returns the maker's dense bfloat16 operations a second of this device, from megatron_rl/hardware.py.
+    """Returns the maker's dense bfloat16 operations a second of this device, from megatron_rl/devices/hardware.py.
 
     Raises NotMeasured for a device that is not there.
     """
     name = torch.cuda.get_device_name()
     peak = hardware.peak_flops(name)
     if peak is None:
-        raise NotMeasured(f"the peak of a device named {name!r} is not known (megatron_rl/hardware.py)")
+        raise NotMeasured(f"the peak of a device named {name!r} is not known (megatron_rl/devices/hardware.py)")
     return peak

@@ -28,13 +28,13 @@ from megatron_rl.megatron import model as models
 from megatron_rl.megatron import pipeline_pass as core_step
 from megatron_rl.megatron import vocab_statistics
 from megatron_rl.megatron.kernels import choice
+from megatron_rl.messages.world import World
 from megatron_rl.models.shape import Shape, read_shape
 from megatron_rl.planning import memory
 from megatron_rl.planning.memory import Actor, MicroBatchLoad, Precision
 from megatron_rl.training.update import scatter
 from megatron_rl.weights import flops
 from megatron_rl.weights.counting import Parallel
-from megatron_rl.world import World
 
 KINDS = ("equal", "varied")
 WITHOUT_OPTIMIZER = ("7B",)  # 14 bytes of state for each of 7.6 B parameters are more than one GPU has

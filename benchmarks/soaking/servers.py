@@ -27,7 +27,7 @@ from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, Handler  # noqa: E402
 from refitted_servers import RefittedVllm  # noqa: E402
 
 from megatron_rl.engines.auth_middleware import TOKEN_FILE  # noqa: E402
-from megatron_rl.frames import pack_parts, unpack_parts  # noqa: E402
+from megatron_rl.lib.frames import pack_parts, unpack_parts  # noqa: E402
 
 FAULTS, SHARE = "SOAK_FAULTS", "SOAK_SHARE"  # the directory; the share of answers that something happens to
 LIES = ("nan", "positive", "vocabulary", "few", "long")

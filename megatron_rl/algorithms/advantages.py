@@ -22,10 +22,11 @@ from megatron_rl.algorithms.estimators import (
     w_reinforce,
     word_of,
 )
+from megatron_rl.batches.units import first_of, join, members, share
 from megatron_rl.config.schema import ConfigError, config
-from megatron_rl.types import STEP, Rollout
+from megatron_rl.rewards.reward_functions import LARGEST, in_range
+from megatron_rl.types import STEP, TRAINED, Rollout
 
-TRAINED = "trained"  # name under which a rollout stores the reward from which its advantages are computed
 RLOO_STEP_SCALE = 10.0  # factor on RLOO step advantages, hard-coded in the released Tango code
 
 
@@ -70,6 +71,7 @@ def assign_advantages(
     `steps`: how step rewards are converted to token advantages.
     `weights`: [B] factors on the advantages. For Tango's verifier, these are the class weights of eq. 9.
 
+    The rollouts of one agent in an episode are compared as one (see units.py).
     A rollout that is alone in its group, for instance because the gradings of the other rollouts failed, gets an
     advantage of 0 from every estimator except those in UNGROUPED. This also holds for user-defined estimators.
     Raises ValueError if a reward is missing or not finite, if an alpha is outside [0, 1], and if the number of weights
@@ -77,9 +79,9 @@ def assign_advantages(
     that does not support step rewards if `alpha` is given.
     """
     alphas = [alpha] * len(rollouts) if isinstance(alpha, float | int) else alpha
-    for name, given in (("weights", weights), ("alphas", alphas)):
-        if given is not None and len(given) != len(rollouts):
-            raise ValueError(f"{len(given)} {name} for {len(rollouts)} rollouts: give one per rollout")
+    for name, factors in (("weights", weights), ("alphas", alphas)):
+        if factors is not None and len(factors) != len(rollouts):
+            raise ValueError(f"{len(factors)} {name} for {len(rollouts)} rollouts: give one per rollout")
     values = () if alpha is None else np.atleast_1d(alpha).tolist()
     if wrong := [value for value in values if not 0 <= value <= 1]:
         raise ValueError(f"alpha = {wrong[0]}: the weight of the step advantages lies between 0 and 1")
@@ -88,14 +90,32 @@ def assign_advantages(
         raise ConfigError("estimator w_reinforce compares correct and wrong answers, and has no rule for step rewards")
     if not rollouts:
         return []
+    units = members(rollouts)
+    credited = _assigned(
+        join(rollouts, units), reward, estimator, alphas=first_of(alphas, units), steps=steps,
+        factors=first_of(weights, units),
+    )  # fmt: skip
+    return share(credited, rollouts) if len(units) < len(rollouts) else credited
+
+
+def _assigned(
+    rollouts: Sequence[Rollout],
+    reward: str | Mapping[str, float],
+    estimator: EstimatorName,
+    *,
+    alphas: Sequence[float] | None,
+    steps: StepCredit,
+    factors: Sequence[float] | None,
+) -> list[Rollout]:
+    """Returns [B] rollouts, one per unit, with advantages (see `assign_advantages`)."""
     rewards = np.array([total_reward(rollout, reward) for rollout in rollouts])
     tokens, groups = np.array([rollout.num_trainable for rollout in rollouts], np.int64), _groups(rollouts)
     outcomes = _estimated(estimator, rewards, groups, tokens, members=np.bincount(groups)[groups])
-    factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
+    weights = np.ones(len(rollouts)) if factors is None else np.asarray(factors, np.float64)
     if alphas is None or all(r.annotations_of(STEP).scores is None for r in rollouts):
-        return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
-    found = step_advantages(rollouts, estimator=estimator, credit=steps)
-    mixed = (w * ((1 - a) * o + a * s) for o, s, w, a in zip(outcomes, found, factors, alphas, strict=True))
+        return [*map(_credited, rollouts, rewards.tolist(), (outcomes * weights).tolist())]
+    of_steps = step_advantages(rollouts, estimator=estimator, credit=steps)
+    mixed = (w * ((1 - a) * o + a * s) for o, s, w, a in zip(outcomes, of_steps, weights, alphas, strict=True))
     return [*map(_credited, rollouts, rewards.tolist(), mixed)]
 
 
@@ -141,13 +161,13 @@ def step_advantages(
     estimate = find_estimator(estimator)
     scores = [rollout.annotations_of(STEP).scores for rollout in rollouts]
     if estimate is reinforce_pp:
-        judged = [own is not None or not len(r.annotations_of(STEP)) for r, own in zip(rollouts, scores, strict=True)]
+        judged = [s is not None or not len(r.annotations_of(STEP)) for r, s in zip(rollouts, scores, strict=True)]
         spread = (
-            _spread(r, s, credit) if known else None for r, s, known in zip(rollouts, scores, judged, strict=True)
+            _spread(r, s, credit) if verified else None for r, s, verified in zip(rollouts, scores, judged, strict=True)
         )
         return _whitened([*spread], rollouts)
-    sizes = [0 if own is None else len(own) for own in scores]
-    rewards = np.concatenate([np.empty(0), *(own for own in scores if own is not None)])
+    sizes = [0 if step_scores is None else len(step_scores) for step_scores in scores]
+    rewards = np.concatenate([np.empty(0), *(step_scores for step_scores in scores if step_scores is not None)])
     own_groups = _groups(rollouts)
     groups = np.repeat(own_groups, sizes)
     # for each step: number of rollouts with step rewards in the same group
@@ -186,14 +206,14 @@ def _estimated(
         return np.zeros(len(rewards))
     numbers = np.unique(groups[chosen], return_inverse=True)[1]
     estimate: Estimator = find_estimator(named)
-    found = np.asarray(estimate(rewards[chosen], numbers, tokens[chosen]), np.float64)
-    if found.shape != numbers.shape or not np.isfinite(found).all():
+    estimates = np.asarray(estimate(rewards[chosen], numbers, tokens[chosen]), np.float64)
+    if estimates.shape != numbers.shape or not np.isfinite(estimates).all():
         raise ValueError(
-            f"estimator {word_of(named)!r} gave shape {found.shape} for {len(numbers)} rewards, or numbers that are "
-            "not finite: it returns one finite number per reward"
+            f"estimator {word_of(named)!r} gave shape {estimates.shape} for {len(numbers)} rewards, or numbers that "
+            "are not finite: it returns one finite number per reward"
         )
     advantages = np.zeros(len(rewards))
-    advantages[chosen] = found
+    advantages[chosen] = estimates
     return advantages
 
 
@@ -206,9 +226,9 @@ def total_reward(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
         if name not in rollout.rewards:
             raise ValueError(f"group {rollout.group!r} has no reward {name!r}; it has {sorted(rollout.rewards)}")
         value = rollout.rewards[name]
-        if not math.isfinite(value):
+        if not in_range(value):
             raise ValueError(
-                f"group {rollout.group!r}: reward {name!r} is {value}; a reward function must return a finite number"
+                f"group {rollout.group!r}: reward {name!r} is {value}; give a finite number of at most {LARGEST:g}"
             )
         total += weight * value
     return total
@@ -229,8 +249,8 @@ def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> 
     if not (ends[0] > 0 and ends[-1] <= length):
         wrong = ends[-1] if ends[0] > 0 else ends[0]
         raise ValueError(f"group {rollout.group!r}: a step ends at token {wrong}, but the rollout has {length} tokens")
-    own = scores[order]
-    values = own if credit.span == "own" else np.cumsum(own[::-1])[::-1]
+    ordered = scores[order]
+    values = ordered if credit.span == "own" else np.cumsum(ordered[::-1])[::-1]
     return np.repeat(np.append(values, 0.0), np.diff(ends, prepend=0, append=length))
 
 
@@ -242,11 +262,11 @@ def _whitened(values: Sequence[np.ndarray | float | None], rollouts: Sequence[Ro
         np.broadcast_to(v, len(r.tokens))[r.trainable] for v, r in zip(values, rollouts, strict=True) if v is not None
     ]
     count = sum(map(len, trained))
-    extremes = {float(edge) for own in trained if len(own) for edge in (own.min(), own.max())}
+    extremes = {float(edge) for returns in trained if len(returns) for edge in (returns.min(), returns.max())}
     if len(extremes) <= 1:  # all values are equal: return exactly 0, without rounding errors of the mean
         return [0.0] * len(values)
-    mean = math.fsum(float(own.sum()) for own in trained) / count
-    std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))
+    mean = math.fsum(float(returns.sum()) for returns in trained) / count
+    std = math.sqrt(math.fsum(float(((returns - mean) ** 2).sum()) for returns in trained) / (count - 1))
     return [0.0 if v is None else (v - mean) / (std + EPSILON) for v in values]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.batches.packed_batch import Batch, at
 from megatron_rl.config.schema import CorrectionConfig
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.lib.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch

@@ -62,9 +62,9 @@ def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) ->
     Each token has the reward of its rollout as undiscounted return, so longer answers have more weight in mean and std.
     Groups are ignored.
     """
-    total, own = tokens.sum(), rewards[tokens > 0]
+    total, trained = tokens.sum(), rewards[tokens > 0]
     # if all rewards are equal, return exactly 0, because the computed mean may differ from the rewards by rounding
-    if len(own) == 0 or own.min() == own.max():
+    if len(trained) == 0 or trained.min() == trained.max():
         return np.zeros_like(rewards)
     centred = rewards - (rewards * tokens).sum() / total
     return centred / (np.sqrt((centred**2 * tokens).sum() / (total - 1)) + EPSILON)
@@ -163,11 +163,11 @@ def find_estimator(named: EstimatorName) -> Estimator:
         )
     if not use.args:
         return ESTIMATORS[use.target]
-    made = build(replace(use, target=f"{__name__}:{use.target}"))
+    estimator = build(replace(use, target=f"{__name__}:{use.target}"))
     # test call, so that an invalid argument is detected before the run starts
     with refusing(lambda error: f"estimator {use.target!r} with {use.args}: {error}", TypeError):
-        made(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.ones(2, np.int64))
-    return made
+        estimator(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.ones(2, np.int64))
+    return estimator
 
 
 def word_of(named: EstimatorName) -> str:

@@ -6,16 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatron_rl.algorithms.advantages import PAPER_CREDIT, TRAINED, StepCredit, step_advantages, total_reward
+from megatron_rl.algorithms.advantages import PAPER_CREDIT, StepCredit, step_advantages, total_reward
+from megatron_rl.algorithms.kl import VERL_CLAMP, kl_estimates
+from megatron_rl.batches.units import first_of, join, members, share
 from megatron_rl.config.base import CountOrZero, Share, config
-from megatron_rl.types import STEP, Rollout
+from megatron_rl.config.model import Kl
+from megatron_rl.lib.lazy_import import LazyModule
+from megatron_rl.types import STEP, TRAINED, Rollout
 
-Kl = Literal["k1", "k2", "k3"]
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
+
+FACTORS = (1e-6, 1e6)  # range of the factor by which `kl_target` changes kl_coef
 
 
 @config
@@ -50,7 +59,8 @@ class Credited:
 
     policy: list[Rollout]  # [B] rollouts with advantages [T]
     critic: list[Rollout]  # [B] rollouts for the critic; their values are `old_value` [T] and `returns` [T]
-    kl: float  # mean KL estimate of a rollout's tokens, averaged over the rollouts; 0 without a penalty
+    kl: float  # mean KL estimate of a unit's tokens, averaged over the units; 0 without a penalty
+    num_units: int  # number of units (see units.py)
     metrics: Mapping[str, float]
 
 
@@ -68,7 +78,7 @@ def assign_gae(
     also have the values `logprobs` and `reference_logprobs`. The reward of a token is -kl_coef times the token's KL
     estimate. The outcome is added to the reward of the last trained token. Tokens that are not in the loss are skipped:
     after the last token of a turn, the next action is the first token of the next turn, as in verl. The returns are the
-    values plus the advantages before whitening.
+    values plus the advantages before whitening. The rollouts of one agent in an episode are one sequence of actions.
 
     `reward`: name of the outcome reward, or {name: weight}. The outcome is stored as the reward TRAINED.
     `weights`: [B] factors on the advantages, applied after whitening.
@@ -76,15 +86,27 @@ def assign_gae(
     Raises ValueError for a reward that is missing or not finite.
     """
     if not rollouts:
-        return Credited(policy=[], critic=[], kl=0.0, metrics={})
+        return Credited(policy=[], critic=[], kl=0.0, num_units=0, metrics={})
+    units = members(rollouts)
+    credited = _assigned(join(rollouts, units), settings, reward, kl_coef, first_of(weights, units))
+    if len(units) == len(rollouts):
+        return credited
+    return replace(credited, policy=share(credited.policy, rollouts), critic=share(credited.critic, rollouts))
+
+
+def _assigned(
+    rollouts: Sequence[Rollout], settings: Gae, reward: str | Mapping[str, float], kl_coef: float,
+    weights: Sequence[float] | None,
+) -> Credited:  # fmt: skip
+    """Computes the advantages and returns of [B] rollouts, one per unit (see `assign_gae`)."""
     outcomes = np.array([total_reward(rollout, reward) for rollout in rollouts])
     masks = [rollout.weights != 0 for rollout in rollouts]
     lengths = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
     values = _gathered(rollouts, masks, "value")
     rewards, kl = np.zeros(len(values)), 0.0
     if kl_coef:
-        logprobs, reference = (_gathered(rollouts, masks, name) for name in ("logprobs", "reference_logprobs"))
-        rewards = kl_estimates(logprobs, reference, settings.kl)
+        pair = (torch.from_numpy(_gathered(rollouts, masks, key)) for key in ("logprobs", "reference_logprobs"))
+        rewards = kl_estimates(settings.kl, *pair, clamp=VERL_CLAMP).numpy()
         kl = float(np.mean(_sums(rewards, lengths) / np.maximum(lengths, 1)))
         rewards *= -kl_coef
     rewards[np.cumsum(lengths)[lengths > 0] - 1] += outcomes[lengths > 0]
@@ -100,10 +122,10 @@ def assign_gae(
         advantages = advantages * np.repeat(np.asarray(weights, np.float64), lengths)
     policy, critic = [], []
     parts = (_scattered(flat, masks, lengths) for flat in (advantages, values, returns))
-    for rollout, outcome, own, old, target in zip(rollouts, outcomes.tolist(), *parts, strict=True):
-        policy.append(replace(rollout, rewards={**rollout.rewards, TRAINED: outcome}, advantages=own))
+    for rollout, outcome, advantage, old, target in zip(rollouts, outcomes.tolist(), *parts, strict=True):
+        policy.append(replace(rollout, rewards={**rollout.rewards, TRAINED: outcome}, advantages=advantage))
         critic.append(replace(rollout, values={"old_value": old, "returns": target}))
-    return Credited(policy=policy, critic=critic, kl=kl, metrics=metrics)
+    return Credited(policy=policy, critic=critic, kl=kl, num_units=len(rollouts), metrics=metrics)
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, lengths: np.ndarray, *, gamma: float, lam: float) -> np.ndarray:
@@ -138,29 +160,20 @@ def whiten(values: np.ndarray) -> np.ndarray:
     return centred / np.sqrt(np.square(centred).sum() / max(len(values) - 1, 1) + 1e-8)
 
 
-def kl_estimates(logprobs: np.ndarray, reference: np.ndarray, kind: Kl) -> np.ndarray:
-    """Returns Schulman's estimates of KL(policy || reference) per token, with the bounds of verl's kl_penalty for k3:
-    the log-ratio is clamped at +-20, the estimate at 10.
-    """
-    ratios = reference - logprobs
-    match kind:
-        case "k1":
-            return -ratios
-        case "k2":
-            return 0.5 * np.square(ratios)
-        case "k3":
-            clamped = np.clip(ratios, -20, 20)
-            return np.minimum(np.exp(clamped) - clamped - 1, 10)
+def adapted(factor: float, kl: float, num_rollouts: int, settings: Gae) -> float:
+    """Returns the factor on `settings.kl_coef` in the next iteration, from the mean KL divergence of this iteration's
+    rollouts (adaptive controller, arXiv 1909.08593). Without a `kl_target`, returns the factor unchanged.
 
-
-def adapted(kl_coef: float, kl: float, num_rollouts: int, settings: Gae) -> float:
-    """Returns the KL coefficient of the next iteration, from the mean KL divergence of this iteration's rollouts
-    (adaptive controller, arXiv 1909.08593). Without a `kl_target`, returns the coefficient unchanged.
+    The controller multiplies by 1 + error * num_rollouts / kl_horizon, with an error of at most 0.2. Iterations with
+    more than kl_horizon rollouts apply this rule once for each kl_horizon rollouts, as the product would otherwise be 0
+    or negative. The factor stays in the range FACTORS, so that it can always grow again.
     """
     if settings.kl_target is None:
-        return kl_coef
+        return factor
     error = float(np.clip(kl / settings.kl_target - 1, -0.2, 0.2))
-    return kl_coef * max(0.0, 1 + error * num_rollouts / settings.kl_horizon)
+    horizons, rest = divmod(num_rollouts, settings.kl_horizon)
+    changed = factor * (1 + error) ** horizons * (1 + error * rest / settings.kl_horizon)
+    return min(max(changed, FACTORS[0]), FACTORS[1])
 
 
 def mix_steps(
@@ -173,12 +186,12 @@ def mix_steps(
     """
     if all(rollout.annotations_of(STEP).scores is None for rollout in rollouts):
         return list(rollouts)
-    found = step_advantages(rollouts, estimator="reinforce_pp", credit=steps)
+    of_steps = step_advantages(rollouts, estimator="reinforce_pp", credit=steps)
     alphas = np.broadcast_to(alpha, len(rollouts))
-    mixed = ((1 - a) * np.asarray(r.advantages) + a * s for r, s, a in zip(rollouts, found, alphas, strict=True))
+    mixed = ((1 - a) * np.asarray(r.advantages) + a * s for r, s, a in zip(rollouts, of_steps, alphas, strict=True))
     return [
-        replace(rollout, advantages=np.where(rollout.weights != 0, own, 0.0).astype(np.float32))
-        for rollout, own in zip(rollouts, mixed, strict=True)
+        replace(rollout, advantages=np.where(rollout.weights != 0, advantages, 0.0).astype(np.float32))
+        for rollout, advantages in zip(rollouts, mixed, strict=True)
     ]
 
 
@@ -191,32 +204,32 @@ def _over_turns(
     firsts = [mask & ~np.concatenate([[False], mask[:-1]]) for mask in masks]
     starts = np.flatnonzero(np.concatenate([first[mask] for first, mask in zip(firsts, masks, strict=True)]))
     turns = np.array([np.count_nonzero(first) for first in firsts], np.int64)
-    own = values[starts]
+    turn_values = values[starts]
     summed = np.add.reduceat(rewards, starts) if len(starts) else rewards
-    advantages = gae(summed, own, turns, gamma=settings.gamma, lam=settings.lam)
+    advantages = gae(summed, turn_values, turns, gamma=settings.gamma, lam=settings.lam)
     sizes = np.diff(starts, append=len(values))
-    return np.repeat(advantages, sizes), np.repeat(own + advantages, sizes)
+    return np.repeat(advantages, sizes), np.repeat(turn_values + advantages, sizes)
 
 
 def _gathered(rollouts: Sequence[Rollout], masks: Sequence[np.ndarray], name: str) -> np.ndarray:
     """Returns the values of all trained tokens, [N] float64. `name`: key of the values in Rollout.values."""
-    own = [rollout.values[name][mask] for rollout, mask in zip(rollouts, masks, strict=True)]
-    return np.concatenate([np.empty(0), *own])
+    trained = [rollout.values[name][mask] for rollout, mask in zip(rollouts, masks, strict=True)]
+    return np.concatenate([np.empty(0), *trained])
 
 
 def _scattered(flat: np.ndarray, masks: Sequence[np.ndarray], lengths: np.ndarray) -> Iterator[np.ndarray]:
     """Splits the values [N] of all trained tokens by rollout. Yields one array [T] float32 per rollout, with 0 for
     tokens that are not trained.
     """
-    for mask, own in zip(masks, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
+    for mask, trained in zip(masks, np.split(flat, np.cumsum(lengths)[:-1]), strict=True):
         values = np.zeros(len(mask), np.float32)
-        values[mask] = own
+        values[mask] = trained
         yield values
 
 
 def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Sums the values [N] of all trained tokens by rollout. Returns [B]."""
-    return np.array([own.sum() for own in np.split(flat, np.cumsum(lengths)[:-1])])
+    return np.array([part.sum() for part in np.split(flat, np.cumsum(lengths)[:-1])])
 
 
 def _explained(values: np.ndarray, returns: np.ndarray) -> float:

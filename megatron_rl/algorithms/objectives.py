@@ -21,11 +21,11 @@ import pydantic
 
 from megatron_rl.algorithms import preference_objectives as preferences
 from megatron_rl.algorithms.corrections import LOG_LIMIT, bounded_exp
-from megatron_rl.batches.packed_batch import VALUE, Batch, Statistics, at
+from megatron_rl.batches.packed_batch import ADVANTAGES, VALUE, Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.base import NotNegative, Positive, Share
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.lib.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +45,8 @@ class Objective:
     """A function that computes the loss of every token, with a description of its inputs."""
 
     function: Callable[..., Answer]
-    # names of inputs besides log-probs: packed_batch.STATISTICS, Rollout.values, or "old", "reference", "pairs"
-    needs: frozenset[str] = frozenset()
-    uses_advantages: bool = True
+    # names of all inputs besides log-probs, including the signal from which the policy learns (see BatchLoss.needs)
+    needs: frozenset[str] = frozenset({ADVANTAGES})
     # True if the function itself applies the correction weights, which it finds in batch.values["correction"]
     reads_correction: bool = False
     # True if the function computes a loss per rollout, or per pair, and returns it at every position of the rollouts.
@@ -60,15 +59,14 @@ class Objective:
 
 def objective(
     *,
-    needs: Sequence[str] = (),
-    uses_advantages: bool = True,
+    needs: Sequence[str] = (ADVANTAGES,),
     reads_correction: bool = False,
     per_rollout: bool = False,
 ) -> Callable[[Callable[..., Answer]], Objective]:
-    """Returns a decorator for an objective that needs more inputs than log-probs, that does not use advantages, that
-    applies the correction weights itself, or that computes a loss per rollout.
+    """Returns a decorator for an objective that needs other inputs than log-probs and advantages, that applies the
+    correction weights itself, or that computes a loss per rollout.
     """
-    return lambda function: Objective(function, frozenset(needs), uses_advantages, reads_correction, per_rollout)
+    return lambda function: Objective(function, frozenset(needs), reads_correction, per_rollout)
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
@@ -80,23 +78,23 @@ def find(name: str, args: Mapping[str, Any]) -> Objective:
     """
     if ":" not in name and name not in WORDS:
         raise ConfigError(f"loss.objective = {name!r}: it is one of {', '.join(sorted(WORDS))}, or module:name")
-    found = WORDS[name] if name in WORDS else plugins.find(name)
-    made = found if isinstance(found, Objective) else Objective(found)
-    if not callable(made.function):
-        raise ConfigError(f"loss.objective = {name!r} is a {type(found).__name__}: name a function")
-    known = [*inspect.signature(made.function).parameters][2:]
-    if unknown := sorted(set(args) - set(known)):
+    target = WORDS[name] if name in WORDS else plugins.find(name)
+    loss = target if isinstance(target, Objective) else Objective(target)
+    if not callable(loss.function):
+        raise ConfigError(f"loss.objective = {name!r} is a {type(target).__name__}: name a function")
+    parameters = [*inspect.signature(loss.function).parameters][2:]
+    if unknown := sorted(set(args) - set(parameters)):
         raise ConfigError(
-            f"loss.objective_args {', '.join(unknown)}: {name} takes {', '.join(known) or 'no arguments'}"
+            f"loss.objective_args {', '.join(unknown)}: {name} takes {', '.join(parameters) or 'no arguments'}"
         )
-    hints = typing.get_type_hints(made.function, include_extras=True) if name in WORDS else {}
+    hints = typing.get_type_hints(loss.function, include_extras=True) if name in WORDS and args else {}
     for key, value in args.items() if hints else ():
         try:
             pydantic.TypeAdapter(hints[key]).validate_python(value, strict=True)
         except pydantic.ValidationError as error:
-            said = error.errors()[0]["msg"].replace("Input should be", "give")
-            raise ConfigError(f"loss.objective_args.{key} = {value!r}: {said}") from error
-    return made
+            reason = error.errors()[0]["msg"].replace("Input should be", "give")
+            raise ConfigError(f"loss.objective_args.{key} = {value!r}: {reason}") from error
+    return loss
 
 
 def clipped(
@@ -223,7 +221,7 @@ def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answ
     return -batch.advantages * live.logprobs / (1 + tau)
 
 
-@objective(needs=["vocab_mean", "old"])
+@objective(needs=[ADVANTAGES, "vocab_mean", "old"])
 def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Answer:
     """Computes the squared error of T log(p / p_old) of a token, where T is `temperature`. The target is the advantage
     plus the mean of T log(p / p_old) over the vocabulary at the next position (ROVER, arXiv 2509.24981;
@@ -238,13 +236,13 @@ def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Ans
     return (value - (batch.advantages + later).detach()) ** 2
 
 
-@objective(uses_advantages=False)
+@objective(needs=["targets"])
 def nll(live: Statistics, batch: Batch) -> Answer:
     """Computes the negative log-likelihood of the trained tokens (supervised fine-tuning)."""
     return -live.logprobs
 
 
-@objective(needs=["teacher_logprobs"], uses_advantages=False)
+@objective(needs=["teacher_logprobs"])
 def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = None) -> Answer:
     """Computes the loss of on-policy distillation: the advantage of a sampled token is the teacher's log-prob minus the
     policy's log-prob.
@@ -263,7 +261,7 @@ def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = Non
     return at(~dropped, loss), {**metrics, "drop_frac": dropped}
 
 
-@objective(needs=["entropy", "candidate_logprobs", "teacher_candidate_logprobs"], uses_advantages=False)
+@objective(needs=["entropy", "candidate_logprobs", "teacher_candidate_logprobs"])
 def distilled_top_k(
     live: Statistics,
     batch: Batch,
@@ -308,6 +306,7 @@ def distilled_top_k(
     return loss, {"teacher_kl": loss, **masses}
 
 
+@objective(needs=[ADVANTAGES, "demonstrations"])
 def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answer:
     """Computes the loss of RL-PLUS. Tokens that the policy generated have an unclipped ratio. Tokens of a partner (for
     example an expert's solution) have a ratio that does not use the partner's probabilities (RL-PLUS, arXiv 2508.00222;
@@ -317,8 +316,8 @@ def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answ
     2). Its loss weight is the rollout's partner_weight. The released code sums over tokens and divides by a constant
     (aggregation constant), has no KL term, and compares only the policy's samples in its estimator.
     """
-    own = bounded_exp(at(batch.mask, live.logprobs - batch.old))
-    ratio = torch.where(batch.mask, own, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
+    policy_ratio = bounded_exp(at(batch.mask, live.logprobs - batch.old))
+    ratio = torch.where(batch.mask, policy_ratio, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
     focused = batch.advantages * (1 - live.logprobs.detach().exp()).clamp(min=0) ** focus
     return -ratio * torch.where(batch.mask, batch.advantages, focused)
 
@@ -330,8 +329,8 @@ def _with_bucket(logprobs: Tensor) -> Tensor:
     The appended log-prob is at least log 1e-7, without gradient at this bound, as in TRL (`_add_tail_bucket`), because
     of float32 precision.
     """
-    whole = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
-    return torch.cat([logprobs, (-whole.expm1()).log()], dim=-1)
+    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    return torch.cat([logprobs, (-total.expm1()).log()], dim=-1)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -352,7 +351,7 @@ def _label_counts(batch: Batch, dtype: torch.dtype) -> Tensor:
 
 def _on_pairs(*needs: str) -> Callable[[Callable[..., Answer]], Objective]:
     """Returns a decorator for an objective that compares the two rollouts of each group."""
-    return objective(needs=["pairs", *needs], uses_advantages=False, per_rollout=True)
+    return objective(needs=["pairs", *needs], per_rollout=True)
 
 
 WORDS: Mapping[str, Any] = {
@@ -372,9 +371,9 @@ WORDS: Mapping[str, Any] = {
     "dpo_norm": _on_pairs("reference")(preferences.dpo_norm),
     "ipo": _on_pairs("reference")(preferences.ipo),
     "simpo": _on_pairs()(preferences.simpo),
-    "kto": objective(needs=["reference", "kl"], per_rollout=True)(preferences.kto),
-    "a_lol": objective(needs=["reference"], per_rollout=True)(preferences.a_lol),
-    "rwr": objective(per_rollout=True)(preferences.rwr),
+    "kto": objective(needs=["labels", "reference", "kl"], per_rollout=True)(preferences.kto),
+    "a_lol": objective(needs=["rewards", "reference"], per_rollout=True)(preferences.a_lol),
+    "rwr": objective(needs=["rewards"], per_rollout=True)(preferences.rwr),
     "bradley_terry": _on_pairs(VALUE, "margin")(preferences.bradley_terry),
-    "prm": objective(needs=[VALUE, "step_label"], uses_advantages=False)(preferences.prm),
+    "prm": objective(needs=[VALUE, "step_label"])(preferences.prm),
 }

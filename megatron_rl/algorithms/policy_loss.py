@@ -12,9 +12,10 @@ import numpy as np
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.corrections import EXP_LIMIT, bounded_exp, correction_weights, off_policy_mask
+from megatron_rl.algorithms.kl import kl_estimates
 from megatron_rl.batches.packed_batch import VALUE, Batch, Statistics, at
 from megatron_rl.config.schema import ConfigError, LossConfig
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.lib.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,6 @@ class PolicyLoss:
     with an optional KL penalty to a frozen reference and an entropy bonus.
     """
 
-    uses_advantages: bool
     needs: frozenset[str]
 
     def __init__(self, config: LossConfig, *, given_reference: bool = False) -> None:
@@ -53,7 +53,6 @@ class PolicyLoss:
                 f"loss.correction.level = {config.correction.level!r} with loss.objective = {config.objective!r}: it "
                 "multiplies the tokens' weights itself; set the level to token"
             )
-        self.uses_advantages = self._objective.uses_advantages
         self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
         if given_reference and "reference" in self.needs:
             self.needs = self.needs - {"reference"} | {GIVEN_REFERENCE}
@@ -95,12 +94,12 @@ class PolicyLoss:
             "ratio": bounded_exp(live.logprobs.detach() - batch.old),
             "entropy": live.entropy.detach(),
             "engine_gap": gap.abs(),
-            "engine_kl": k3(-gap, torch.zeros_like(gap)),
+            "engine_kl": kl_estimates("k3", -gap, torch.zeros_like(gap)),
         }
         if config.kl_coef > 0:
             assert batch.reference_logprobs is not None
             per_token = per_token + config.kl_coef * self._kl(live.logprobs, batch)
-            sums["kl_ref"] = k3(live.logprobs.detach(), batch.reference_logprobs)
+            sums["kl_ref"] = kl_estimates("k3", live.logprobs.detach(), batch.reference_logprobs)
         total = (at(batch.counted, per_token) * batch.weights.to(per_token.dtype)).sum()
         sums |= {name: values.detach().to(per_token.dtype) for name, values in metrics.items()}
         return total, {
@@ -130,13 +129,7 @@ class PolicyLoss:
         old policy then has the gradient of the KL (arXiv 2512.02556; TRL's use_bias_correction_kl).
         """
         assert batch.reference_logprobs is not None
-        match self.config.kl:
-            case "k1":
-                estimate = k1(logprobs, batch.reference_logprobs)
-            case "k2":
-                estimate = k2(logprobs, batch.reference_logprobs)
-            case "k3":
-                estimate = k3(logprobs, batch.reference_logprobs, clamp=self.config.kl_clamp)
+        estimate = kl_estimates(self.config.kl, logprobs, batch.reference_logprobs, clamp=self.config.kl_clamp)
         if not self.config.kl_bias_correction:
             return estimate
         # the k3 estimate contains an exp too; the sum of both exponents must stay below EXP_LIMIT
@@ -163,33 +156,3 @@ class PolicyLoss:
         if batch.old_logprobs is None:
             batch = replace(batch, old_logprobs=live.logprobs.detach())
         return batch
-
-
-def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Estimates KL(p || q) from tokens sampled from p, by Schulman's estimator k1 (Approximating KL Divergence).
-    `logprobs`: log p. `other`: log q.
-
-    Returns log p - log q: unbiased, high variance. As a loss, its expected gradient is zero, so it has no effect.
-    """
-    return logprobs - other
-
-
-def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Returns (log p - log q)^2 / 2, Schulman's estimate k2 of KL(p || q): biased, low variance. As a loss, k2 has the
-    gradient of KL(p || q) in expectation.
-    """
-    return 0.5 * (logprobs - other) ** 2
-
-
-def k3(logprobs: Tensor, other: Tensor, *, clamp: float | None = None) -> Tensor:
-    """Returns exp(d) - d - 1 with d = log q - log p, Schulman's estimate k3 of KL(p || q): unbiased, low variance,
-    never negative.
-
-    `clamp`: upper bound of the result, without gradient above it. If it is given, d is first clamped to +-20, so that
-        exp stays finite. verl and the release of RL Tango clamp at 10 (verl/trainer/ppo/core_algos.py, `kl_penalty`).
-    """
-    difference = other - logprobs
-    if clamp is None:
-        return bounded_exp(difference) - difference - 1
-    difference = difference.clamp(-20.0, 20.0)
-    return (difference.exp() - difference - 1).clamp(max=clamp)

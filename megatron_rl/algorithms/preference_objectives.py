@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.algorithms.corrections import bounded_exp
 from megatron_rl.batches.packed_batch import COUNT, Batch, Statistics
 from megatron_rl.config.base import NotNegative, Positive, Share
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.lib.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
     metric}. The mean is over the values for which `mask` [R] is True. The result has, for each metric, the sum of these
     values with the key name, and their number with the key COUNT + name. In names, "__" is replaced by "/".
     """
-    sums = {name.replace("__", "/"): torch.where(mask, one.detach(), 0).sum() for name, one in values.items()}
+    sums = {name.replace("__", "/"): torch.where(mask, metric.detach(), 0).sum() for name, metric in values.items()}
     return sums | {f"{COUNT}{name}": mask.sum() for name in sums}
 
 
@@ -127,8 +127,8 @@ def simpo(
         the paper's code.
     """
     chosen, rejected = (
-        Responses(own.per_token(own.logps), own.reference_logps, own.lengths, own.advantages)
-        for own in pairs(live, batch)
+        Responses(side.per_token(side.logps), side.reference_logps, side.lengths, side.advantages)
+        for side in pairs(live, batch)
     )
     gap = beta * (chosen.logps - rejected.logps) - simpo_gamma
     return _answer(batch, _sigmoid_loss(gap, label_smoothing), chosen, rejected, beta)
@@ -147,15 +147,15 @@ def kto(
 
     The value "kl" of each token is the estimate of KL(policy || reference), the same for the whole optimizer step.
     """
-    own = responses(live, batch)
-    good, here = own.advantages > 0, own.lengths > 0
-    kl = own.per_token(batch.sequence_sums(batch.values["kl"].to(own.logps.dtype)))
-    gain = torch.where(good, own.logratios - kl, kl - own.logratios)
-    weights = torch.where(good, own.logps.new_full((), desirable_weight), undesirable_weight)
-    rewards, metrics = beta * own.logratios, {}
-    for name, mask in (("chosen", good & here), ("rejected", ~good & here)):
-        metrics |= means(mask, **{f"rewards__{name}": rewards, f"logps__{name}": own.logps})
-    return batch.spread(weights * torch.sigmoid(-beta * gain)), metrics | means(here, kl=kl)
+    answers = responses(live, batch)
+    good, has_tokens = answers.advantages > 0, answers.lengths > 0
+    kl = answers.per_token(batch.sequence_sums(batch.values["kl"].to(answers.logps.dtype)))
+    gain = torch.where(good, answers.logratios - kl, kl - answers.logratios)
+    weights = torch.where(good, answers.logps.new_full((), desirable_weight), undesirable_weight)
+    rewards, metrics = beta * answers.logratios, {}
+    for name, mask in (("chosen", good & has_tokens), ("rejected", ~good & has_tokens)):
+        metrics |= means(mask, **{f"rewards__{name}": rewards, f"logps__{name}": answers.logps})
+    return batch.spread(weights * torch.sigmoid(-beta * gain)), metrics | means(has_tokens, kl=kl)
 
 
 def a_lol(live: Statistics, batch: Batch, *, clip: NotNegative = 0.9) -> Answer:
@@ -167,19 +167,19 @@ def a_lol(live: Statistics, batch: Batch, *, clip: NotNegative = 0.9) -> Answer:
     `clip`: the ratio is clamped to [1 - clip, 1 + clip]. The advantage is the `reward` of the data row. As in the
         paper, this should be the response's reward minus the mean reward of the reference for the prompt.
     """
-    own = responses(live, batch)
-    ratio = bounded_exp(own.logratios.detach()).clamp(1 - clip, 1 + clip)
-    advantages, here = own.per_token(own.advantages).clamp(min=0), own.lengths > 0
-    return batch.spread(-advantages * ratio * own.logps), means(here, rollout_weight=advantages * ratio)
+    answers = responses(live, batch)
+    ratio = bounded_exp(answers.logratios.detach()).clamp(1 - clip, 1 + clip)
+    advantages, has_tokens = answers.per_token(answers.advantages).clamp(min=0), answers.lengths > 0
+    return batch.spread(-advantages * ratio * answers.logps), means(has_tokens, rollout_weight=advantages * ratio)
 
 
 def rwr(live: Statistics, batch: Batch, *, beta: Positive = 1.0) -> Answer:
     """Computes reward-weighted regression on fixed responses: minus the log-prob of a response, multiplied by
     exp(reward / beta) (Peters and Schaal, 2007).
     """
-    own = responses(live, batch)
-    weights = bounded_exp(own.per_token(own.advantages) / beta)
-    return batch.spread(-weights * own.logps), means(own.lengths > 0, rollout_weight=weights)
+    answers = responses(live, batch)
+    weights = bounded_exp(answers.per_token(answers.advantages) / beta)
+    return batch.spread(-weights * answers.logps), means(answers.lengths > 0, rollout_weight=weights)
 
 
 def bradley_terry(live: Statistics, batch: Batch, *, center_rewards_coefficient: NotNegative = 0.0) -> Answer:
@@ -192,12 +192,12 @@ def bradley_terry(live: Statistics, batch: Batch, *, center_rewards_coefficient:
     """
     assert live.value is not None
     kind = live.value.dtype
-    (chosen, rejected), (margin, _), (here, _) = (
+    (chosen, rejected), (margin, _), (counted, _) = (
         _sides(batch.sequence_sums(values.to(kind))) for values in (live.value, batch.values["margin"], batch.counted)
     )
     losses = -F.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
     metrics = means(
-        here > 0,
+        counted > 0,
         rewards__chosen=chosen,
         rewards__rejected=rejected,
         rewards__accuracies=(chosen > rejected).to(kind),

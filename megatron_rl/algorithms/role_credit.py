@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.algorithms.advantages import total_reward
+from megatron_rl.batches.units import join, members, share
 from megatron_rl.types import Rollout
 
 DECAY = 0.95  # decay factor of the moving averages, as in SPIRAL
@@ -29,17 +30,18 @@ class RoleBaselines:
         self, rollouts: Sequence[Rollout], reward: str, *, decay: float = DECAY
     ) -> tuple[list[Rollout], RoleBaselines]:
         """Assigns each of [B] rollouts the advantage r - b, where b is the baseline of its role. After each rollout, b
-        becomes decay b + (1 - decay) r, where `decay` is in [0, 1). Returns the rollouts and the new baselines.
+        becomes decay b + (1 - decay) r, where `decay` is in [0, 1). Returns the rollouts and the new baselines. The
+        rollouts of one agent in an episode count as one.
 
         Raises ValueError for a rollout without the reward.
         """
         values, credited = dict(self.values), []
-        for rollout in rollouts:
+        for rollout in join(rollouts):
             gained = total_reward(rollout, reward)
             baseline = values.get(rollout.role, 0.0)
             credited.append(replace(rollout, advantages=gained - baseline))
             values[rollout.role] = decay * baseline + (1.0 - decay) * gained
-        return credited, RoleBaselines(values)
+        return share(credited, rollouts), RoleBaselines(values)
 
 
 def compare_peers(rollouts: Sequence[Rollout], peers: Sequence[str], reward: str) -> list[Rollout]:
@@ -48,14 +50,14 @@ def compare_peers(rollouts: Sequence[Rollout], peers: Sequence[str], reward: str
 
     If the peer key is the proposed problem for solvers and the source task for proposers, this is hierarchical GRPO:
     solvers are compared within one problem, proposers over all problems made from one task. The groups of the rollouts
-    are not changed. Raises ValueError if the number of keys differs from the number of rollouts, or if a rollout lacks
-    the reward.
+    are not changed. The rollouts of one agent in an episode count as one. Raises ValueError if the number of keys
+    differs from the number of rollouts, or if a rollout lacks the reward.
     """
     gained: dict[tuple[str, str], list[float]] = defaultdict(list)
     keys = [(rollout.role, peer) for rollout, peer in zip(rollouts, peers, strict=True)]
-    for rollout, key in zip(rollouts, keys, strict=True):
-        gained[key].append(total_reward(rollout, reward))
-    means = {key: own[0] if min(own) == max(own) else sum(own) / len(own) for key, own in gained.items()}
+    for unit in members(rollouts):
+        gained[keys[unit[0]]].append(total_reward(rollouts[unit[0]], reward))
+    means = {key: gains[0] if min(gains) == max(gains) else sum(gains) / len(gains) for key, gains in gained.items()}
     return [
         replace(rollout, advantages=rollout.rewards[reward] - means[key])
         for rollout, key in zip(rollouts, keys, strict=True)

@@ -59,8 +59,8 @@ class Rule:
             most = 1 if self.strategy == "bernoulli" else min(self.max_gap, int(lengths.max()))
             return self.p, math.sqrt(self.p * (1.0 - self.p) * most / total)
         size = 1 if self.strategy == "alternating" else self.chunk_size
-        own = lengths // (2 * size) * size + np.minimum(lengths % (2 * size), size)
-        return float(own.sum() / total), 0.0
+        senior_tokens = lengths // (2 * size) * size + np.minimum(lengths % (2 * size), size)
+        return float(senior_tokens.sum() / total), 0.0
 
 
 class Pen:
@@ -115,14 +115,14 @@ class Pen:
 
     def _resume(self, tokens: np.ndarray) -> None:
         """Advances a new Pen by all [T] tokens that have already been generated."""
-        own = tokens[tokens >= 0]
-        numbers = _draw_numbers(self._rule, self._boundaries, own)
-        self.senior = bool(_authors(self._rule, self._boundaries, self._key, own)[-1])
-        self.written = len(own)
+        real_tokens = tokens[tokens >= 0]
+        numbers = _draw_numbers(self._rule, self._boundaries, real_tokens)
+        self.senior = bool(_authors(self._rule, self._boundaries, self._key, real_tokens)[-1])
+        self.written = len(real_tokens)
         self.draws = 0 if numbers is None else int(numbers[-1]) + 1
         if self._rule.strategy == "word":
             assert numbers is not None
-            self.count = len(own) - int(np.searchsorted(numbers, numbers[-1]))
+            self.count = len(real_tokens) - int(np.searchsorted(numbers, numbers[-1]))
 
     def _draw(self) -> bool:
         self.draws += 1
@@ -131,12 +131,13 @@ class Pen:
 
 def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns which of [T] tokens of a text the senior generated: [T] bool. The result is the same as that of a Pen to
-    which the tokens are passed one by one.
+    which the tokens are passed one by one. Each strategy has a second, vectorised definition for this purpose, because
+    a Pen needs 100 times as long: 36 ms instead of 0.3 ms for 8,192 tokens, which a client would spend per response.
     """
-    own = np.asarray(tokens, np.int64)
-    real = own >= 0
-    before = np.cumsum(real) - real  # a placeholder (negative id) has the author of the next real token
-    return _authors(rule, boundaries, key, own[real])[before]
+    ids = np.asarray(tokens, np.int64)
+    real = ids >= 0
+    real_before = np.cumsum(real) - real  # a placeholder (negative id) has the author of the next real token
+    return _authors(rule, boundaries, key, ids[real])[real_before]
 
 
 def read_boundaries(path: str, vocab: int | None = None) -> frozenset[int]:
@@ -146,8 +147,8 @@ def read_boundaries(path: str, vocab: int | None = None) -> frozenset[int]:
     with refusing(lambda _: f"tandem.boundary_ids = {path} is no JSON list of token ids: give one", *UNREADABLE):
         ids = TypeAdapter(frozenset[NonNegativeInt]).validate_json(Path(path).read_bytes())
     if not ids or (vocab is not None and max(ids) >= vocab):
-        said = f"the model has {vocab} tokens, and the largest id is {max(ids)}" if ids else "the list is empty"
-        raise ConfigError(f"tandem.boundary_ids = {path}: {said}; give the ids of the model's own tokenizer")
+        problem = f"the model has {vocab} tokens, and the largest id is {max(ids)}" if ids else "the list is empty"
+        raise ConfigError(f"tandem.boundary_ids = {path}: {problem}; give the ids of the model's own tokenizer")
     return ids
 
 
@@ -171,11 +172,11 @@ def boundaries(tokenizer: Any, rule: Rule) -> frozenset[int]:
     if rule.strategy != "word":
         return frozenset()
     strings = tokenizer.convert_ids_to_tokens(ids)
-    found = frozenset(
+    marked = frozenset(
         i for i, string in zip(ids, strings, strict=True) if string is not None and string.startswith(WORD_MARKS)
     )
-    if found:
-        return found
+    if marked:
+        return marked
     pairs = tokenizer.batch_decode([[i, i] for i in ids], clean_up_tokenization_spaces=False)
     return frozenset(i for i, string, pair in zip(ids, strings, pairs, strict=True) if pair == f"{string} {string}")
 

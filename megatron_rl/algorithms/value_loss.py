@@ -13,7 +13,7 @@ from megatron_rl.algorithms.objectives import find
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.packed_batch import VALUE, Batch, BatchLoss, Statistics, at
 from megatron_rl.config.model import REWARD_OBJECTIVES, LossConfig, RoleConfig
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.lib.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,6 @@ class ValueLoss:
     two losses is used."""
 
     needs: frozenset[str] = frozenset({VALUE, "old_value", "returns"})
-    uses_advantages = False
 
     def __init__(self, config: LossConfig) -> None:
         self.config = config

@@ -6,6 +6,7 @@ import hashlib
 import importlib.machinery
 import inspect
 import io
+import os
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from typing import Any
 import cloudpickle
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.run.atomic_files import replacing
 
 DIGITS = 12  # number of hexadecimal digits of a digest in a file name
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
@@ -45,9 +47,8 @@ def write(function: Any, directory: Path, name: str) -> Path:
     path = directory / f"reward-{name}-{stable[:DIGITS]}.pkl"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(content)
-        partial.replace(path)
+        with replacing(path, writer=str(os.getpid())) as temporary:
+            temporary.write_bytes(content)
     return path
 
 
@@ -58,15 +59,15 @@ def findable(module: types.ModuleType) -> bool:
     try:
         for count in range(1, module.__name__.count(".") + 2):
             full = ".".join(module.__name__.split(".")[:count])
-            found = (finder.find_spec(full, places) for finder in sys.meta_path)
-            spec = next((one for one in found if one is not None), None)
+            specs = (finder.find_spec(full, places) for finder in sys.meta_path)
+            spec = next((candidate for candidate in specs if candidate is not None), None)
             if spec is None:
                 return False
             places = spec.submodule_search_locations
     except (ImportError, ValueError, KeyError):
         return False
-    own = module.__spec__.origin if module.__spec__ is not None else None
-    return own is not None and spec is not None and spec.origin == own
+    origin = module.__spec__.origin if module.__spec__ is not None else None
+    return origin is not None and spec is not None and spec.origin == origin
 
 
 def digest(value: Any) -> str:
@@ -109,15 +110,15 @@ class _Canonical(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Returns cloudpickle's reduction of a function or class without its file or its random id."""
-        found: Any = super().reducer_override(obj)
-        if not isinstance(found, tuple):
-            return found
-        make, arguments, *rest = found
+        reduced: Any = super().reducer_override(obj)
+        if not isinstance(reduced, tuple):
+            return reduced
+        make, arguments, *rest = reduced
         if isinstance(obj, types.FunctionType):
             code, _, *others = arguments
             arguments = (code, {}, *others)
         elif isinstance(obj, type):
-            arguments = tuple("" if isinstance(one, str) and _RANDOM_ID.fullmatch(one) else one for one in arguments)
+            arguments = tuple("" if isinstance(arg, str) and _RANDOM_ID.fullmatch(arg) else arg for arg in arguments)
         return make, arguments, *rest
 
 

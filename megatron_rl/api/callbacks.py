@@ -70,22 +70,22 @@ def take_event(state: RunState, event: dict[str, Any], callbacks: Sequence[Callb
     match event["event"]:
         case "begin":
             state.iterations, state.iteration = event["iterations"], event["iteration"]
-            for one in callbacks:
-                one.on_train_begin(state)
+            for callback in callbacks:
+                callback.on_train_begin(state)
         case "metrics":
-            metrics, before = event["metrics"], event["scope"] == EVAL  # see metrics.MetricsRow.place
-            iteration, cycle = event["iteration"] - before, event["cycle"] - before
+            metrics, is_evaluation = event["metrics"], event["scope"] == EVAL  # see metrics.MetricsRow.place
+            iteration, cycle = event["iteration"] - is_evaluation, event["cycle"] - is_evaluation
             state.cycle, state.last[event["scope"]] = event["cycle"], metrics
             state.history.append({"iteration": iteration, "cycle": cycle, "scope": event["scope"]} | metrics)
-            for one in callbacks:
-                one.on_log(state)
-                if before:
-                    one.on_evaluate(state)
+            for callback in callbacks:
+                callback.on_log(state)
+                if is_evaluation:
+                    callback.on_evaluate(state)
         case "save":
             state.saved = event["iteration"]
-            for one in callbacks:
-                one.on_save(state)
+            for callback in callbacks:
+                callback.on_save(state)
         case "iteration":
             state.iteration = event["iteration"]
-            for one in callbacks:
-                one.on_iteration_end(state)
+            for callback in callbacks:
+                callback.on_iteration_end(state)

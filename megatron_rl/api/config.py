@@ -38,8 +38,8 @@ class Config:
 
         Raises ConfigError with every unknown key, wrong type and invalid value. Missing keys are not an error.
         """
-        given = {**(settings or {}), **sections}
-        trees = [("Config", _nested(key, value)) for key, value in given.items()]
+        entries = {**(settings or {}), **sections}
+        trees = [("Config", _nested(key, value)) for key, value in entries.items()]
         self._tree = tree = config_files.read_tree(TrainConfig, trees=trees)
         if isinstance(recipe := tree.get("recipe"), Mapping):  # a short name, such as grpo, becomes the recipe's class
             tree["recipe"] = {k: RECIPES.get(str(v), v) if k == "target" else v for k, v in recipe.items()}
@@ -52,21 +52,21 @@ class Config:
         return cls(config_files.read_tree(TrainConfig, [Path(path) for path in paths])) | (overrides or {})
 
     @classmethod
-    def of(cls, given: Config | TrainConfig | Settings | str | Path | None) -> Config:
+    def of(cls, config: Config | TrainConfig | Settings | str | Path | None) -> Config:
         """Converts a YAML file's path, a mapping, a TrainConfig or None (no settings) to a Config. A Config is returned
         unchanged. Raises ConfigError for any other type."""
-        match given:
+        match config:
             case None:
                 return cls()
             case Config():
-                return given
+                return config
             case str() | Path():
-                return cls.from_yaml(given)
+                return cls.from_yaml(config)
             case TrainConfig():
-                return cls(pydantic_core.to_jsonable_python(given))
+                return cls(pydantic_core.to_jsonable_python(config))
             case Mapping():
-                return cls(given)
-        raise ConfigError(f"config is a {type(given).__name__}: give a Config, a mapping, or the path of a YAML file")
+                return cls(config)
+        raise ConfigError(f"config is a {type(config).__name__}: give a Config, a mapping, or the path of a YAML file")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def _nested(key: Any, value: Any) -> dict[str, Any]:
     if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"config key {key!r}: it has the form a.b")
 
-    def refuse(one: Any) -> None:
+    def refuse(bad_value: Any) -> None:
         raise ConfigError(
-            f"{key}: {repr(one)[:80]} is a {type(one).__name__}: give numbers, texts, lists, mappings or sections of "
-            "the schema"
+            f"{key}: {repr(bad_value)[:80]} is a {type(bad_value).__name__}: give a number, a text, a list, a mapping, "
+            "or an object of a class of megatron_rl.config.schema"
         )
 
     tree = pydantic_core.to_jsonable_python(value, fallback=refuse)
@@ -140,14 +140,14 @@ def _with_stubs(tree: Settings) -> dict[str, Any]:
     def filled(value: Any, key: str) -> Any:
         return {key: "", **value} if isinstance(value, Mapping) else value
 
-    whole = {"roles": {}, "recipe": {}, "data": {}, **tree}
-    whole["recipe"] = filled(whole["recipe"], "target")
-    whole["data"] = filled(whole["data"], "path")
-    if isinstance(roles := whole["roles"], Mapping):
+    stubbed = {"roles": {}, "recipe": {}, "data": {}, **tree}
+    stubbed["recipe"] = filled(stubbed["recipe"], "target")
+    stubbed["data"] = filled(stubbed["data"], "path")
+    if isinstance(roles := stubbed["roles"], Mapping):
         mappings = {name: role for name, role in roles.items() if isinstance(role, Mapping)}
         owners = {str(role["same_as"]): {} for role in mappings.values() if role.get("same_as")}
         models = {
             n: {**role, "model": filled(role["model"], "path")} for n, role in mappings.items() if "model" in role
         }
-        whole["roles"] = {**owners, **roles, **models}
-    return whole
+        stubbed["roles"] = {**owners, **roles, **models}
+    return stubbed

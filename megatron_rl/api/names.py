@@ -17,16 +17,16 @@ UPDATES = "updates"
 OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # other Trainer arguments
 
 
-def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> Config:
+def settings_of(arguments: Mapping[str, Any], target: str, roles: Iterable[str]) -> Config:
     """Converts a Trainer's keyword arguments to settings.
 
-    `given`: short names, sections (`run={...}`) and dotted keys (`**{"run.seed": 1}`). `target`: the recipe's class.
-    `roles`: the recipe's roles. Raises ConfigError for an invalid value and for an unknown name. The message about an
-    unknown name suggests the most similar name.
+    `arguments`: short names, sections (`run={...}`) and dotted keys (`**{"run.seed": 1}`). `target`: the recipe's
+    class. `roles`: the recipe's roles. Raises ConfigError for an invalid value and for an unknown name. The message
+    about an unknown name suggests the most similar name.
     """
     sections = {field.name for field in dataclasses.fields(TrainConfig)}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    settings: dict[str, Any] = {}
+    for name, value in arguments.items():
         if name == UPDATES:
             keys = [count_of(target)]
         elif name in SHORT:
@@ -35,18 +35,18 @@ def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> 
             keys = [name]
         else:
             raise ConfigError(f"{name} = {value!r}: {_unknown(name, value, sections)}")
-        found |= dict.fromkeys(keys, value)
-    return Config(found)
+        settings |= dict.fromkeys(keys, value)
+    return Config(settings)
 
 
 def _unknown(name: str, value: Any, sections: set[str]) -> str:
     if name in TRAINER:
         return f"this is TRL's name; here it is {TRAINER[name]}"
     if (key := TRL.get(name)) is not None:
-        short = next((short for short, own in SHORT.items() if own == key), None)
+        short = next((short for short, dotted in SHORT.items() if dotted == key), None)
         return "this is TRL's name; here it is " + (f"{short} ({key})" if short else key)
-    if found := [*named_elsewhere(name, value)]:
-        return "; ".join(f"{key}: {words}" for key, words in found)
+    if matches := [*named_elsewhere(name, value)]:
+        return "; ".join(f"{key}: {words}" for key, words in matches)
     close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections], n=1)
     if close:
         return f"unknown setting; did you mean {close[0]!r}?"

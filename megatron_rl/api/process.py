@@ -52,17 +52,17 @@ def start(words: Sequence[str], output: int | None) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def run(words: Sequence[str], told: Callable[[Event], bool] | None = None, *, show: bool = True) -> int:
+def run(words: Sequence[str], on_event: Callable[[Event], bool] | None = None, *, show: bool = True) -> int:
     """Runs `megatron-rl *words` to its end. Returns the exit status: 0, or 130 if the run was stopped and has saved.
 
-    `told`: function that is called with each event of a training run (session.parent_events), while the run waits. The
-    function returns whether the run should stop. `show`: whether the output is shown; if not, the message of an error
-    contains the end of the output. A KeyboardInterrupt asks the run to save and exit, and is raised again after the run
-    has exited; a second KeyboardInterrupt kills the run. Raises ConfigError or RunFailed with the run's error message.
-    Exceptions of `told` are raised after the run's exit.
+    `on_event`: function that is called with each event of a training run (session.parent_events), while the run waits.
+    The function returns whether the run should stop. `show`: whether the output is shown; if not, the message of an
+    error contains the end of the output. A KeyboardInterrupt asks the run to save and exit, and is raised again after
+    the run has exited; a second KeyboardInterrupt kills the run. Raises ConfigError or RunFailed with the run's error
+    message. Exceptions of `on_event` are raised after the run's exit.
     """
     with contextlib.ExitStack() as stack:
-        call = _Call(words, told, stack, show=show)
+        call = _Call(words, on_event, stack, show=show)
         try:
             call.serve()
         except BaseException as error:
@@ -97,29 +97,29 @@ class _Call:
     """A running command: its process, its output and its event connections."""
 
     def __init__(
-        self, words: Sequence[str], told: Callable[[Event], bool] | None, stack: contextlib.ExitStack, *, show: bool
+        self, words: Sequence[str], on_event: Callable[[Event], bool] | None, stack: contextlib.ExitStack, *, show: bool
     ) -> None:  # fmt: skip
         self.error: Event | None = None  # the event that reports the run's error
-        self.said = ""  # the last SHOWN characters of the output
-        self._told, self._shown = told, show
+        self.output_end = ""  # the last SHOWN characters of the output
+        self._on_event, self._shown = on_event, show
         in_notebook = type(sys.stdout).__module__.startswith("ipykernel.")
         self._screen = _NotebookOutput() if in_notebook else sys.stdout
         # Watches the output of the process, the socket for events, and the connections to this socket. The data of each
         # entry is the method that reads from the entry.
         self._sources = stack.enter_context(selectors.DefaultSelector())
-        if told is not None:
+        if on_event is not None:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron_rl_"))
             server = stack.enter_context(socket.socket(socket.AF_UNIX))
             server.bind(address := f"{directory}/events")
             server.listen()
             self._sources.register(server, selectors.EVENT_READ, self._accept)
             words = [*words, "--events", address]
-        output, own = (None, None) if show and sys.stdout.isatty() else os.pipe()
+        output, write_end = (None, None) if show and sys.stdout.isatty() else os.pipe()
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.process = start(words, own)
+        self.process = start(words, write_end)
         stack.callback(self._close)
-        if own is not None and output is not None:
-            os.close(own)
+        if write_end is not None and output is not None:
+            os.close(write_end)
             self._sources.register(output, selectors.EVENT_READ, self._show)
 
     def serve(self) -> None:
@@ -134,7 +134,7 @@ class _Call:
     def leave(self, *, interrupted: bool) -> None:
         """Asks the run to save and exit, and waits for its end. If another KeyboardInterrupt arrives, the run is
         killed."""
-        self._told = None
+        self._on_event = None
         self._drop(connection.Connection)  # the run stops because its event connections are closed
         try:
             if interrupted and self.process.poll() is None:
@@ -152,7 +152,7 @@ class _Call:
         if not data:
             self._drop(int)
         text = self._decode(data, final=not data)
-        self.said = (self.said + text)[-SHOWN:]
+        self.output_end = (self.output_end + text)[-SHOWN:]
         if self._shown:
             self._screen.write(text)
             self._screen.flush()
@@ -166,7 +166,7 @@ class _Call:
             return
         if event["event"] == "error":
             self.error = event
-        stop = self._told(event) if self._told is not None else True
+        stop = self._on_event(event) if self._on_event is not None else True
         with contextlib.suppress(OSError):  # the process has ended
             program.send_bytes(json.dumps({"stop": stop}).encode())
 
@@ -199,10 +199,10 @@ def _status(words: Sequence[str], call: _Call) -> int:
         return status
     if call.error is not None:
         kind, message = call.error["type"], call.error["message"]
-    elif status == WRONG_CONFIG and mark in call.said:
-        kind, message = ConfigError.__name__, call.said.rpartition(mark)[2].strip()
+    elif status == WRONG_CONFIG and mark in call.output_end:
+        kind, message = ConfigError.__name__, call.output_end.rpartition(mark)[2].strip()
     else:
-        shown = f":\n{call.said.strip()}" if call.said.strip() else "; its output says why"
+        shown = f":\n{call.output_end.strip()}" if call.output_end.strip() else "; its output says why"
         kind, message = "", f"megatron-rl {words[0]} ended with status {status}{shown}"
     raise ConfigError(message) if kind == ConfigError.__name__ else RunFailed(message, kind)
 

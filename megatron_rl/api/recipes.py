@@ -55,17 +55,17 @@ def use_of(recipe: Any) -> dict[str, Any]:
 
 def fields_of(target: str) -> set[str]:
     """Returns the names of a recipe's arguments. Raises ConfigError if the target is not a dataclass."""
-    found = plugins.find(target)
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+    recipe = plugins.find(target)
+    if not isinstance(recipe, type) or not dataclasses.is_dataclass(recipe):
         raise ConfigError(f"recipe {target!r} is no recipe: name a dataclass that is a Recipe")
-    return {field.name for field in dataclasses.fields(found) if field.init}
+    return {field.name for field in dataclasses.fields(recipe) if field.init}
 
 
 def count_of(target: str) -> str:
     """Returns the dotted key of the recipe's argument that sets the number of updates. Raises ConfigError if the recipe
     has no such argument."""
-    own = fields_of(target)
+    fields = fields_of(target)
     for name in _COUNTS:
-        if name in own:
+        if name in fields:
             return f"recipe.args.{name}"
-    raise ConfigError(f"updates: recipe {target} has no such argument; it takes {', '.join(sorted(own))}")
+    raise ConfigError(f"updates: recipe {target} has no such argument; it takes {', '.join(sorted(fields))}")

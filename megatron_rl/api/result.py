@@ -54,8 +54,8 @@ def read_result(run: Path) -> TrainResult:
         {"iteration": row.place[0], "cycle": row.place[1], "scope": row.scope, **row.metrics}
         for row in read_metrics(directory.path)
     ]
-    found = sorted((directory.path / MODELS).glob("*/config.json"))
+    config_files = sorted((directory.path / MODELS).glob("*/config.json"))
     return TrainResult(
         run=directory.path, finished=bool(summary.get("finished")), failed=summary.get(FAILED), metrics=summary,
-        history=history, models={file.parent.name: file.parent for file in found},
+        history=history, models={file.parent.name: file.parent for file in config_files},
     )  # fmt: skip

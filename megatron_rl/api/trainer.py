@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_rl.commands.parser import build_parser
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.config.schema import EvalConfig, GenerateConfig, Run, TrainConfig
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.rewards.reward_functions import CalledFunction
@@ -32,6 +34,7 @@ from megatron_rl.run.atomic_files import write_text
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+_log = logging.getLogger(__name__)
 INPUTS = "inputs"  # subdirectory of run.dir for the rows, reward functions and configs that Trainers write
 _DEFAULT_DIR = Run().dir
 _TEMPLATES = ("template", "generator_template")  # arguments of recipes that name the prompt template
@@ -75,23 +78,23 @@ class Trainer:
         Raises ConfigError for every config that `megatron-rl check` rejects.
         """
         process.refuse_ranks()
-        self.callbacks = [_callback(one) for one in callbacks]
+        self.callbacks = [_callback(callback) for callback in callbacks]
         base = _with_recipe(Config.of(config), recipe)
         target = base.get("recipe.target")
-        given = settings_of(settings, target, ())
-        made = plugins.build(Use(target=target, args=(base | given).get("recipe.args", {})))
-        roles = list(made.roles())
-        given = settings_of(settings, target, roles)
-        directory = Path((base | given).get("run.dir", _DEFAULT_DIR)) / INPUTS
+        overrides = settings_of(settings, target, ())
+        built_recipe = plugins.build(Use(target=target, args=(base | overrides).get("recipe.args", {})))
+        roles = list(built_recipe.roles())
+        overrides = settings_of(settings, target, roles)
+        directory = Path((base | overrides).get("run.dir", _DEFAULT_DIR)) / INPUTS
         paths = dict(model) if isinstance(model, Mapping) else {} if model is None else dict.fromkeys(roles, model)
         if unknown := [role for role in paths if role not in roles]:
             raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe has {', '.join(roles)}")
         for role, path in paths.items():
             base = base | {"roles": {role: {"model": {"path": str(path)}}}}
-        base, called = _with_rewards(base, given, reward, directory)
-        whole = base | given
-        whole = whole | _data(whole, given.get("evaluation.sets"), dataset, eval_dataset, directory)
-        self.config = _named(whole | _of_columns(whole, called, target))
+        base, called = _with_rewards(base, overrides, reward, directory)
+        merged = base | overrides
+        merged = merged | _data(merged, overrides.get("evaluation.sets"), dataset, eval_dataset, directory)
+        self.config = _named(merged | _of_columns(merged, called, target))
         self._file = directory / f"{self.config.get('run.name')}.yaml"
         self._write()
         with contextlib.redirect_stdout(io.StringIO()):
@@ -110,13 +113,13 @@ class Trainer:
         run = self.config.resolve().directory
         state = RunState(run=run, iterations=0)
 
-        def told(event: process.Event) -> bool:
+        def on_event(event: process.Event) -> bool:
             take_event(state, event, self.callbacks)
             return state.stopping
 
-        process.run(["train", str(self._file), *["--fresh"] * fresh], told)
-        for one in self.callbacks:
-            one.on_train_end(state)
+        process.run(["train", str(self._file), *["--fresh"] * fresh], on_event)
+        for callback in self.callbacks:
+            callback.on_train_end(state)
         return read_result(run)
 
     def evaluate(
@@ -129,8 +132,9 @@ class Trainer:
         `dataset`: the problems; None: the config's evaluation.sets. `n`: samples of each problem; None: evaluation.n
         for the config's sets, and 1 for `dataset`. `temperature`: None selects greedy decoding if n is 1, and
         evaluation.temperature otherwise. Returns `accuracy` (the fraction of correct answers), `reward` (the mean) and
-        the other metrics of `megatron-rl eval`. The `accuracy` of greedy decoding is the metric that a training run
-        calls accuracy_greedy. Raises ConfigError if there is no data or the recipe plays episodes of an environment,
+        the other metrics of `megatron-rl eval`. `accuracy` is missing, with a warning, if `reward.range` is not set and
+        a reward is outside of 0 to 1. The `accuracy` of greedy decoding is the metric that a training run calls
+        accuracy_greedy. Raises ConfigError if there is no data or the recipe plays episodes of an environment,
         and RunFailed if the evaluation fails.
         """
         config = self.config.resolve()
@@ -146,7 +150,10 @@ class Trainer:
         }  # fmt: skip
         tree["sampling"] = tree["sampling"] | {"temperature": default if temperature is None else temperature}
         self._run("eval", EvalConfig, tree, output.with_suffix(".yaml"))
-        return json.loads(output.read_text(encoding="utf-8"))["metrics"]
+        metrics = json.loads(output.read_text(encoding="utf-8"))["metrics"]
+        if config.reward.threshold is None and "accuracy" not in metrics:
+            _log.warning("evaluate() returns no accuracy: %s", NO_SCALE)
+        return metrics
 
     def generate(
         self, prompts: Sequence[str | Sequence[Mapping[str, str]]], *, n: int = 1, max_tokens: int | None = None,
@@ -172,8 +179,8 @@ class Trainer:
             }  # fmt: skip
             tree["sampling"] = tree["sampling"] | {k: v for k, v in sampling.items() if v is not None}
             self._run("generate", GenerateConfig, tree, Path(place) / "generate.yaml")
-            found = pq.read_table(f"{place}/answers/train.parquet", columns=["response"]).to_pylist()
-        texts = [one if isinstance(one := row["response"], str) else one[-1]["content"] for row in found]
+            table = pq.read_table(f"{place}/answers/train.parquet", columns=["response"]).to_pylist()
+        texts = [answer if isinstance(answer := row["response"], str) else answer[-1]["content"] for row in table]
         return texts if n == 1 else [texts[place : place + n] for place in range(0, len(texts), n)]
 
     def push_to_hub(self, repo: str, *, role: str | None = None, private: bool = True) -> str:
@@ -205,13 +212,13 @@ class Trainer:
         first role: the trained model if there is one, otherwise the initial model."""
         config = self.config.resolve()
         role = next(iter(plugins.build(config.recipe).roles()))
-        own, policy = self.config.get(f"roles.{role}", {}), config.roles[role].same_as or role
+        section, policy = self.config.get(f"roles.{role}", {}), config.roles[role].same_as or role
         trained = read_result(config.directory).models.get(policy)
         model = dict(self.config.get(f"roles.{policy}.model"))
         if trained is not None:
             model = {"path": str(trained)} | ({"dtype": model["dtype"]} if "dtype" in model else {})
-        found = {"model": model, "sampling": own.get("sampling", {}), "chat": own.get("chat", False)}
-        return found | {name: self.config.get(name, {}) for name in ("engine", "launch")}
+        settings = {"model": model, "sampling": section.get("sampling", {}), "chat": section.get("chat", False)}
+        return settings | {name: self.config.get(name, {}) for name in ("engine", "launch")}
 
     def _template(self) -> str | None:
         """Returns the path or name of the recipe's prompt template, or None if the recipe has no such argument. Raises
@@ -237,8 +244,8 @@ class Trainer:
                 raise ConfigError("evaluate() has no data: give it a dataset, or the Trainer an eval_dataset")
             return held
         shared = {name: value for name, value in self.config.get("data").items() if name not in _OF_THE_SET}
-        own = data_files.data_settings(dataset, "eval", Path(self.config.resolve().run.dir) / INPUTS)
-        return [{"name": "eval"} | shared | own]
+        set_settings = data_files.data_settings(dataset, "eval", Path(self.config.resolve().run.dir) / INPUTS)
+        return [{"name": "eval"} | shared | set_settings]
 
     def _put(self, prompts: Sequence[Any]) -> list[Any]:
         """Returns all prompts in the same form. They become conversations if any prompt is a conversation, or if the
@@ -254,20 +261,20 @@ class Trainer:
         return [[*system, {"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
 
 
-def _callback(given: Any) -> Callback:
+def _callback(callback: Any) -> Callback:
     """Returns a callback, or an object that calls a callback of Transformers. Raises ConfigError for other objects, and
     for a callback with a method that would never be called."""
-    name = type(given).__name__
-    if not isinstance(given, Callback):
+    name = type(callback).__name__
+    if not isinstance(callback, Callback):
         from megatron_rl.api.transformers_callbacks import TrainerCallback, TransformersCallback  # slow imports
 
-        if not isinstance(given, TrainerCallback):
+        if not isinstance(callback, TrainerCallback):
             raise ConfigError(f"callbacks: {name} is no class of megatron_rl.Callback or transformers.TrainerCallback")
-        return TransformersCallback(given)
-    known, own = ([event for event in dir(one) if event.startswith("on_")] for one in (Callback, given))
-    if unknown := [event for event in own if event not in known]:
-        raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called; there are {', '.join(known)}")
-    return given
+        return TransformersCallback(callback)
+    expected, events = ([event for event in dir(owner) if event.startswith("on_")] for owner in (Callback, callback))
+    if unknown := [event for event in events if event not in expected]:
+        raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called; there are {', '.join(expected)}")
+    return callback
 
 
 def _with_recipe(base: Config, recipe: Any) -> Config:
@@ -282,7 +289,7 @@ def _with_recipe(base: Config, recipe: Any) -> Config:
 
 
 def _with_rewards(
-    base: Config, given: Config, reward: data_files.Reward | None, directory: Path
+    base: Config, overrides: Config, reward: data_files.Reward | None, directory: Path
 ) -> tuple[Config, list[CalledFunction]]:
     """Returns (config with the section `reward` of the given reward functions, the functions with their signatures).
 
@@ -293,48 +300,48 @@ def _with_rewards(
         return base, []
     section, called = data_files.reward_settings(reward, directory)
     base = _without(base, "reward", "args") | {"reward": section}
-    said = any((base | given).get(key) is not None for key in ("preflight.reward", "reward.answer_format"))
-    return base | ({"preflight.reward": False} if called and not said else {}), called
+    explicit = any((base | overrides).get(key) is not None for key in ("preflight.reward", "reward.answer_format"))
+    return base | ({"preflight.reward": False} if called and not explicit else {}), called
 
 
 def _data(base: Config, sets: Sequence[Any] | None, dataset: Any, held_out: Any, directory: Path) -> Settings:
     """Returns the config sections `data` and `evaluation` for the given data sets. `dataset`: training problems.
     `held_out`: problems that become the first evaluation set, before the evaluation sets `sets`; they are read with the
     settings of the training problems."""
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     data = base.get("data", {})
     if dataset is not None:
-        found["data"] = data = data | data_files.data_settings(dataset, "data", directory)
+        sections["data"] = data = data | data_files.data_settings(dataset, "data", directory)
     if held_out is not None:
         shared = {name: value for name, value in data.items() if name not in _OF_THE_SET}
-        own = data_files.data_settings(held_out, "eval", directory)
-        found["evaluation"] = {"sets": [{"name": "eval"} | shared | own, *(sets or [])]}
-    return found
+        set_settings = data_files.data_settings(held_out, "eval", directory)
+        sections["evaluation"] = {"sets": [{"name": "eval"} | shared | set_settings, *(sets or [])]}
+    return sections
 
 
 def _of_columns(config: Config, called: Sequence[CalledFunction], target: str) -> Settings:
     """Returns the settings that follow from the columns of the problem sets. The first is `fields` of each set, with
     the columns that the reward functions need. The second is the template `plain`, if no template is set and the
     prompts are texts in a column `prompt`, which TRL passes to the model unchanged."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     source, sets = config.get("data", {}), config.get("evaluation.sets") or []
     if called and source and (fields := data_files.column_fields(called, source, data_files.first_row(source))):
-        found["data.fields"] = fields
-    own = [one for one in sets if isinstance(one, Mapping) and one.get("path")]
+        settings["data.fields"] = fields
+    path_sets = [entry for entry in sets if isinstance(entry, Mapping) and entry.get("path")]
     filled = {
-        id(one): {**one, "fields": one.get("fields", {}) | fields}
-        for one in own
-        if called and (fields := data_files.column_fields(called, one, data_files.first_row(one)))
+        id(entry): {**entry, "fields": entry.get("fields", {}) | fields}
+        for entry in path_sets
+        if called and (fields := data_files.column_fields(called, entry, data_files.first_row(entry)))
     }
     if filled:
-        found["evaluation.sets"] = [filled.get(id(one), one) for one in sets]
+        settings["evaluation.sets"] = [filled.get(id(entry), entry) for entry in sets]
     source = config.get("data", {})
     open_template = "template" in fields_of(target) and config.get("recipe.args.template") is None
     if open_template and source.get("settings") is None and not source.get("chat"):
         row = data_files.first_row(source)
         if row is not None and data_files.prompt_columns(source, row).get(QUESTION) == "prompt":
-            found["recipe.args.template"] = "plain"
-    return found
+            settings["recipe.args.template"] = "plain"
+    return settings
 
 
 def _without(config: Config, section: str, key: str) -> Config:

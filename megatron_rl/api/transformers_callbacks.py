@@ -25,16 +25,18 @@ class TransformersCallback(Callback):
     def __init__(self, callback: TrainerCallback) -> None:
         """Raises ConfigError if the callback has a method that would never be called."""
         kind, base = type(callback), TrainerCallback
-        own = [name for name in dir(base) if name.startswith("on_") and getattr(kind, name) is not getattr(base, name)]
-        if unknown := [name for name in own if name not in EVENTS]:
-            known = ", ".join(EVENTS)
-            raise ConfigError(f"callbacks: {kind.__name__}.{unknown[0]} is never called; there are {known}")
+        events = [
+            name for name in dir(base) if name.startswith("on_") and getattr(kind, name) is not getattr(base, name)
+        ]
+        if unknown := [name for name in events if name not in EVENTS]:
+            event_names = ", ".join(EVENTS)
+            raise ConfigError(f"callbacks: {kind.__name__}.{unknown[0]} is never called; there are {event_names}")
         self._callback, self._control = callback, TrainerControl()
 
     def _call(self, event: str, state: RunState, **others: Any) -> None:
         args = SimpleNamespace(output_dir=str(state.run), max_steps=state.iterations)
-        own = TrainerState(global_step=state.iteration, max_steps=state.iterations, log_history=state.history)
-        getattr(self._callback, event)(args, own, self._control, **others)
+        trainer_state = TrainerState(global_step=state.iteration, max_steps=state.iterations, log_history=state.history)
+        getattr(self._callback, event)(args, trainer_state, self._control, **others)
         if self._control.should_training_stop:
             state.stop()
 

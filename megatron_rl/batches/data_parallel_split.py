@@ -11,9 +11,10 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.batches.micro_batches import Prefixes, Shares
-from megatron_rl.batches.packed_batch import BatchLoss, values_needed
+from megatron_rl.batches.packed_batch import IN_ADVANTAGES, BatchLoss, values_needed
 from megatron_rl.batches.replica_batch import Outline, StepTotals
 from megatron_rl.batches.rollout_buffer import Counts, fill, form_of
+from megatron_rl.batches.units import members
 from megatron_rl.types import FREE, Author, Rollout
 
 
@@ -54,16 +55,16 @@ class ReplicaShares:
     def buffer(self, replica: int) -> np.ndarray:
         """Returns the rollouts of a replica as a byte buffer. The buffer is sent to the replica's ranks."""
         order, outline = self.orders[replica], self.outline
-        out = np.empty(outline.sizes[replica], np.uint8)
-        own = {
+        buffer = np.empty(outline.sizes[replica], np.uint8)
+        arrays = {
             "weights": self.weights[order],
             "rescored": self.rescored[order],
             "numbers": order,
             "micro_batches": np.asarray(self.micro_batches[replica], np.int32),
         }
-        own |= {"shared": self.shared[order]} if outline.form.shared else {}
-        fill(out, outline.form, outline.counts[replica], [self.rollouts[i] for i in order], own)
-        return out
+        arrays |= {"shared": self.shared[order]} if outline.form.shared else {}
+        fill(buffer, outline.form, outline.counts[replica], [self.rollouts[i] for i in order], arrays)
+        return buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class Tally:
     weighted: np.ndarray  # float64, sum of the weights of the labels in the loss
     mixed: np.ndarray  # bool, True if several weight versions of the policy generated tokens
     groups: np.ndarray  # int64, index of the rollout's group; groups of different roles have different indices
+    units: np.ndarray  # int64, index of the rollout's unit (see units.py), in the order of their first rollouts
 
 
 def tally(rollouts: Sequence[Rollout]) -> Tally:
@@ -95,6 +97,9 @@ def tally(rollouts: Sequence[Rollout]) -> Tally:
     np.maximum.at(newest, owner[ours], version[ours])
     np.minimum.at(oldest, owner[ours], version[ours])
     numbers: dict[tuple[str, str], int] = {}
+    units = np.empty(size, np.int64)
+    for number, unit in enumerate(members(rollouts)):
+        units[unit] = number
     return Tally(
         lengths=np.fromiter((len(r.tokens) for r in rollouts), np.int64, size),
         spans=counts,
@@ -102,6 +107,7 @@ def tally(rollouts: Sequence[Rollout]) -> Tally:
         weighted=trained + partner * np.fromiter((r.partner_weight for r in rollouts), np.float64, size),
         mixed=newest > oldest,
         groups=np.fromiter((numbers.setdefault((r.role, r.group), len(numbers)) for r in rollouts), np.int64, size),
+        units=units,
     )
 
 
@@ -114,7 +120,7 @@ def split_over_replicas(
     rescore: bool = False,
 ) -> ReplicaShares:
     """Splits S rollouts into ceil(S / samples_per_step) consecutive optimizer steps of nearly equal size, and each step
-    into micro-batches.
+    into micro-batches. The rollouts of one agent in an episode count as one sample, and stay in one optimizer step.
 
     Without a loss (to compute log-probs only), advantages and trained tokens are not required. Raises ValueError if
     there are no rollouts, if an optimizer step has no trained token, if a rollout or a pair of rollouts has more tokens
@@ -123,37 +129,60 @@ def split_over_replicas(
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")
     needs = loss.needs if loss is not None else frozenset()
-    rollouts = in_pairs(rollouts) if (paired := "pairs" in needs) else rollouts
-    wanted = loss is not None and loss.uses_advantages
-    form = form_of(rollouts, values=values_needed(needs), advantages=wanted, experts=partitioner.replays)
+    if paired := "pairs" in needs:
+        rollouts = in_pairs(rollouts)
+    elif samples_per_step is not None:
+        rollouts = [rollouts[index] for unit in members(rollouts) for index in unit]
+    signals = needs & IN_ADVANTAGES
+    form = form_of(rollouts, values=values_needed(needs), advantages=bool(signals), experts=partitioner.replays)
     form = replace(form, shared=partitioner.shares_prefixes)
-    found, weights, shared = tally(rollouts), np.ones(len(rollouts), np.float32), np.zeros(len(rollouts), np.int64)
+    counted, weights, shared = tally(rollouts), np.ones(len(rollouts), np.float32), np.zeros(len(rollouts), np.int64)
     steps, cuts = [], []
-    for part in split(len(rollouts), samples_per_step, unit=2 if paired else 1):
-        own = slice(part.start, part.stop)
-        prefixes = prefixes_of(rollouts[own]) if form.shared else None
-        groups, denominator = found.groups[own] if paired else None, 1.0
-        shares = partitioner.shares(found.lengths[own], prefixes, groups)
-        shared[own] = 0 if prefixes is None else _repeated(shares, prefixes)
+    for part in _optimizer_steps(counted.units, samples_per_step, paired=paired):
+        span = slice(part.start, part.stop)
+        prefixes = prefixes_of(rollouts[span]) if form.shared else None
+        groups, denominator = counted.groups[span] if paired else None, 1.0
+        shares = partitioner.shares(counted.lengths[span], prefixes, groups)
+        shared[span] = 0 if prefixes is None else _repeated(shares, prefixes)
         if loss is not None:
-            if not found.trained[own].any():
-                raise ValueError(f"rollouts {part.start} to {part.stop - 1} have no trained token: nothing to learn")
-            weights[own], denominator = loss.aggregate(found.weighted[own], found.groups[own])
+            weights[span], denominator = _aggregated(loss, counted, span)
         cuts.append([[[i + part.start for i in micro] for micro in share] for share in shares.sequences])
-        totals = _totals(shares, denominator, rollouts[own], found, own, partitioner.replays)
-        steps.append(replace(totals, shared_tokens=float(shared[own].sum())))
+        totals = _totals(shares, denominator, rollouts[span], counted, span, partitioner.replays)
+        steps.append(replace(totals, shared_tokens=float(shared[span].sum())))
     replicas = range(len(cuts[0]))
     shares_of = [[micro for cut in cuts for micro in cut[r]] for r in replicas]
     orders = [np.array([i for micro in share for i in micro], np.int64) for share in shares_of]
     micros = [[len(micro) for micro in share] for share in shares_of]
-    mixed = found.mixed if rescore else np.zeros(len(rollouts), bool)
-    sizes = [(len(order), int(found.spans[order].sum()), int(found.lengths[order].sum())) for order in orders]
+    mixed = counted.mixed if rescore else np.zeros(len(rollouts), bool)
+    sizes = [(len(order), int(counted.spans[order].sum()), int(counted.lengths[order].sum())) for order in orders]
     counts = [Counts(*size, len(micro)) for size, micro in zip(sizes, micros, strict=True)]
     outline = Outline(form=form, steps=steps, counts=counts, rescored=bool(mixed.any()))
     return ReplicaShares(
         outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed,
         shared=shared,
     )  # fmt: skip
+
+
+def _optimizer_steps(units: np.ndarray, samples_per_step: int | None, *, paired: bool) -> list[range]:
+    """Splits S rollouts into optimizer steps. The rollouts of a unit stay together, unless pairs stay together.
+
+    `units`: [S] index of each rollout's unit; the rollouts of a unit are adjacent if `samples_per_step` is given.
+    """
+    if paired or samples_per_step is None:
+        return split(len(units), samples_per_step, unit=2 if paired else 1)
+    bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
+    return [range(bounds[part.start], bounds[part.stop]) for part in split(len(bounds) - 1, samples_per_step)]
+
+
+def _aggregated(loss: BatchLoss, counts: Tally, step: slice) -> tuple[np.ndarray, float]:
+    """Returns the loss weights [S] of an optimizer step's rollouts, and the denominator. A unit counts once in means
+    over rollouts. Raises ValueError if the rollouts have no trained token."""
+    if not counts.trained[step].any():
+        raise ValueError(f"rollouts {step.start} to {step.stop - 1} have no trained token: nothing to learn")
+    _, firsts, numbers = np.unique(counts.units[step], return_index=True, return_inverse=True)
+    labels = np.bincount(numbers, counts.weighted[step])
+    weights, denominator = loss.aggregate(labels, counts.groups[step][firsts])
+    return weights[numbers], denominator
 
 
 def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
@@ -163,10 +192,10 @@ def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
     token of a rollout.
     """
     lengths = np.fromiter((max(0, min(r.start, len(r.tokens) - 1)) for r in rollouts), np.int64, len(rollouts))
-    known: dict[bytes | int, int] = {}
+    numbers: dict[bytes | int, int] = {}
     keys = (r.tokens[:n].tobytes() if n else i for i, (r, n) in enumerate(zip(rollouts, lengths.tolist(), strict=True)))
     return Prefixes(
-        numbers=np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64, len(rollouts)),
+        numbers=np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64, len(rollouts)),
         lengths=lengths,
     )
 
@@ -179,13 +208,13 @@ def in_pairs(rollouts: Sequence[Rollout]) -> list[Rollout]:
     groups: dict[tuple[str, str], list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault((rollout.role, rollout.group), []).append(rollout)
-    for (_, name), members in groups.items():
-        if len(members) != 2:
+    for (_, name), pair in groups.items():
+        if len(pair) != 2:
             raise ValueError(
-                f"group {name!r} has {len(members)} rollouts, and the loss compares two: give each group the preferred "
+                f"group {name!r} has {len(pair)} rollouts, and the loss compares two: give each group the preferred "
                 "rollout and then the other one"
             )
-    return [rollout for members in groups.values() for rollout in members]
+    return [rollout for pair in groups.values() for rollout in pair]
 
 
 def split(sequences: int, size: int | None, *, unit: int = 1) -> list[range]:
@@ -201,26 +230,26 @@ def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:
     """Returns [S] int64: the number of leading tokens that each rollout shares with the previous rollout of its
     micro-batch.
     """
-    out = np.zeros(len(prefixes.lengths), np.int64)
+    shared = np.zeros(len(prefixes.lengths), np.int64)
     for micro in (micro for share in shares.sequences for micro in share):
-        before, here = np.array(micro[:-1], np.int64), np.array(micro[1:], np.int64)
-        same = prefixes.numbers[before] == prefixes.numbers[here]
-        out[here[same]] = prefixes.lengths[here[same]]
-    return out
+        previous, later = np.array(micro[:-1], np.int64), np.array(micro[1:], np.int64)
+        same = prefixes.numbers[previous] == prefixes.numbers[later]
+        shared[later[same]] = prefixes.lengths[later[same]]
+    return shared
 
 
 def _totals(
-    shares: Shares, denominator: float, rollouts: Sequence[Rollout], found: Tally, own: slice, replays: bool
+    shares: Shares, denominator: float, rollouts: Sequence[Rollout], counted: Tally, span: slice, replays: bool
 ) -> StepTotals:
-    tokens = int(found.lengths[own].sum())
+    tokens = int(counted.lengths[span].sum())
     chosen = [r.experts[:, -1, 0] for r in rollouts if replays and r.experts is not None]
-    known = sum(int((first != FREE).sum()) for first in chosen)
+    replayed = sum(int((first != FREE).sum()) for first in chosen)
     return StepTotals(
         denominator=denominator,
-        trained_tokens=float(found.trained[own].sum()),
+        trained_tokens=float(counted.trained[span].sum()),
         packed_tokens=float(tokens),
         micro_batches=len(shares.sequences[0]),
         replica_imbalance=shares.replica_imbalance,
         micro_batch_imbalance=shares.micro_batch_imbalance,
-        replayed=known / tokens,
+        replayed=replayed / tokens,
     )

@@ -102,9 +102,9 @@ def micro_batches(
         return _cut(sizes, cost.of(sizes), max_tokens=max_tokens, replicas=replicas, multiple=multiple)
     prefixes = prefixes or Prefixes(numbers=np.arange(len(sizes)), lengths=np.zeros_like(sizes))
     best: tuple[float, list[_Family], Shares] | None = None
-    whole = None if groups is None else _whole_groups(sizes, prefixes, cost, groups=groups, max_tokens=max_tokens)
-    for pieces in PIECES[: 1 if replicas == 1 or whole is not None else None]:
-        families = whole or _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
+    grouped = None if groups is None else _whole_groups(sizes, prefixes, cost, groups=groups, max_tokens=max_tokens)
+    for pieces in PIECES[: 1 if replicas == 1 or grouped is not None else None]:
+        families = grouped or _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
         tokens, costs = np.array([f.tokens for f in families]), np.array([f.cost for f in families])
         shares = _cut(tokens, costs, max_tokens=max_tokens, replicas=replicas, multiple=multiple)
         dearest = (1 + shares.replica_imbalance) * float(costs.sum())
@@ -135,23 +135,23 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
     cost.
     """
     shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
-    own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
-    order = np.lexsort((np.arange(len(sizes)), -own, prefixes.numbers))
+    tails, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
+    order = np.lexsort((np.arange(len(sizes)), -tails, prefixes.numbers))
     bounds = np.flatnonzero(np.diff(prefixes.numbers[order], prepend=-1, append=-1))
     firsts = order[bounds[:-1]]
     most = np.inf if not pieces else float(own_costs.sum() + prefix_costs[firsts].sum()) / pieces
-    out = []
+    families = []
     for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
         first, members = int(order[start]), order[start:end]
         room, prefix = max_tokens - int(shared[first]), float(prefix_costs[first])
-        tokens, costs = own[members].tolist(), own_costs[members].tolist()
+        tokens, costs = tails[members].tolist(), own_costs[members].tolist()
         count = max(1, -(-sum(tokens) // room), min(len(members), math.ceil((prefix + sum(costs)) / most)))
         while (places := _deal(tokens, costs, count, room)) is None:
             count += 1
         for part in range(count):
             mine = [i for i, place in enumerate(places) if place == part]
             if mine:
-                out.append(
+                families.append(
                     _Family(
                         number=int(prefixes.numbers[first]),
                         sequences=members[mine].tolist(),
@@ -159,7 +159,7 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
                         cost=prefix + sum(costs[i] for i in mine),
                     )
                 )
-    return out
+    return families
 
 
 def _whole_groups(

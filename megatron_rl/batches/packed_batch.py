@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from megatron_rl.batches.rollout_buffer import Counts, Flat, fill, form_of
-from megatron_rl.host_to_device import upload
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.devices.host_to_device import upload
+from megatron_rl.lib.lazy_import import LazyModule
 from megatron_rl.types import Rollout
 
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ COUNT = "count/"
 # Names of the statistics that a model can compute for a label (predicted token).
 # `candidate_logprobs` has k values per label, the other statistics have one value.
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
+# Signals, which are the data of rollouts from which a policy learns, except those that are keys of Rollout.values.
+# "pairs": the two rollouts of a group are the preferred response and the other one. "targets": the trained tokens are
+# texts to imitate. "demonstrations": a group has solutions of another author, as tokens of a partner.
+# Three signals are values in Rollout.advantages. "advantages": rewards compared with other rewards. "rewards": rewards
+# without a comparison. "labels": numbers above 0 mark desirable responses.
+ADVANTAGES = "advantages"
+IN_ADVANTAGES = frozenset({ADVANTAGES, "rewards", "labels"})
+SIGNALS = IN_ADVANTAGES | {"pairs", "targets", "demonstrations"}
 # Name of the statistic that is the output of a model's head (one number per token).
 # Critics and reward models have only this statistic; a policy with a value head has it in addition to others.
 VALUE = "value"
@@ -90,13 +98,13 @@ class Batch:
         """
         if self.shared is None:
             return []
-        out, first = [], 0
+        repeats, first = [], 0
         for start, tokens in zip(self.cu_seqlens.tolist(), self.shared.tolist(), strict=False):
             if tokens:
-                out.append((first, start, tokens))
+                repeats.append((first, start, tokens))
             else:
                 first = start
-        return out
+        return repeats
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Sums values [N] over each rollout. Returns [S], differentiable."""
@@ -111,8 +119,8 @@ class Batch:
         affect no sum and no gradient.
         """
         names = ("engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
-        own = {name: value for name in names if (value := getattr(self, name)) is not None}
-        clean = {name: at(self.counted, value) for name, value in own.items()}
+        present = {name: value for name in names if (value := getattr(self, name)) is not None}
+        clean = {name: at(self.counted, value) for name, value in present.items()}
         values = {name: at(self.counted, value) for name, value in self.values.items()}
         return replace(self, values=values, **clean)  # type: ignore[arg-type]
 
@@ -122,8 +130,8 @@ class Batch:
             return self
         moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "values"}
         values = {name: upload(value, device) for name, value in self.values.items()}
-        own = {name: None if value is None else upload(value, device) for name, value in moved.items()}
-        return Batch(values=values, **own)  # type: ignore[arg-type]
+        uploaded = {name: None if value is None else upload(value, device) for name, value in moved.items()}
+        return Batch(values=values, **uploaded)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:
         """Returns a batch of one sequence of `length` tokens without labels in the loss. The dummy batch has zeros for
@@ -161,7 +169,7 @@ class Statistics:
     def at(self, mask: Tensor) -> Statistics:
         """Returns the statistics with 0 where `mask` [N] is False."""
         every = (self.logprobs, self.entropy, self.vocab_mean, self.candidate_logprobs, self.value)
-        return Statistics(*(None if one is None else at(mask, one) for one in every))  # type: ignore[arg-type]
+        return Statistics(*(None if tensor is None else at(mask, tensor) for tensor in every))  # type: ignore[arg-type]
 
 
 class BatchLoss(Protocol):
@@ -171,16 +179,12 @@ class BatchLoss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the inputs that the loss reads in addition to the log-probs. A name is in STATISTICS or is VALUE,
-        "old" (log-probs at the start of the update), "reference" (log-probs of the frozen reference), "pairs" (the two
-        rollouts of each group are in one batch, one after the other), or a key of Rollout.values. VALUE stands for the
-        outputs of a head; a loss that needs VALUE reads log-probs only if it needs "logprobs" too.
+        """Names of the inputs that the loss reads in addition to the log-probs. The trainer computes the inputs in
+        STATISTICS, VALUE, "old" (log-probs at the start of the update) and "reference" (log-probs of the frozen
+        reference). The rollouts must have the other inputs, which are in SIGNALS or are keys of Rollout.values. With
+        "pairs", the two rollouts of each group are in one batch, one after the other. VALUE stands for the outputs of
+        a head; a loss that needs VALUE reads log-probs only if it needs "logprobs" too.
         """
-        ...
-
-    @property
-    def uses_advantages(self) -> bool:
-        """Whether the loss reads advantages. If False, rollouts need not have advantages."""
         ...
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
@@ -204,7 +208,7 @@ def batch_of(flat: Flat, first: int, last: int) -> Batch:
     shifts token values to the previous position, which predicts the token.
     """
     start, end = int(flat.starts[first]), int(flat.starts[last])
-    after = slice(start + 1, end + 1)
+    predicted = slice(start + 1, end + 1)
     mask, weights = _shares(flat, first, last)
     tokens = torch.from_numpy(flat.tokens[start : end + 1].astype(np.int64))
     if flat.advantages is None:
@@ -212,16 +216,16 @@ def batch_of(flat: Flat, first: int, last: int) -> Batch:
     elif flat.form.advantages == "rollout":
         advantages = np.repeat(flat.advantages[first:last], flat.lengths[first:last])
     else:
-        advantages = flat.advantages[after]
+        advantages = flat.advantages[predicted]
     return Batch(
         tokens=tokens[:-1],
         labels=tokens[1:],
         mask=torch.from_numpy(mask),
         weights=torch.from_numpy(weights),
-        engine_logprobs=torch.from_numpy(flat.logprobs[after]),
+        engine_logprobs=torch.from_numpy(flat.logprobs[predicted]),
         advantages=torch.from_numpy(advantages),
         cu_seqlens=torch.from_numpy(flat.starts[first : last + 1] - start),
-        values={name: torch.from_numpy(values[after]) for name, values in flat.values.items()},
+        values={name: torch.from_numpy(values[predicted]) for name, values in flat.values.items()},
         experts=None if flat.experts is None else torch.from_numpy(flat.experts[start:end]),
         shared=None if flat.shared is None else torch.from_numpy(flat.shared[first:last].astype(np.int64)),
     )
@@ -266,11 +270,17 @@ def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
     return (*([VALUE] if VALUE in needs else []), *others)
 
 
+def inputs_of_rollouts(needs: frozenset[str]) -> frozenset[str]:
+    """Returns the inputs that a loss with these `needs` reads and that the trainer does not compute, so that the
+    rollouts must have them (see BatchLoss.needs)."""
+    ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
+    return (needs | ids) - {*STATISTICS, VALUE, "old", "reference"}
+
+
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
     """Returns the keys of Rollout.values that a loss with these `needs` reads (see BatchLoss.needs), in sorted
     order."""
-    ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
-    return tuple(sorted((needs | ids) - {*STATISTICS, VALUE, "old", "reference", "pairs"}))
+    return tuple(sorted(inputs_of_rollouts(needs) - SIGNALS))
 
 
 def num_rows(names: Sequence[str], candidates: int) -> int:
@@ -284,10 +294,10 @@ def by_name(names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
     """Splits a tensor [R, N], which holds statistics in the order of `names`, into one tensor per name: [N, k] for
     `candidate_logprobs`, which must be the last name, and [N] for every other name.
     """
-    out = dict(zip(names, rows, strict=False))
-    if "candidate_logprobs" in out:
-        out["candidate_logprobs"] = rows[len(names) - 1 :].T
-    return out
+    statistics = dict(zip(names, rows, strict=False))
+    if "candidate_logprobs" in statistics:
+        statistics["candidate_logprobs"] = rows[len(names) - 1 :].T
+    return statistics
 
 
 def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:

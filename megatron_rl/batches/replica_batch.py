@@ -101,8 +101,8 @@ class Work:
         places = [*zip(bounds.tolist(), bounds[1:].tolist(), flat.starts[bounds].tolist(), strict=False)]
         ends = flat.starts[bounds[1:]].tolist()
         micros = iter([Micro(*place, end) for place, end in zip(places, ends, strict=True)])
-        own = [[next(micros) for _ in range(step.micro_batches)] for step in outline.steps]
-        return cls(flat=flat, steps=outline.steps, micro_batches=own, rescored=outline.rescored)
+        by_step = [[next(micros) for _ in range(step.micro_batches)] for step in outline.steps]
+        return cls(flat=flat, steps=outline.steps, micro_batches=by_step, rescored=outline.rescored)
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +112,7 @@ class Work:
     def micros(self, step: int | None = None) -> list[Micro]:
         """Returns the micro-batches of one optimizer step, or of all steps if `step` is None."""
         chosen = self.micro_batches if step is None else [self.micro_batches[step]]
-        return [micro for one in chosen for micro in one]
+        return [micro for of_step in chosen for micro in of_step]
 
     def flops(self, step: int, shape: Shape, lora: Lora | None) -> dict[str, float]:
         """Returns {name in COUNTED: number of floating-point operations} of the model in an optimizer step, for the
@@ -125,17 +125,17 @@ class Work:
         # the first token of each rollout is not counted, because no position predicts it
         labels = flat.span_lengths[spans][weighted].sum() - weighted[opening].sum()
         shared = None if flat.shared is None else flat.shared[first:last]
-        found = count(shape, flat.lengths[first:last], shared=shared, labels=float(labels), lora=lora)
-        return dict(zip(COUNTED, (found.forward, found.training), strict=True))
+        flops = count(shape, flat.lengths[first:last], shared=shared, labels=float(labels), lora=lora)
+        return dict(zip(COUNTED, (flops.forward, flops.training), strict=True))
 
     def batch(self, micro: Micro) -> Batch:
         """Returns the batch of a micro-batch. The batch is empty if the replica has fewer rollouts than
         micro-batches.
         """
-        batch, own = batch_of(self.flat, micro.first, micro.last), slice(micro.start, micro.end)
+        batch, rows = batch_of(self.flat, micro.first, micro.last), slice(micro.start, micro.end)
         names = ("engine_logprobs", "old_logprobs", "reference_logprobs")
-        held = {name: values[own] for name in names if (values := getattr(self, name)) is not None}
-        values = {name: values[own] for name, values in self.values.items()}
+        held = {name: values[rows] for name in names if (values := getattr(self, name)) is not None}
+        values = {name: values[rows] for name, values in self.values.items()}
         return replace(batch, values={**batch.values, **values}, **held) if held or values else batch
 
     def rescore(self, logprobs: Tensor) -> Work:

@@ -134,24 +134,24 @@ class Flat:
 def views(buffer: np.ndarray, form: Form, counts: Counts) -> dict[str, np.ndarray]:
     """Returns {name: array}, where the arrays are views of a buffer. `buffer` is uint8 and has form.size(counts)
     elements."""
-    out, place = {}, 0
+    arrays, place = {}, 0
     for name, kind, shape in form.sections(counts):
         size = math.prod(shape) * np.dtype(kind).itemsize
-        out[name] = buffer[place : place + size].view(kind).reshape(shape)
+        arrays[name] = buffer[place : place + size].view(kind).reshape(shape)
         place += size
-    return out
+    return arrays
 
 
 def fill(
-    buffer: np.ndarray, form: Form, counts: Counts, rollouts: Sequence[Rollout], own: Mapping[str, np.ndarray]
+    buffer: np.ndarray, form: Form, counts: Counts, rollouts: Sequence[Rollout], extra: Mapping[str, np.ndarray]
 ) -> None:
     """Writes rollouts in order into `buffer`.
 
-    `own`: arrays [S] or [M] whose values are not in the rollouts, by name: weights, numbers, rescored, micro_batches,
+    `extra`: arrays [S] or [M] whose values are not in the rollouts, by name: weights, numbers, rescored, micro_batches,
         and also shared if the form includes this array.
     """
     arrays = views(buffer, form, counts)
-    for name, values in own.items():
+    for name, values in extra.items():
         arrays[name][...] = values
     lengths = np.fromiter((len(r.tokens) for r in rollouts), np.int32, len(rollouts))
     arrays["lengths"][...] = lengths
@@ -197,10 +197,10 @@ def form_of(
     shapes = {r.experts.shape[1:] for r in rollouts if r.experts is not None} if experts else set()
     if len(shapes) > 1:
         raise ValueError(f"experts of {sorted(shapes)} layers and choices: rollouts of one update come from one model")
-    each = "token" if any(isinstance(r.advantages, np.ndarray) for r in rollouts) else "rollout"
+    level = "token" if any(isinstance(r.advantages, np.ndarray) for r in rollouts) else "rollout"
     layers, chosen = next(iter(shapes), (0, 0))
     return Form(
-        advantages=each if advantages else "none",
+        advantages=level if advantages else "none",
         values={name: _value_of(name, rollouts) for name in values},
         experts=(layers, chosen) if shapes else None,
     )
@@ -216,19 +216,19 @@ def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
             f"values {name!r} of {sorted(shape for _, shape in kinds)} numbers a token, whole ones or not: give all "
             "rollouts of an update values of one width and kind"
         )
-    [(whole, shape)] = kinds
-    return Value(dtype=np.int32 if whole else np.float32, shape=shape)
+    [(is_integer, shape)] = kinds
+    return Value(dtype=np.int32 if is_integer else np.float32, shape=shape)
 
 
-def _join(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-    """Concatenates S arrays [T, ...] into `out` [N + 1, ...], and sets the last entry of `out` to 0."""
+def _join(target: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+    """Concatenates S arrays [T, ...] into `target` [N + 1, ...], and sets the last entry of `target` to 0."""
     if parts:
-        np.concatenate(parts, out=out[:-1])
-    out[-1] = 0
+        np.concatenate(parts, out=target[:-1])
+    target[-1] = 0
 
 
 def _cumulated(counts: np.ndarray) -> np.ndarray:
     """Returns the cumulative sums of [S] counts, beginning with 0: [S + 1] int64."""
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
+    sums = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=sums[1:])
+    return sums

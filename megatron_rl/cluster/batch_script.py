@@ -44,16 +44,16 @@ def script(
     lines = (SHIPPED / f"{shape.template}.sbatch").read_text(encoding="utf-8").splitlines()
     body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
     first, last = (next(i for i, line in enumerate(body) if line.startswith(mark)) for mark in (SETTINGS, END))
-    known = {line.partition("=")[0] for line in body[first + 1 : last]}
-    refuse(*(f"{shape.template}.sbatch has no setting {name}" for name in sorted(values.keys() - known)))
+    template_settings = {line.partition("=")[0] for line in body[first + 1 : last]}
+    refuse(*(f"{shape.template}.sbatch has no setting {name}" for name in sorted(values.keys() - template_settings)))
     odd = [name for name in profile.environment if not (name.isidentifier() and name.isascii())]
     refuse(*(f"environment of the profile: {name!r} is no name of a variable: letters, digits and _" for name in odd))
     exported = [f"export {name}={_quoted(value)}" for name, value in profile.environment.items()]
-    own = []
+    assignments = []
     for name, value in values.items():
         text = _quoted(value) if isinstance(value, str | int) else f"({' '.join(map(_quoted, value))})"
-        own.append(f"{name}={text}")
-    settings = ["# --- settings, written by megatron-rl submit", *exported, *own]
+        assignments.append(f"{name}={text}")
+    settings = ["# --- settings, written by megatron-rl submit", *exported, *assignments]
     return "\n".join([lines[0], *header(shape, profile, directory), *body[:first], *settings, *body[last:]]) + "\n"
 
 
@@ -85,11 +85,11 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "open-mode": "append",
         "propagate": "NONE",  # limits (ulimit) of the submitting shell are not applied to the job
     }
-    given = {f"#SBATCH --{name}": value for name, value in words.items() if value is not None}
-    every = [*given.items(), *(("sbatch of the profile", word) for word in profile.sbatch)]
+    options = {f"#SBATCH --{name}": value for name, value in words.items() if value is not None}
+    every = [*options.items(), *(("sbatch of the profile", word) for word in profile.sbatch)]
     odd = [f"{option}: {str(value)!r}" for option, value in every if not str(value).isprintable()]
-    refuse(*(f"{one} has a line break or another control character: take it out" for one in odd))
-    lines = [f"{option}={_quoted(value)}" for option, value in given.items()]
+    refuse(*(f"{option} has a line break or another control character: take it out" for option in odd))
+    lines = [f"{option}={_quoted(value)}" for option, value in options.items()]
     lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if shape.exclusive else [])]
     return lines + [f"#SBATCH {word}" for word in profile.sbatch]
 

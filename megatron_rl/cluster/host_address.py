@@ -32,18 +32,18 @@ def address_of_first_rank(host: str, environment: Mapping[str, str]) -> str:
     Many systems resolve a host's own name to a loopback address (127.0.1.1), which no other host can reach. In this
     case, returns `address_among_ranks(environment)` instead. Raises ConfigError for a name that cannot be resolved.
     """
-    found = _address_of_name(host)
-    if found is None:
+    address = _address_of_name(host)
+    if address is None:
         raise ConfigError(f"MASTER_ADDR = {host}: there is no such host; export the address of the first rank's host")
-    if found.startswith("127.") and host != "localhost" and not host.startswith("127."):
+    if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
         return address_among_ranks(environment)
-    return found
+    return address
 
 
 def loopback_interface() -> str | None:
     """Returns the name of the loopback interface, such as "lo", or None if there is none."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(a.family is socket.AF_INET and a.address.startswith("127.") for a in found):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family is socket.AF_INET and a.address.startswith("127.") for a in addresses):
             return name
     return None
 
@@ -57,24 +57,26 @@ def own_address(host: str) -> str:
     for an interface without an address.
     """
     interfaces = {
-        name: [a.address for a in found if a.family is socket.AF_INET] for name, found in psutil.net_if_addrs().items()
+        name: [a.address for a in addrs if a.family is socket.AF_INET] for name, addrs in psutil.net_if_addrs().items()
     }
     if host == AUTO:
-        own = _address_of_name(socket.gethostname())
-        if own is not None and not own.startswith("127."):
-            return own
+        host_ip = _address_of_name(socket.gethostname())
+        if host_ip is not None and not host_ip.startswith("127."):
+            return host_ip
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(_NOWHERE)
             return probe.getsockname()[0]  # the address of the default route
-        return own or "127.0.0.1"
+        return host_ip or "127.0.0.1"
     if host in interfaces:
         if not interfaces[host]:
             raise ConfigError(f"interface {host} has no IPv4 address")
         return interfaces[host][0]
     address = _address_of_name(host)
     if address is None:
-        known = ", ".join(f"{name} ({addresses[0]})" for name, addresses in interfaces.items() if addresses)
-        raise ConfigError(f"{host} is neither an address nor an interface of {socket.gethostname()}; it has {known}")
+        listing = ", ".join(f"{name} ({addresses[0]})" for name, addresses in interfaces.items() if addresses)
+        raise ConfigError(
+            f"{host} is neither an address nor an interface of {socket.gethostname()}; its interfaces: {listing}"
+        )
     return address
 
 

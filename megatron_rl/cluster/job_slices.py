@@ -68,15 +68,15 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     """
     # incomplete lines, and lines that are not a valid Slice, are skipped
     lines = json_lines.read(directory / FILE, pydantic.TypeAdapter(Slice).validate_python).values
-    slices = [*{(one.job, one.restart): one for one in lines}.values()]
-    out = [
-        s if s.ended is not None else replace(s, iterations_after=after.iterations_before, cause=SILENT)
-        for s, after in zip(slices, slices[1:], strict=False)
+    slices = [*{(start.job, start.restart): start for start in lines}.values()]
+    ended = [
+        s if s.ended is not None else replace(s, iterations_after=following.iterations_before, cause=SILENT)
+        for s, following in zip(slices, slices[1:], strict=False)
     ]
     last = slices[-1:]
     if last and not alive and last[0].ended is None:
-        return [*out, replace(last[0], cause=SILENT)]
-    return out + last
+        return [*ended, replace(last[0], cause=SILENT)]
+    return ended + last
 
 
 def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[NextAction, str]:
@@ -95,15 +95,15 @@ def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[Nex
         return NextAction.STOPPED, why
     iterations = iterations_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), iterations_before=iterations)
-    before = [
+    earlier = [
         s
         for s in read(directory)
         if _submission(s.job) == _submission(job.id) and not s.refused and s.iterations_before == iterations
     ]
-    faults = sum((s.cause or SILENT) != SILENT for s in before)
-    if faults >= stalled or len(before) >= SILENT_SHARE * stalled:
-        causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))
-        why = f"{len(before)} starts made no progress beyond {iterations} iterations (job.stalled): {causes}"
+    faults = sum((s.cause or SILENT) != SILENT for s in earlier)
+    if faults >= stalled or len(earlier) >= SILENT_SHARE * stalled:
+        causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in earlier))
+        why = f"{len(earlier)} starts made no progress beyond {iterations} iterations (job.stalled): {causes}"
         _append(directory, replace(new, ended=new.began, iterations_after=iterations, cause=why))
         return NextAction.STOPPED, why
     _append(directory, new)
@@ -118,16 +118,18 @@ def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
     and exited early, because of the job's time limit or because a user requested it.
     """
     iterations = iterations_done(directory)
-    own = [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
-    known = {
+    starts = [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
+    causes = {
         0: "all iterations are done" if finished(directory) else f"left in time, saved after {iterations} iterations",
         WRONG_CONFIG: "the config or the command line is wrong: see the log",
         HUNG: "nothing moved for run.hang_after_s: see logs/stacks_*",
     }
     killed = f"killed by signal {status - 128}" if status > 128 else f"failed with status {status}: see the log"
-    cause = known.get(status, killed)
-    if own:
-        _append(directory, replace(own[-1], ended=time.time(), iterations_after=iterations, status=status, cause=cause))
+    cause = causes.get(status, killed)
+    if starts:
+        _append(
+            directory, replace(starts[-1], ended=time.time(), iterations_after=iterations, status=status, cause=cause)
+        )
     if finished(directory):
         return NextAction.DONE, cause
     if status == WRONG_CONFIG or (directory / STOP).exists():
@@ -158,6 +160,6 @@ def _submission(job: str) -> str:
     return job.partition("_")[0]
 
 
-def _append(directory: Path, one: Slice) -> None:
+def _append(directory: Path, start: Slice) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    json_lines.append(directory / FILE, json.dumps(asdict(one)).encode())
+    json_lines.append(directory / FILE, json.dumps(asdict(start)).encode())

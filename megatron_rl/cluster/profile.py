@@ -68,11 +68,11 @@ def read(name: str) -> Profile:
 
     `name`: a100 or cpu, or the path of a YAML file. Raises ConfigError if the file does not exist.
     """
-    known = sorted(p.stem for p in (SHIPPED / "profiles").glob("*.yaml"))
+    shipped = sorted(p.stem for p in (SHIPPED / "profiles").glob("*.yaml"))
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / "profiles" / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(
-            f"--profile {name}: no file {path}; give one of {', '.join(known)}, or a YAML file of your own"
+            f"--profile {name}: there is no file {path}; give one of {', '.join(shipped)}, or the path of a YAML file"
         )
     return config_files.load(Profile, [path])
 

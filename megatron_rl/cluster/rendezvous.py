@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.key_value_store.rank_store import RankStore
 from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError
 from megatron_rl.key_value_store.store_server import KeyValueServer
+from megatron_rl.run.atomic_files import write_text
 
 POLL_S = 0.05
 # timeout in seconds for reaching the store at one address; short, because the address may be of an earlier start
@@ -64,8 +65,8 @@ def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStor
         try:
             # NFS may have cached that the file does not exist; listing the directory bypasses this cache
             if file.parent.exists() and file.name in os.listdir(file.parent):
-                found = read_private(file)
-                client = KeyValueClient(found["address"], found["port"], bytes.fromhex(found["secret"]), JOIN_S)
+                record = read_private(file)
+                client = KeyValueClient(record["address"], record["port"], bytes.fromhex(record["secret"]), JOIN_S)
                 return RankStore(client, timeout)
         except MeetingError:
             raise
@@ -79,13 +80,7 @@ def meet(file: Path, *, rank: int, address: str, timeout: timedelta) -> RankStor
 def write_private(file: Path, value: Any) -> None:
     """Writes `value` as JSON to a file that only this user can read (mode 0600). Replaces the file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    pending = file.with_name(f".{file.name}.{os.getpid()}")
-    pending.unlink(missing_ok=True)
-    with os.fdopen(os.open(pending, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as out:
-        json.dump(value, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(pending, file)
+    write_text(file, json.dumps(value), writer=str(os.getpid()), mode=0o600)
 
 
 def read_private(file: Path) -> Any:

@@ -44,7 +44,7 @@ class Queued:
     name: str
     state: str
     nodes: str
-    left: str
+    time_left: str
     reason: str
     start: str
 
@@ -78,8 +78,8 @@ def submit(script: Path, *, dependency: str | None = None) -> str:
     `dependency`: value of sbatch's --dependency, such as "after:17_0" or "afterok:17". Slurm cancels a job whose
     dependency can never be satisfied.
     """
-    after = [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []
-    return run(["sbatch", "--parsable", *after, str(script)]).strip().partition(";")[0]
+    options = [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []
+    return run(["sbatch", "--parsable", *options, str(script)]).strip().partition(";")[0]
 
 
 def queue(jobs: Sequence[str]) -> list[Queued]:
@@ -99,11 +99,11 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     Slurm forgets an ended job after MinJobAge, usually 300 s; forgotten jobs are left out. Raises SlurmError when
     squeue fails.
     """
-    found = dict[str, str]()
+    state_of = dict[str, str]()
     for job in jobs:
         text = _run_if_known(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
-        found |= dict(line.split() for line in text.splitlines())
-    return found
+        state_of |= dict(line.split() for line in text.splitlines())
+    return state_of
 
 
 def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
@@ -114,16 +114,16 @@ def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
     """
     if not jobs or shutil.which("sacct") is None:
         return {}
-    asked = ["sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=JobID,State"]
+    command = ["sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=JobID,State"]
     try:
-        lines = run([*asked, f"--jobs={','.join(jobs)}"]).splitlines()
+        lines = run([*command, f"--jobs={','.join(jobs)}"]).splitlines()
     except SlurmError:
         return {}
-    found, starts = dict[tuple[str, int], str](), dict[str, int]()
+    state_of, starts = dict[tuple[str, int], str](), dict[str, int]()
     for job, _, state in (line.partition("|") for line in lines):
-        found[job, starts.setdefault(job, 0)] = state
+        state_of[job, starts.setdefault(job, 0)] = state
         starts[job] += 1
-    return found
+    return state_of
 
 
 def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
@@ -132,7 +132,7 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
     Jobs that Slurm has forgotten, or that have started in the meantime, are ignored. Raises SlurmError when a command
     fails for another reason.
     """
-    for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):
+    for job in sorted({job.id.partition("_")[0] for job in queue(jobs) if job.state == "PENDING" or not pending}):
         _run_if_known(["scancel", *(["--state=PENDING"] if pending else []), job])
 
 
@@ -142,9 +142,9 @@ def run(words: Sequence[str]) -> str:
 
     Raises SlurmError when the command fails or does not end within ANSWER_S seconds.
     """
-    own = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
+    environment = {name: value for name, value in os.environ.items() if not _LEFT_OUT.fullmatch(name)}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=own)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{words[0]} did not answer within {ANSWER_S:.0f} s: is slurmctld there?") from None
     if done.returncode:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.cluster.job_slices import HUNG
+from megatron_rl.lib.regular_files import regular, touch
 
 POLL_S = 2.0
 GRACE_S = 10.0  # time in seconds that all ranks have to write their stack traces before they are ended
@@ -91,7 +92,7 @@ class Watchdog:
     def _end(self) -> None:
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
-            with self._stacks.open("w") as file:
+            with open(self._stacks, "w", opener=regular) as file:
                 faulthandler.dump_traceback(file)
         text = (
             f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): "
@@ -114,4 +115,4 @@ def _touch(file: Path) -> None:
     from ending the rank.
     """
     with contextlib.suppress(OSError):
-        file.touch()
+        touch(file)

@@ -128,8 +128,10 @@ class Init(Arguments):
 class Settings(Arguments):
     """list settings, their defaults and what they mean"""
 
-    # beginning of a setting's dotted name, such as run or roles.NAME.loss, or a word in the name, such as lr
+    # beginning of a setting's dotted name, such as run or roles.NAME.loss, or words in its name, in its description, or
+    # in its name in TRL or verl, such as lr or "learning rate"
     prefix: str = argument("", metavar="PREFIX", nargs="?")
+    all: bool = False  # list all settings; without PREFIX, only the settings that most configs set are listed
     schema: Command = argument("train", flags=["--command"])  # the command whose settings are listed
 
 
@@ -239,7 +241,7 @@ class Submit(Arguments):
     checkpoint and a config:
       megatron-rl submit CONFIG.yaml --sweep grid.yaml
       megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator
-    The scripts are made from packaged templates; docs/how_to/slurm.md explains each line.
+    The scripts are made from packaged templates; docs/how_to/cluster.md explains each line.
     """
 
     # settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.commands import staleness
-from megatron_rl.commands.settings import load
+from megatron_rl.commands.settings import load, split
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
-from megatron_rl.config.schema import Model
+from megatron_rl.config.schema import RoleConfig, TrainConfig
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.explain import explain, explain_recipe, float32_notes
+from megatron_rl.spec.model_gate import check_models, loaded_models
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, RunSpec, Spec
 from megatron_rl.spec.server_gpus import device_problems
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     # If the number of ranks is not launch.nproc, torchrun or srun starts them, maybe on several hosts. This host then
     # counts as a host of one rank, because at least one rank must run on each host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))
-    spec = resolve(config, ranks, to_come=args.elsewhere, here=None if args.elsewhere else host)
+    spec = resolve(config, ranks, to_come=args.elsewhere, host=None if args.elsewhere else host)
     lines += explain(spec) + gpu_notes(spec, host)
     if isinstance(spec, RunSpec):
         lines += explain_recipe(spec)
@@ -40,9 +42,11 @@ def run(args: argparse.Namespace) -> int:
         rewards = spec.rewards.values() if isinstance(spec, RunSpec) else [spec.reward] if spec.reward else []
         for reward in rewards:
             plugins.build(Use(target=reward.target, args=reward.args))
-        check_models(spec)
-    lines += [f"note: {one}" for one in (float32_notes(spec) if host.gpus else [])]
-    lines += [f"note: {one}" for one in missing_files.absent_files(spec) if args.elsewhere or one.on_hub]
+        check_models(loaded_models(spec), only_here=True)
+    lines += [f"note: {note}" for note in (float32_notes(spec) if host.gpus else [])]
+    lines += [f"note: {absent}" for absent in missing_files.absent_files(spec) if args.elsewhere or absent.on_hub]
+    if isinstance(config, TrainConfig):
+        lines += [f"note: {ignored}" for ignored in ignored_settings(config.roles, *split(args.settings))]
     if args.show:
         print(config_files.dump(config), end="")
     from megatron_rl.commands.check_data import all_here, data_lines
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if all_here(spec):
             from megatron_rl.commands.check_trials import trial_lines  # imports torch
 
-            lines += trial_lines(spec, here=not args.elsewhere)
+            lines += trial_lines(spec, starts_here=not args.elsewhere)
         else:
             lines.append("not tried: the reward and the prompts, as models or data are not on this machine")
     for line in lines:
@@ -61,20 +65,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_models(spec: Spec) -> None:
-    """Checks the models on this machine, as a command does when it starts. Raises ConfigError if a model's weights do
-    not match the model's config.json, or if a LoRA adapter does not match the settings."""
-    from megatron_rl.weights import hf_model, lora_adapters  # imports torch
-
-    models = [(role.model, role.lora) for role in spec.roles.values() if role.endpoint is None]
-    juniors = [role.tandem.junior for role in spec.roles.values() if role.tandem is not None]
-    models += [(Model(path=path), None) for path in juniors if path is not None]
-    for model, lora in models:
-        if Path(model.path).is_dir() and model.init == "pretrained":
-            sizes = hf_model.read_architecture(model.path)
-            hf_model.check(model.path, sizes, cast=True)
-            if lora is not None and lora.path is not None:
-                lora_adapters.read(lora.path, sizes, lora)
+def ignored_settings(roles: Mapping[str, RoleConfig], files: Sequence[Path], overrides: Sequence[str]) -> Iterator[str]:
+    """Yields the settings in files and overrides that have no effect, because their role shares the policy of another
+    role (`same_as`) and has other values there."""
+    for name, settings in config_files.read_tree(TrainConfig, files, overrides)["roles"].items():
+        role = config_files.tree_of(roles[name])
+        for key, value in settings.items() if role["same_as"] else ():
+            if value != role[key] and not (isinstance(value, Mapping) and value.items() <= (role[key] or {}).items()):
+                yield (
+                    f"roles.{name}.{key} has no effect, because {name} shares the policy of {role['same_as']} "
+                    f"(same_as): set roles.{role['same_as']}.{key}, or leave it out"
+                )
 
 
 def gpu_notes(spec: Spec, host: Host) -> list[str]:
@@ -84,4 +85,4 @@ def gpu_notes(spec: Spec, host: Host) -> list[str]:
     if isinstance(spec, RunSpec) and not getattr(spec.engine.settings, "gpus", ()):
         # engine.gpus may be empty: on a host without GPUs, or if a cluster profile starts the servers on other hosts
         return []
-    return [f"note: refused on a host with GPUs: {one}" for one in device_problems(spec.engine, host.ranks)]
+    return [f"note: refused on a host with GPUs: {problem}" for problem in device_problems(spec.engine, host.ranks)]

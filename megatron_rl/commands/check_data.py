@@ -11,17 +11,27 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.value_loss import loss_of
-from megatron_rl.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.schema import HELD_OUT, Model, PromptSet, RoleConfig, SftData
+from megatron_rl.data.columns import unread_text
 from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION
-from megatron_rl.data.problems import Problem, fields_of, read_problems
+from megatron_rl.data.problems import Problem, asked, columns_of, fields_of, read_problems
 from megatron_rl.data.rows import DataError
-from megatron_rl.data.sft import Conversation, Preference, SftSample, read_samples, rows_of_loss, sft_rollouts
+from megatron_rl.data.sft import (
+    Conversation,
+    Preference,
+    SftSample,
+    columns_read,
+    read_samples,
+    rows_of_loss,
+    sft_rollouts,
+    unread_columns,
+)
 from megatron_rl.spec.run_spec import EvalSpec, GenerateSpec, RunSpec, SftSpec, Spec
+from megatron_rl.texts.chat_template import ASSISTANT, ChatTokenizer, problem_text, tokenize, tokenizer_of
+from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.training import prompts
-from megatron_rl.vocabulary import vocabulary_of
 
 ROWS = 1000  # maximum number of problems that `check` reads from a data set without --deep
 
@@ -47,19 +57,19 @@ def _lines(spec: Spec, deep: bool, rows: int | None) -> list[str]:
     if isinstance(spec, SftSpec):
         return _sft_lines(spec, deep)
     if isinstance(spec, EvalSpec):
-        own = {f"sets.{each.name}": each.source for each in spec.evaluated if each.benchmark is None}
-        return [line for name, source in own.items() for line in _asked_lines(spec, name, source, deep, rows)]
+        sources = {f"sets.{entry.name}": entry.source for entry in spec.evaluated if entry.benchmark is None}
+        return [line for name, source in sources.items() for line in _asked_lines(spec, name, source, deep, rows)]
     return _asked_lines(spec, "data", spec.config.data, deep, rows) if isinstance(spec, GenerateSpec) else []
 
 
 def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
     recipe = spec.recipe
     role = next(iter(recipe.roles()))
-    here = {name: own.model for name, own in spec.roles.items() if deep and _is_here(own.model)}
-    plain = {name: tokenizer_of(model) for name, model in here.items()}
+    local_models = {name: settings.model for name, settings in spec.roles.items() if deep and _is_here(settings.model)}
+    plain = {name: tokenizer_of(model) for name, model in local_models.items()}
     prompts.check_juniors(spec.roles, plain)
     tokenizers = prompts.asked_tokenizers(spec.roles, plain)
-    vocabulary = vocabulary_of(here[role], plain[role]) if role in here else None
+    vocabulary = vocabulary_of(local_models[role], plain[role]) if role in local_models else None
     sets = {name: _first(source, rows) for name, source in spec.sets.items() if _has_rows(source)}
     problems = prompts.read_sets(sets, recipe, tokenizers.get(role), held_out=spec.data.held_out, vocabulary=vocabulary)
     if role in tokenizers:
@@ -70,14 +80,20 @@ def _train_lines(spec: RunSpec, deep: bool, rows: int | None) -> list[str]:
         for place, name in (held or {name: name for name in spec.data.of(role)}).items():
             if problems.get(name) and ANSWER not in (values := problems[name][0].values):
                 raise ConfigError(prompts.no_answer(place, values))
+    evaluated = {entry.name: problems.get(f"{HELD_OUT}.{entry.name}", []) for entry in spec.data.held_out}
+    lines = prompts.overlaps(
+        (asked(problem.values) for name in spec.data.training for problem in problems.get(name, ())),
+        {name: [problem.values for problem in members] for name, members in evaluated.items() if members},
+        spec.loop.evaluation,
+    )
     model, chat = spec.roles[role].model, spec.roles[role].chat
     tried = role in tokenizers
-    named = {f"{HELD_OUT}.{own.name}": own.title for own in spec.data.held_out if own.benchmark is not None}
-    return [
-        f"{name}: {len(own)} problems of {named[name]}"
+    named = {f"{HELD_OUT}.{entry.name}": entry.title for entry in spec.data.held_out if entry.benchmark is not None}
+    return lines + [
+        f"{name}: {len(set_problems)} problems of {named[name]}"
         if name in named
-        else f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}"
-        for name, own in problems.items()
+        else f"{name}: {_prompts(sets[name], set_problems, model, chat=chat, tried=tried)}"
+        for name, set_problems in problems.items()
     ]
 
 
@@ -91,10 +107,10 @@ def _asked_lines(
     problems = read_problems(source)
     if tried:
         tokenizer = tokenizer_of(config.model)
-        asked = ChatTokenizer(tokenizer) if config.chat else tokenizer
+        prompt_tokenizer = ChatTokenizer(tokenizer) if config.chat else tokenizer
 
         def encode(values: Mapping[str, Any]) -> list[int]:
-            return tokenize(asked, problem_text("{question}", values))
+            return tokenize(prompt_tokenizer, problem_text("{question}", values))
 
         prompts.try_prompts(name, problems, encode, vocabulary_of(config.model, tokenizer))
         if isinstance(spec, GenerateSpec):
@@ -105,24 +121,28 @@ def _asked_lines(
 
 
 def _sft_lines(spec: SftSpec, deep: bool) -> list[str]:
-    data, role, out = spec.data, spec.roles["model"], []
-    loss = loss_of(role)
-    kind = rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
+    data, role, lines = spec.data, spec.roles["model"], []
+    kind = rows_of_loss(loss_of(role).needs)
     for name, path in (("train", data.train), ("validation", data.validation)):
         if path is None or not Path(path).exists():
             continue
-        samples = read_samples(dataclasses.replace(data, train=path), split=name, kind=kind)
+        source = dataclasses.replace(data, train=path)
+        samples = read_samples(source, split=name, kind=kind)
         firsts = [sample.chosen if isinstance(sample, Preference) else sample for sample in samples]
         chats = sum(isinstance(sample, Conversation) for sample in firsts)
-        held = {"completion": "", "scored": ", with labels", "steps": ", in labelled steps"}
+        held = {
+            **{"completion": "", "labelled": ", with labels", "rewarded": ", with rewards"},
+            **{"scored": ", with labels or rewards", "steps": ", in labelled steps"},
+        }
         kinds = {len(samples): "conversations", 0: "prompts with a solution" if kind == "steps" else "pairs of texts"}
         loss_on = ", with the loss on the assistant's turns" if chats and role.head is None else ""
         line = f"data.{name}: {len(samples)} samples: {kinds.get(chats, 'texts and conversations')}{loss_on}"
         line += held.get(kind, ", each with a chosen and a rejected response")
+        line += unread_text(unread_columns(source, kind, name, ROWS), columns_read(source, kind))
         if deep and _is_here(role.model):
             line += f"; {_trained_share(data, role, samples)}"
-        out.append(line)
-    return out
+        lines.append(line)
+    return lines
 
 
 def _trained_share(data: SftData, role: RoleConfig, samples: Sequence[SftSample]) -> str:
@@ -155,19 +175,22 @@ def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, ch
     template = "the tokenizer's chat template" if model.chat_template is None else f"the file {model.chat_template}"
     why = "give --deep" if _is_here(model) else f"{model.path} is not here"
     rendered = f"rendered with {template}" + ("" if tried else f" (not tried: {why})")
-    as_chat, whole = MESSAGES in problems[0].values, MESSAGES in fields
-    if whole:
+    as_chat, has_messages = MESSAGES in problems[0].values, MESSAGES in fields
+    if has_messages:
         what = f"messages, {rendered}" if as_chat else "the last user's message of each, in the text template"
     else:
         what = "text, as the user's message, " + rendered if as_chat else "text, in the text template"
     if not as_chat and chat:
         what += f" as a user's message, {rendered}"
     count = f"the first {ROWS}" if source.limit == ROWS == len(problems) else len(problems)
-    asked = f"{count} problems; prompts: column `{fields[MESSAGES if whole else QUESTION]}`, {what}"
+    description = f"{count} problems; prompts: column `{fields[MESSAGES if has_messages else QUESTION]}`, {what}"
     open_ended = sum(p.values[MESSAGES][-1]["role"] == ASSISTANT for p in problems) if as_chat else 0
     goes_on = f"; {open_ended} end with an assistant's turn, which the model goes on with" if open_ended else ""
     answer = f"column `{fields['answer']}`" if "answer" in fields else "none, so that the reward must do without"
-    return f"{asked}{goes_on}; answers: {answer}"
+    passed, unread = columns_of(source, ROWS)
+    more = f"; for templates, rewards and environments: {', '.join(f'`{key}`' for key in sorted(passed))}"
+    known_columns = {*fields.values(), QUESTION, MESSAGES, ANSWER, "prompt", "system"}
+    return f"{description}{goes_on}; answers: {answer}{more if passed else ''}{unread_text(unread, known_columns)}"
 
 
 def _has_rows(source: PromptSet) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat_template import ChatTokenizer, UserText, answered_ids, tokenizer_of
 from megatron_rl.config.base import refusing
-from megatron_rl.config.schema import HELD_OUT, SOURCES, RoleConfig
+from megatron_rl.config.schema import SOURCES, RoleConfig
 from megatron_rl.data.mixed_sources import MixedReader
-from megatron_rl.data.problems import PromptReader, asked
+from megatron_rl.data.problems import PromptReader
 from megatron_rl.data.rows import DataError
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.full_prompts import FullPrompts
@@ -25,23 +24,25 @@ from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.session import builders
 from megatron_rl.session.evaluations import held_out_sets
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import fill
+from megatron_rl.texts.chat_template import ChatTokenizer, UserText, answered_ids, tokenizer_of
+from megatron_rl.texts.text import fill
+from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.training.held_out_sets import COUNTS, HeldOutSet, evaluate_sets, value_of
 from megatron_rl.training.iteration import EvaluationDraws, Grade, RolloutContext
 from megatron_rl.training.preflight import PreflightFailure, check_rewards
 from megatron_rl.types import SOURCE, Outcome, Prompt, Stop
-from megatron_rl.vocabulary import vocabulary_of
 
 SHOWN = 600  # maximum number of characters that are shown of a text, such as a prompt
+TRIED = 8  # number of problems whose episodes are tried if no model was asked in the episode of the first problem
 MOST_ANSWERS = 1000  # maximum number of answers in the episode that is played as a test
 
 
-def trial_lines(spec: RunSpec, *, here: bool) -> list[str]:
+def trial_lines(spec: RunSpec, *, starts_here: bool) -> list[str]:
     """Tries the tokenizers, prompts, reward and environment of a run. Returns lines that describe the results. The
     run's models and data must be on this machine.
 
-    `here`: whether the run will start on this machine, so that the reward and the environment can be tried. Raises
-    ConfigError for everything that `train` would reject before the first update.
+    `starts_here`: whether the run will start on this machine, so that the reward and the environment can be tried.
+    Raises ConfigError for everything that `train` would reject before the first update.
     """
     tokenizers = {name: tokenizer_of(role.model) for name, role in spec.roles.items()}
     role = next(iter(spec.recipe.roles()))
@@ -49,23 +50,23 @@ def trial_lines(spec: RunSpec, *, here: bool) -> list[str]:
         readers, held_out, _ = builders.prompts(spec, tokenizers)
         firsts = readers[role].first(1)  # the first prompt of each source
     lines = [_tokenizer_line(spec.roles[name], name, tokenizers[name], spec.recipe, firsts[0]) for name in spec.roles]
-    lines += _prompt_lines(spec, role, readers[role], held_out)
+    lines += _prompt_lines(spec, role, readers[role])
     plays = isinstance(spec.recipe, OverEpisodes)
     if not plays:
-        lines += [f"the first prompt{_of(one)}: {_shown(tokenizers[role], one.tokens)}" for one in firsts]
-    if here:
+        lines += [f"the first prompt{_of(prompt)}: {_shown(tokenizers[role], prompt.tokens)}" for prompt in firsts]
+    if starts_here:
         with contextlib.ExitStack() as stack, refusing(str, PreflightFailure, RewardFailure):
             grade = builders.grade_with(spec, GradePools(stack))
             plan = builders.preflight_plan(spec, readers[role], held_out)
             if plan is not None and plan.settings.reward:
                 check_rewards(grade, plan)
             if not plays or OUTCOME in spec.recipe.rewards:
-                lines += [_reward_line(spec, one, grade) for one in firsts]
+                lines += [_reward_line(spec, prompt, grade) for prompt in firsts]
             ends = {n: min(vocabulary_of(role.model, tokenizers[n]).ends, default=0) for n, role in spec.roles.items()}
             engines: dict[str, Any] = {name: EmptyAnswers(end) for name, end in ends.items()}
             context = builders.context(spec, engines, tokenizers, grade, Stopwatch())
-            lines += _episode_lines(spec, context, firsts[0]) if plays else []
-            sets = held_out_sets(spec, {name: own[:1] for name, own in held_out.items()}, stack)
+            lines += _episode_lines(spec, context, readers[role]) if plays else []
+            sets = held_out_sets(spec, {name: prompts[:1] for name, prompts in held_out.items()}, stack)
             _check_metrics(spec, context, sets)
     return lines
 
@@ -76,10 +77,10 @@ def _tokenizer_line(role: RoleConfig, name: str, tokenizer: Any, recipe: Any, fi
     engines do not stop."""
     vocabulary = vocabulary_of(role.model, tokenizer)
     token = lambda i: f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})"  # noqa: E731
-    told = lambda ids: ", ".join(map(token, sorted(ids))) or "none"  # noqa: E731
+    named = lambda ids: ", ".join(map(token, sorted(ids))) or "none"  # noqa: E731
     line = (
         f"{name}: {len(tokenizer)} tokens in the tokenizer, {vocabulary.rows} rows in the model's embedding; answers "
-        f"end at {told(vocabulary.ends)}; pad {told({tokenizer.pad_token_id} - {None})}; "
+        f"end at {named(vocabulary.ends)}; pad {named({tokenizer.pad_token_id} - {None})}; "
         f"{'a' if tokenizer.chat_template else 'no'} chat template"
     )
     text = recipe.prompt(first.payload)
@@ -89,23 +90,17 @@ def _tokenizer_line(role: RoleConfig, name: str, tokenizer: Any, recipe: Any, fi
         written = [i for i in end if i in vocabulary.special or i in vocabulary.ends]
         if written and not stops & {*written}:
             line += (
-                f". WARNING: the template ends a turn with {told(written)}, at which no answer ends: name it in roles."
+                f". WARNING: the template ends a turn with {named(written)}, at which no answer ends: name it in roles."
                 f"{name}.sampling.stop_strings"
             )
     return line
 
 
-def _prompt_lines(
-    spec: RunSpec, role: str, reader: PromptReader | MixedReader, held_out: Mapping[str, Sequence[Prompt]]
-) -> list[str]:
-    """Returns lines about repeated problems, held-out problems that are also in the training data, and the longest
-    prompt."""
+def _prompt_lines(spec: RunSpec, role: str, reader: PromptReader | MixedReader) -> list[str]:
+    """Returns lines about repeated problems and the longest prompt."""
     questions, lines = reader.questions, list[str]()
     if twice := len(questions) - len({*questions}):
         lines.append(f"data: {twice} of {len(questions)} problems repeat the question of another problem")
-    for name, prompts in held_out.items():
-        if known := sum(asked(prompt.payload) in {*questions} for prompt in prompts):
-            lines.append(f"WARNING: {known} of {len(prompts)} problems of {HELD_OUT}.{name} are in data, too")
     limit = spec.roles[role].max_prompt_tokens
     return [*lines, f"data: the longest prompt has {reader.longest} tokens; roles.{role}.max_prompt_tokens = {limit}"]
 
@@ -114,14 +109,14 @@ def _reward_line(spec: RunSpec, prompt: Prompt, grade: Grade) -> str:
     """Returns a line with the rewards of an empty answer and, if the data has one, of a prompt's correct answer."""
     texts = {"an empty answer": ""}
     if "answer" in prompt.payload:
-        own = spec.data.sources.get(prompt.payload.get(SOURCE, ""))
-        reward = spec.reward if own is None or own.reward is None else own.reward
+        source = spec.data.sources.get(prompt.payload.get(SOURCE, ""))
+        reward = spec.reward if source is None or source.reward is None else source.reward
         right = fill(reward.answer_format, answer=str(prompt.payload["answer"]))
         texts = {f"the first prompt's known answer, as {right[:SHOWN]!r}": right} | texts
     graded = grade([*texts.values()], [prompt.payload] * len(texts))
-    scores = [f"{_score(one)} for {name}" for name, one in zip(texts, graded, strict=True)]
+    scores = [f"{_score(grading)} for {name}" for name, grading in zip(texts, graded, strict=True)]
     line = f"reward{_of(prompt)}: {'; '.join(scores)}"
-    if any(one.outcome is not Outcome.SCORE for one in graded):
+    if not all(map(_has_score, graded)):
         line += ". WARNING: a sample without a score is replaced, and teaches nothing"
     elif graded[-1].correct or len(graded) == 2 and graded[0].score <= graded[1].score:
         line += ". WARNING: an empty answer should earn less than a right one"
@@ -133,22 +128,34 @@ def _of(prompt: Prompt) -> str:
 
 
 def _score(graded: Graded) -> str:
-    return f"{graded.score:g}" if graded.outcome is Outcome.SCORE else f"no score ({graded.detail})"
+    return f"{graded.score:g}" if _has_score(graded) else f"no score ({graded.detail})"
 
 
-def _episode_lines(spec: RunSpec, context: RolloutContext, task: Prompt) -> list[str]:
-    """Plays one episode in which all answers are empty. Returns lines with the first prompt and the rewards."""
+def _has_score(graded: Graded) -> bool:
+    """Returns whether the reward function returned a score. `reward.cut_off` may score a grading that was cut off."""
+    return graded.outcome is Outcome.SCORE and not graded.cut_off
+
+
+def _episode_lines(spec: RunSpec, context: RolloutContext, reader: PromptReader | MixedReader) -> list[str]:
+    """Plays one episode in which all answers are empty. Returns lines with the first prompt and the rewards.
+
+    Raises RewardFailure if the episodes of the first TRIED problems fail before any model is asked, for example because
+    no prompt fits into max_prompt_tokens.
+    """
     engines: Mapping[str, Any] = context.engines
+    context = replace(context, evaluation=EvaluationDraws(greedy=False))
     try:
-        found = spec.recipe.evaluate([task], replace(context, evaluation=EvaluationDraws(greedy=False)))
-        told = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        metrics = spec.recipe.evaluate(reader.first(1)[:1], context)
+        outcome = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
     except (RewardFailure, EngineError) as error:
-        told = f"WARNING: it fails: {error}"
+        outcome = f"WARNING: it fails: {error}"
+        if not any(engine.prompts for engine in engines.values()):
+            spec.recipe.evaluate(reader.first(TRIED), context)
     first = next((tokens for engine in engines.values() for tokens in engine.prompts[:1]), ())
     name = next((name for name, engine in engines.items() if engine.prompts), next(iter(spec.roles)))
     return [
         f"the first prompt of an episode, to {name}: {_shown(context.tokenizers[name], first)}",
-        f"an episode in which every answer is empty: {told}",
+        f"an episode in which every answer is empty: {outcome}",
     ]
 
 
@@ -158,13 +165,13 @@ def _check_metrics(spec: RunSpec, context: RolloutContext, sets: Sequence[HeldOu
     To find the known names, runs an evaluation in which every answer is empty. Counts and F1 scores are always
     accepted, because an evaluation of empty answers may lack them. If the evaluation fails, nothing is checked.
     """
-    followed = [own for own in (spec.loop.evaluation.best, spec.loop.evaluation.early_stop) if own is not None]
+    followed = [rule for rule in (spec.loop.evaluation.best, spec.loop.evaluation.early_stop) if rule is not None]
     if followed and sets:
         with contextlib.suppress(RewardFailure, EngineError):
-            found, _ = evaluate_sets(spec.recipe, sets, context)
-            for own in followed if found else ():
-                last = own.metric.rpartition("/")[2].removesuffix("_greedy")
-                value_of(found, own, known=last in COUNTS or last.endswith("_f1"))
+            metrics, _ = evaluate_sets(spec.recipe, sets, context)
+            for rule in followed if metrics else ():
+                last = rule.metric.rpartition("/")[2].removesuffix("_greedy")
+                value_of(metrics, rule, known=last in COUNTS or last.endswith("_f1"))
 
 
 def _shown(tokenizer: Any, tokens: Tokens) -> str:

@@ -35,14 +35,14 @@ def _submit(args: argparse.Namespace) -> int:
 
     submission, run = _planned(args)
     left_out = ", ".join(slurm_commands.left_out(os.environ)) or "nothing"
-    said = [f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"]
+    notes = [f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"]
     if run is not None:
         spec = resolve.specify(run, 1)[0]
-        said += [f"note: {one}" for one in [*missing_files.absent_files(spec), *explain.float32_notes(spec)]]
+        notes += [f"note: {note}" for note in [*missing_files.absent_files(spec), *explain.float32_notes(spec)]]
     if args.dry_run:
         for name in submission.scripts:
             print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
-        print("\n".join(f"# ---- {one}" for one in said))
+        print("\n".join(f"# ---- {note}" for note in notes))
         if submission.finished or run and run.run.resume != "must" and job_slices.finished(submission.directory):
             print(f"# ---- {submission.directory} is finished: `submit` will refuse it")
         return 0
@@ -52,7 +52,7 @@ def _submit(args: argparse.Namespace) -> int:
     for name, job in submit.send(submission).items():
         print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
         print("  " + " ".join(re.findall(r"^#SBATCH (.*)$", submission.files[name], re.MULTILINE)))
-    print(*said, sep="\n")
+    print(*notes, sep="\n")
     print(f"megatron-rl status {submission.directory}\nmegatron-rl stop {submission.directory}")
     return 0
 

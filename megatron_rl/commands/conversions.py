@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
-from megatron_rl.conversion.output_directory import stoppable
 from megatron_rl.models import registry
+from megatron_rl.session.output_directory import stoppable
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,8 +30,8 @@ def _run(command: str, args: argparse.Namespace) -> int:
             TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, etp=etp, dp=math.lcm(args.tp, args.ep * etp) // args.tp)
             for etp in (args.etp or 1, args.etp or args.tp)
         )
-        asked = {"role": args.role, "model": args.model, "trust": args.trust}
-        for path in reshard.reshard(args.source, args.target, dense, experts=experts, **asked):
+        source_options = {"role": args.role, "model": args.model, "trust": args.trust}
+        for path in reshard.reshard(args.source, args.target, dense, experts=experts, **source_options):
             etp = f", etp {args.etp}" if args.etp else ""
             print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{etp})")
         return 0
@@ -42,7 +42,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
         print(f"{source.path} -> {args.target}{' (verified bit for bit)' if args.verify else ''}")
         return 0
     source = find(args.source, role=args.role, model=args.model, trust=args.trust)
-    said = convert.to_hf(source, args.target, dtype=dtype, shard_bytes=size, verify=args.verify)
+    summary = convert.to_hf(source, args.target, dtype=dtype, shard_bytes=size, verify=args.verify)
     merged = f" with {source.adapter}" if source.adapter is not None else ""
-    print(f"{source.path}{merged} -> {args.target}{f' (verified bit for bit; {said})' if args.verify else ''}")
+    print(f"{source.path}{merged} -> {args.target}{f' (verified bit for bit; {summary})' if args.verify else ''}")
     return 0

@@ -17,11 +17,12 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.chat_template import ChatTokenizer
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import refusing
+from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.config.schema import EvalConfig
 from megatron_rl.data.rows import DataError
+from megatron_rl.evaluation import evaluation_page as report
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
@@ -31,7 +32,6 @@ from megatron_rl.evaluation.sets import LoadedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
-from megatron_rl.report import evaluation_page as report
 from megatron_rl.rewards.grading_pool import check_failures
 from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run import input_digests
@@ -39,8 +39,9 @@ from megatron_rl.session.eval_engines import OpenModels, open_models
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import open_world_for, sampling_of
 from megatron_rl.spec.run_spec import EvalSpec
-from megatron_rl.text import read_template
-from megatron_rl.vocabulary import check_vocabularies, vocabulary_of
+from megatron_rl.texts.chat_template import ChatTokenizer
+from megatron_rl.texts.text import read_template
+from megatron_rl.texts.vocabulary import check_vocabularies, vocabulary_of
 
 CHUNK = 256  # number of problems per batch of requests
 ASKED = ("question", "messages")  # names of the problem fields that the prompt is built from
@@ -76,7 +77,7 @@ class Evaluation:
         driver (rank 0)."""
         config, start = self.config, time.monotonic()
         sources = read_sets(spec.evaluated)
-        asked = [self.problems(source) for source in sources]
+        problem_sets = [self.problems(source) for source in sources]
         output = None if config.output is None else Path(config.output)
         place = None if output is None else output.with_suffix(".jsonl")
         read: Mapping[str, Any] = {}
@@ -85,29 +86,31 @@ class Evaluation:
             # the record's name does not end in .json, because each .json file in the folder is an evaluation's result
             record = output.with_suffix(".inputs")
             read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="samples")
-        samples = Samples(place, _digest(spec.settings, asked, read))
+        samples = Samples(place, _digest(spec.settings, problem_sets, read))
         if samples.resumed:
             print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
         sets: list[SetMetrics] = []
         with contextlib.ExitStack() as stack:
             pools = GradePools(stack)
-            for source, own in zip(sources, asked, strict=True):
+            for source, problem_set in zip(sources, problem_sets, strict=True):
                 for name, measure in self.measures(source, pools, samples):
-                    _ask(own, name, measure, samples)
+                    _ask(problem_set, name, measure, samples)
                     ks = source.settings.k
-                    sets.append(metrics_of(samples, own.name, own.title, name, ks=ks, seed=config.seed))
+                    sets.append(metrics_of(samples, problem_set.name, problem_set.title, name, ks=ks, seed=config.seed))
         means = macro(sets, seed=config.seed)
         for table in report.console_tables(sets, means):
             Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
         for s in sets:
             for what, count in s.counts.items():
                 print(f"note: {s.title}: {what}: {count} of {s.samples} samples")
+            if s.measure in (SOLVE, HANDOFF) and "accuracy" not in s.metrics:
+                print(f"note: {s.title}: no accuracy: {NO_SCALE}")
         if output is not None:
             samples.write()
             text = config_files.dump_tree(spec.settings)
-            report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
             about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
             report.write_metrics(output, sets, means, about)
+            report.write_evaluation_page(output.with_suffix(".html"), sets, means, samples, text)
             samples.forget()
             print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
         check_failures(gradings(samples, sets), config.reward.max_failure_share)
@@ -128,35 +131,35 @@ class Evaluation:
         prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
         if why := vocabulary_of(config.model, tokenizer).missing(itertools.chain(*prompts)):
             raise DataError(f"{source.settings.title}: a prompt has {why}")
-        own = source.settings
-        return ProblemSet(name=own.name, title=own.title, problems=source.problems, prompts=prompts)
+        settings = source.settings
+        return ProblemSet(name=settings.name, title=settings.title, problems=source.problems, prompts=prompts)
 
     def measures(self, source: LoadedSet, pools: GradePools, samples: Samples) -> Iterator[tuple[str, Measure]]:
         """Yields (name, function) of each measure, such as `solve`, that the config requests for a problem set.
         A measure that uses the samples of another measure comes after it. `pools`: has a grader for each reward."""
         config, models = self.config, self.models
         tokenizer, engine = models.tokenizers[config.model], models.engines[config.model]
-        own = source.settings
-        drawn = replace(config.sampling, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
-        sampling = sampling_of(drawn, n=own.n, seed=config.seed)
+        settings = source.settings
+        drawn = replace(config.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
+        sampling = sampling_of(drawn, n=settings.n, seed=config.seed)
         common: dict[str, Any] = {"tokenizer": tokenizer, "sampling": sampling, "context": config.context}
         if source.judged:
             yield JUDGE, Judge(engine=engine, **common)
             return
-        grade, wanted = pools.of(own.reward).grade, config.measures
-        if SOLVE in wanted:
-            keep = bool({LEGIBILITY, DRIFT} & set(wanted))
+        grade, measures = pools.of(settings.reward).grade, config.measures
+        if SOLVE in measures:
+            keep = bool({LEGIBILITY, DRIFT} & set(measures))
             yield SOLVE, Solver(engine=engine, grade=grade, weigher=self.weigher(), keep_tokens=keep, **common)
         if config.junior is None:
             return
         why = f"token ids pass between the models of model.path and junior.path = {config.junior.path}"
         check_vocabularies(tokenizer, models.tokenizers[config.junior], why)
-        if HANDOFF in wanted:
+        if HANDOFF in measures:
             pair = (engine, models.engines[config.junior])
             yield HANDOFF, HandOff(engines=pair, grade=grade, max_rounds=config.max_rounds, **common)
-        if LEGIBILITY in wanted:
+        if LEGIBILITY in measures:
             yield LEGIBILITY, self.on_texts(samples, functools.partial(legibility, models.engines[config.junior]))
-        if DRIFT in wanted:
+        if DRIFT in measures:
             others: Mapping[str, Any] = {JUNIOR: models.readers[config.junior]}
             others |= {BASE: models.readers[config.base]} if config.base is not None else {}
             yield DRIFT, self.on_texts(samples, functools.partial(drift, models.readers[config.model], others))
@@ -191,12 +194,12 @@ class Evaluation:
 def _digest(settings: Mapping[str, Any], sets: Sequence[ProblemSet], read: Mapping[str, Any]) -> str:
     """Returns a hash of everything that the samples depend on: the settings, the problems, and the input files. `read`:
     digests of the input files."""
-    asked = {name: value for name, value in settings.items() if name not in ("output", "launch")}
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    hashed = {name: value for name, value in settings.items() if name not in ("output", "launch")}
+    digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode())
     digest.update(json.dumps(read, sort_keys=True).encode())
-    for own in sets:
-        values = [problem.values for problem in own.problems]
-        digest.update(repr((own.name, own.prompts, values)).encode())
+    for problem_set in sets:
+        values = [problem.values for problem in problem_set.problems]
+        digest.update(repr((problem_set.name, problem_set.prompts, values)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_rl.data import hub_fetch
 
     settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
-    wanted = [hub_fetch.parse(word) for word in args.what if word not in settings]
+    downloads = [hub_fetch.parse(word) for word in args.what if word not in settings]
     config = load(settings)[1] if settings else None
     named = [] if config is None else hub_fetch.wanted_by(config)
     sets, place = list[str](), ""
@@ -27,12 +27,12 @@ def run(args: argparse.Namespace) -> int:
     if settings and not (named or sets):
         print("the config names nothing of the hub: its models and data are files here")
     overrides = [f"{place}data_dir={args.to.absolute() / hub_fetch.DATASETS}"] if sets else []
-    for each in [*wanted, *named, *(hub_fetch.Wanted(name=name, kind="dataset") for name in sets)]:
-        done = hub_fetch.fetch(each, args.to.absolute())
+    for download in [*downloads, *named, *(hub_fetch.Wanted(name=name, kind="dataset") for name in sets)]:
+        done = hub_fetch.fetch(download, args.to.absolute())
         verb = "fetched" if done.new else "is here already:"
-        print(f"{done.wanted.name} {verb} {len(done.files)} files, {done.size / 1e9:.2f} GB, commit {done.commit[:12]}")
+        print(f"{done.repo.name} {verb} {len(done.files)} files, {done.size / 1e9:.2f} GB, commit {done.commit[:12]}")
         print(f"  {done.folder}")
-        overrides += [f"{key}={done.folder}" for key in each.keys]
+        overrides += [f"{key}={done.folder}" for key in download.keys]
     if overrides:
         print("with these overrides a run of this config reads from there:")
         print("  " + " \\\n  ".join(shlex.quote(override) for override in overrides))
@@ -48,12 +48,12 @@ def _hub_sets(sets: Sets, data_dir: str | None) -> list[str]:
     from megatron_rl.data.benchmarks import benchmark, source_of
     from megatron_rl.data.hub_fetch import on_hub
 
-    found: list[str] = []
-    for own in sets_of(sets):
-        name = own.path or benchmark(own.name).hub or ""
-        here = False
+    names: list[str] = []
+    for entry in sets_of(sets):
+        name = entry.path or benchmark(entry.name).hub or ""
+        is_local = False
         if data_dir is not None:
-            place = Path(data_dir) / own.path if own.path else Path(source_of(benchmark(own.name), data_dir).path)
-            here = place.exists()
-        found += [name] if on_hub(name) and not here else []
-    return [*dict.fromkeys(found)]
+            place = Path(data_dir) / entry.path if entry.path else Path(source_of(benchmark(entry.name), data_dir).path)
+            is_local = place.exists()
+        names += [name] if on_hub(name) and not is_local else []
+    return [*dict.fromkeys(names)]

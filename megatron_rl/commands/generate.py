@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import random
 import shutil
 import signal
@@ -20,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pydantic
 from rich.progress import track
 
-from megatron_rl.chat_template import ASSISTANT, ChatError, problem_text, thought_opening, tokenizer_of
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION
@@ -30,6 +31,7 @@ from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.data.rows import BadRow, DataError, refuse, table_of, write_parquet
 from megatron_rl.engines.protocol import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
+from megatron_rl.messages.world import World
 from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
 from megatron_rl.run import input_digests
 from megatron_rl.run.checkpoint import read_json, write_json
@@ -38,15 +40,18 @@ from megatron_rl.session.eval_engines import open_fixed_engines
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import open_world_for, sampling_of
 from megatron_rl.spec.run_spec import GenerateSpec
-from megatron_rl.text import read_template
+from megatron_rl.texts.chat_template import ASSISTANT, ChatError, problem_text, tokenizer_of
+from megatron_rl.texts.response_forms import read_response, thought_opening
+from megatron_rl.texts.text import read_template
+from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.types import Outcome
-from megatron_rl.vocabulary import vocabulary_of
-from megatron_rl.world import World
 
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
 # Columns that are copied from a problem to its output rows, in addition to those in data.fields
 FIELDS = (QUESTION, MESSAGES, ANSWER, "data_source", "extra_info")
 BEAT_S = 600.0  # seconds between two calls to the waiting ranks; without calls, their wait would time out
+_RESPONSES = pydantic.TypeAdapter(list[list[tuple[str, bool]]])  # the responses of a chunk, as they are saved
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,16 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
     """
     # Ctrl-C ends the process at once; only the responses of the current chunk are lost
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    config, made = spec.config, list[_Generation]()  # on the driver
+    config, generations = spec.config, list[_Generation]()  # on the driver
 
     def done() -> bool:
-        asked = asked_of(spec, tokenizer_of(config.model), read_problems(config.data))
+        questions = asked_of(spec, tokenizer_of(config.model), read_problems(config.data))
         output = spec.engine.directory
         begun = (output / generation_progress.MARK).exists() or (output / generation_progress.PARTS).exists()
         record = output / input_digests.FILE
         read = input_digests.tell_changes(record, spec.settings, spec.models, begun=begun, what="answers")
-        made.append(_Generation(config, spec.settings, asked, read))
-        if not generation_progress.finished(spec.settings, made[0].problems):
+        generations.append(_Generation(config, spec.settings, questions, read))
+        if not generation_progress.finished(spec.settings, generations[0].problems):
             return False
         mark = Path(config.output) / generation_progress.MARK
         print(f"{config.output} has all answers of this config already; remove {mark} to ask the teacher again")
@@ -107,9 +112,9 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
 
         def work() -> None:
             with _beats(world):
-                answers = made[0].answer(engines[name], tokenizer)
-                made[0].write(made[0].grade(answers, tokenizer))
-                shutil.rmtree(made[0].parts)
+                answers = generations[0].answer(engines[name], tokenizer)
+                generations[0].write(generations[0].grade(answers, tokenizer))
+                shutil.rmtree(generations[0].parts)
 
         world.from_driver(work)
     return 0
@@ -146,7 +151,7 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
     if config.template is None and any("messages" not in problem.values for problem in problems):
         raise ConfigError("template is null, and the problems are no conversations: name a text file with {question}")
     template = "" if config.template is None else read_template(config.template)
-    out, long, most = [], list[BadRow](), config.max_prompt_tokens
+    kept, long, most = [], list[BadRow](), config.max_prompt_tokens
     vocabulary = vocabulary_of(config.model, tokenizer)
     for problem in problems:
         values = {name: value for name, value in problem.values.items() if name != ANSWER}
@@ -157,14 +162,14 @@ def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) ->
         if why := vocabulary.missing(tokens):
             raise DataError(f"problem {problem.row}: its prompt has {why}")
         if most is None or len(tokens) <= most:
-            out.append(Asked(problem, str(problem_text(template, values)), tokens))
+            kept.append(Asked(problem, str(problem_text(template, values)), tokens))
         else:
             why = f"its prompt has {len(tokens)} tokens: raise max_prompt_tokens = {most}"
             long.append(BadRow(f"problem {problem.row}", why))
     refuse(long, len(problems), config.data.max_bad_share, config.data.path)
-    if not out:
+    if not kept:
         raise DataError(f"every prompt is longer than max_prompt_tokens = {most}: raise it")
-    return out
+    return kept
 
 
 def _row(answered: Answered, fields: Collection[str]) -> dict[str, Any]:
@@ -181,13 +186,23 @@ def _row(answered: Answered, fields: Collection[str]) -> dict[str, Any]:
     return {**values, "prompt": prompt, "response": [{"role": ASSISTANT, "content": text}]}
 
 
+def _saved(file: Path) -> list[list[tuple[str, bool]]] | None:
+    """Returns the responses of a chunk that an earlier start has saved, or None if there is no such file or, with a
+    warning, if it is damaged."""
+    try:
+        return _RESPONSES.validate_python(read_json(file)) if file.exists() else None
+    except ValueError as error:
+        _log.warning("%s is damaged, and is made again: %s", file, error)
+        return None
+
+
 @dataclass(frozen=True)
 class _Generation:
     """The generation of responses to one problem set. Used on the driver (rank 0)."""
 
     config: GenerateConfig
     settings: Mapping[str, Any]  # the resolved config as plain values
-    asked: Sequence[Asked]
+    questions: Sequence[Asked]
     read: Mapping[str, Any]  # digests of the files that are read
 
     @property
@@ -198,73 +213,74 @@ class _Generation:
     @functools.cached_property
     def digest(self) -> str:
         """Returns the digest of everything that determines the responses: settings, model files and prompts."""
-        return generation_progress.parts_digest(self.settings, self.read, [a.tokens for a in self.asked], CHUNK)
+        return generation_progress.parts_digest(self.settings, self.read, [a.tokens for a in self.questions], CHUNK)
 
     @functools.cached_property
     def problems(self) -> str:
         """Returns the digest of the problems and responses. The file that marks the output as complete contains this
         digest."""
-        return generation_progress.problems_digest(self.read, [a.problem.values for a in self.asked], self.digest)
+        return generation_progress.problems_digest(self.read, [a.problem.values for a in self.questions], self.digest)
 
     def answer(self, engine: Engine, tokenizer: Any) -> list[Answered]:
         """Generates the responses to all problems, with a progress bar.
 
         Saves the responses of each finished chunk of CHUNK prompts in the directory `parts`. A restarted command
         continues with the first chunk that is not saved."""
-        config, asked, digest, parts = self.config, self.asked, self.digest, self.parts
+        config, questions, digest, parts = self.config, self.questions, self.digest, self.parts
 
         def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
             kept = parts / f"{digest}_{start:08d}.json"
-            if kept.exists():
-                return read_json(kept)
+            if (rows := _saved(kept)) is not None:
+                return rows
             sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
-            drawn = complete(engine, [a.tokens for a in asked[start : start + CHUNK]], sampling)
+            drawn = complete(engine, [a.tokens for a in questions[start : start + CHUNK]], sampling)
             rows = [
-                [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), c.stop.finished) for c in group]
-                for group in drawn
+                [(read_response(tokenizer, question.tokens, c.tokens).text, c.stop.finished) for c in group]
+                for question, group in zip(questions[start : start + CHUNK], drawn, strict=True)
             ]
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_json(kept, rows)
             return rows
 
-        out: list[Answered] = []
-        for start in track(range(0, len(asked), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
-            for one, group in zip(asked[start : start + CHUNK], one_chunk(start), strict=True):
-                out += [Answered(one.problem, one.prompt, *row) for row in group]
+        answers: list[Answered] = []
+        for start in track(range(0, len(questions), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
+            for question, group in zip(questions[start : start + CHUNK], one_chunk(start), strict=True):
+                answers += [Answered(question.problem, question.prompt, *row) for row in group]
             if not sys.stderr.isatty():
-                print(f"{min(start + CHUNK, len(asked))} of {len(asked)} prompts", file=sys.stderr, flush=True)
-        return out
+                print(f"{min(start + CHUNK, len(questions))} of {len(questions)} prompts", file=sys.stderr, flush=True)
+        return answers
 
-    def grade(self, found: list[Answered], tokenizer: Any) -> list[Answered]:
+    def grade(self, answers: list[Answered], tokenizer: Any) -> list[Answered]:
         """Grades the responses and returns copies with the grades. Returns the responses unchanged if the config has no
         reward. Raises RewardFailure if too many gradings fail."""
         reward = self.config.reward
         if reward is None:
-            return found
-        opened = {one.problem.row: thought_opening(tokenizer, one.tokens) for one in self.asked}
+            return answers
+        opened = {question.problem.row: thought_opening(tokenizer, question.tokens) for question in self.questions}
         with GradePool(reward) as pool:
-            graded = pool.grade([opened[a.problem.row] + a.text for a in found], [a.problem.values for a in found])
+            graded = pool.grade([opened[a.problem.row] + a.text for a in answers], [a.problem.values for a in answers])
         check_failures(graded, reward.max_failure_share)
-        return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
+        return [replace(a, graded=grading) for a, grading in zip(answers, graded, strict=True)]
 
-    def write(self, found: list[Answered]) -> None:
+    def write(self, answers: list[Answered]) -> None:
         """Writes the prompt/response pairs to Parquet files, marks the output as complete, and prints the number of
         pairs in each file.
 
         The validation split holds out whole problems, so that no problem has responses in both splits."""
         config = self.config
         fields = {*FIELDS, *resolve(config.data).fields}
-        rows = [_row(a, fields) for a in found]
-        problems = sorted({a.problem.row for a in found})
+        rows = [_row(a, fields) for a in answers]
+        problems = sorted({a.problem.row for a in answers})
         chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
         files: dict[str, list[dict[str, Any]]] = {
             name: [] for name in ("train", "validation", "truncated", "wrong", "ungraded")
         }
-        for row, a in zip(rows, found, strict=True):
+        for row, a in zip(rows, answers, strict=True):
             if not a.finished and not config.keep_truncated:
                 name = "truncated"
             elif a.graded is not None and not a.graded.correct:
-                name = "wrong" if a.graded.outcome is Outcome.SCORE else "ungraded"
+                scored = a.graded.outcome is Outcome.SCORE and not a.graded.cut_off
+                name = "wrong" if scored else "ungraded"
             else:
                 name = "validation" if a.problem.row in chosen else "train"
             files[name].append(row)
@@ -287,6 +303,6 @@ class _Generation:
         where = "are among them" if config.keep_truncated else "stand in truncated.parquet"
         print(
             f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
-            f"{sum(not a.finished for a in found)} answers were truncated at sampling.max_tokens = "
+            f"{sum(not a.finished for a in answers)} answers were truncated at sampling.max_tokens = "
             f"{config.sampling.max_tokens} and {where}; {grades}"
         )

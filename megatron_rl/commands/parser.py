@@ -26,7 +26,7 @@ OF_SETTINGS = """
 
 Settings come from YAML files, left to right, then from a.b=c words:
   megatron-rl {name} my.yaml run.seed=1
-All settings, or those of a section, with their defaults and meaning:
+Common settings, all with --all, or those of a section, and their meaning:
   megatron-rl settings --command {name} [PREFIX]
 What a config means, and what is wrong with it:
   megatron-rl check my.yaml"""
@@ -36,24 +36,25 @@ COMMANDS: Mapping[str, tuple[type, str]] = {
     "sft": (arguments.Sft, "ranks"),
     "generate": (arguments.Generate, "ranks"),
     "eval": (arguments.Eval, "ranks"),
-    "drift": (arguments.Drift, "ranks"),
     "check": (arguments.Check, "check"),
     "init": (arguments.Init, "init"),
     "settings": (arguments.Settings, "show_settings"),
     "plan": (arguments.Plan, "plan"),
     "convert": (arguments.Conversion, "conversions"),
     "data": (arguments.SplitData, "split_data"),
-    "serve": (arguments.Serve, "serve"),
     "fetch": (arguments.Fetch, "fetch"),
     "submit": (arguments.Submit, "cluster"),
     "doctor": (arguments.Doctor, "cluster"),
     "status": (arguments.Status, "cluster"),
     "stop": (arguments.Stop, "cluster"),
     "logs": (arguments.Logs, "cluster"),
-    "slice": (arguments.Slice, "cluster"),
     "report": (arguments.Report, "report"),
     "watch": (arguments.Watch, "watch"),
+    "drift": (arguments.Drift, "ranks"),
+    "serve": (arguments.Serve, "serve"),
+    "slice": (arguments.Slice, "cluster"),
 }
+ADVANCED = ("drift", "serve", "slice")  # commands that other commands run, or that few users need
 FORMS: Mapping[str, Mapping[str, type]] = {
     "convert": {
         "to-hf": arguments.ToHf,
@@ -79,8 +80,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         if name not in FORMS:
             _add_parser(commands, name, COMMANDS[name][0])
             continue
-        own = commands.add_parser(name, help=FORMS_HELP[name])
-        forms = own.add_subparsers(dest="form", required=True, metavar="FORM")
+        subparser = commands.add_parser(name, help=FORMS_HELP[name])
+        forms = subparser.add_subparsers(dest="form", required=True, metavar="FORM")
         for form, schema in FORMS[name].items():
             _add_parser(forms, form, schema)
     return parser
@@ -92,7 +93,7 @@ def _add_parser(commands: Any, name: str, schema: type) -> None:
     more = OF_SETTINGS.format(name=name) if name in typing.get_args(arguments.Command) else ""
     parser = commands.add_parser(
         name,
-        help=text,
+        help=f"advanced: {text}" if name in ADVANCED else text,
         description=f"{textwrap.fill(text, 78)}\n{details}{more}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -122,9 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser, schema: type) -> None:
         if isinstance(default, str | int | float | Path) and default is not False and default != "":
             options["help"] += f" (default: {default})"
         options |= {} if default is dataclasses.MISSING else {"default": default}
-        own = dict(field.metadata)
-        flags = own.pop("flags", [f"--{field.name.replace('_', '-')}"])
+        metadata = dict(field.metadata)
+        flags = metadata.pop("flags", [f"--{field.name.replace('_', '-')}"])
         if positional:
-            parser.add_argument(field.name, **options | own)
+            parser.add_argument(field.name, **options | metadata)
         else:
-            parser.add_argument(*flags, dest=field.name, **options | own)
+            parser.add_argument(*flags, dest=field.name, **options | metadata)

@@ -37,74 +37,74 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(config, TrainConfig):
         return _other(args)
     engine = engine_of(config)
-    asked = ClusterSpec(ranks=1, launch=config.launch, job=config.job)
-    cluster = parse_cluster(args.cluster or own_cluster(engine, asked))
+    cluster_spec = ClusterSpec(ranks=1, launch=config.launch, job=config.job)
+    cluster = parse_cluster(args.cluster or own_cluster(engine, cluster_spec))
     models = workload.models_of(config.roles, args.shape)
     spec = resolve(config, trainer_gpus(engine, cluster), to_come=True)
-    fills, names = workload.fills_of(spec.roles, args.fill), [own.name for own in spec.data.held_out]
+    fills, names = workload.fills_of(spec.roles, args.fill), [held_out.name for held_out in spec.data.held_out]
     notes = workload.guess_notes(models) + float32_notes(spec)
-    rows = Rows(given=workload.rows_given(names, args.rows), notes=notes)
+    rows = Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
     episodes, draws = workload.episodes_of(spec, args.episode), workload.draws_of(spec.roles, args.draws)
     work = workload.cycle_work(spec, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
-    made = make(case)
-    found_schedules, auto = schedules(case, made), config.rollouts.max_staleness == "auto"
+    plan = make(case)
+    found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
     if auto:
         case = case.with_staleness(best_staleness(found_schedules))
-        made = make(case)
-    made = simulated(case, made)
-    whole = totals.of_training(case, made, rows, fills)
-    found = searching.search(case) if args.search else []
-    said = searching.advice(case, made)
+        plan = make(case)
+    plan = simulated(case, plan)
+    run_totals = totals.of_training(case, plan, rows, fills)
+    proposals = searching.search(case) if args.search else []
+    advice = searching.advice(case, plan)
     others = alternatives(case)
     if args.json:
         more = {
-            "schedules": [asdict(one) for one in found_schedules],
+            "schedules": [asdict(schedule) for schedule in found_schedules],
             "max_staleness": case.spec.loop.rollouts.ahead,
-            "advice": said,
-            "engines": [asdict(one) for one in others],
-            "search": [one.plan.to_json() | {"overrides": [*one.overrides]} for one in found],
+            "advice": advice,
+            "engines": [asdict(alternative) for alternative in others],
+            "search": [proposal.plan.to_json() | {"overrides": [*proposal.overrides]} for proposal in proposals],
         }
-        print(_json(made, whole, more))
+        print(_json(plan, run_totals, more))
     else:
         console = _console()
-        tables.show(made, said, console, notes=rows.notes)
+        tables.show(plan, advice, console, notes=rows.notes)
         tables.show_schedules(found_schedules, case.spec.loop.rollouts.ahead, console, auto=auto)
         tables.show_alternatives(others, console)
         if args.search:
-            tables.show_search(found, made, console)
-        console.print(str(whole))
-    return int(not found) if args.search else int(bool(made.problems))
+            tables.show_search(proposals, plan, console)
+        console.print(str(run_totals))
+    return int(not proposals) if args.search else int(bool(plan.problems))
 
 
 def _other(args: argparse.Namespace) -> int:
     """Plans `sft`, `generate` or `eval`. Returns 0 if the planned command fits in memory, otherwise 1."""
     command, config = load(args.settings)
-    given = {"--search": args.search, "--draws": args.draws, "--episode": args.episode}
-    refuse(*(f"{option} is for runs of `train`; this is a config of `{command}`" for option in given if given[option]))
+    flags = {"--search": args.search, "--draws": args.draws, "--episode": args.episode}
+    refuse(*(f"{option} is for runs of `train`; this is a config of `{command}`" for option in flags if flags[option]))
     spec = specify(config, 1)[0]
     run, job = other_commands.as_run(spec), getattr(config, "job", JobConfig())
-    asked = ClusterSpec(ranks=1, launch=config.launch, job=job)
-    cluster = parse_cluster(args.cluster or own_cluster(run.engine, asked))
+    cluster_spec = ClusterSpec(ranks=1, launch=config.launch, job=job)
+    cluster = parse_cluster(args.cluster or own_cluster(run.engine, cluster_spec))
     ranks = trainer_gpus(run.engine, cluster)  # refuses engines that do not fit
     spec = resolve(config, ranks if isinstance(spec, SftSpec) else 1, to_come=True)
     models, fills = workload.models_of(run.roles, args.shape), workload.fills_of(run.roles, args.fill)
-    names = [own.name for own in spec.evaluated] if isinstance(spec, EvalSpec) else ["data"]
+    names = [evaluated.name for evaluated in spec.evaluated] if isinstance(spec, EvalSpec) else ["data"]
     notes = workload.guess_notes(models) + float32_notes(spec)
-    rows = Rows(given=workload.rows_given(names, args.rows), notes=notes)
+    rows = Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
     case = Case(spec=run, cluster=cluster, models=models, work=other_commands.work_of(spec, run, rows, fills))
-    made = make(case)
-    whole = totals.of_command(spec, case, made, rows)
+    plan = make(case)
+    run_totals = totals.of_command(spec, case, plan, rows)
     if args.json:
-        print(_json(made, whole, {"notes": rows.notes}))
+        print(_json(plan, run_totals, {"notes": rows.notes}))
     else:
-        tables.show_parts(made, _console(), notes=rows.notes)
-        _console().print(str(whole))
-    return int(bool(made.problems))
+        tables.show_parts(plan, _console(), notes=rows.notes)
+        _console().print(str(run_totals))
+    return int(bool(plan.problems))
 
 
-def _json(made: RunPlan, whole: Totals, more: Mapping[str, Any]) -> str:
-    return json.dumps({**made.to_json(), "totals": asdict(whole), **more}, indent=1)
+def _json(plan: RunPlan, run_totals: Totals, more: Mapping[str, Any]) -> str:
+    return json.dumps({**plan.to_json(), "totals": asdict(run_totals), **more}, indent=1)
 
 
 def _console() -> Console:

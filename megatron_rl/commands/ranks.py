@@ -20,12 +20,12 @@ from megatron_rl.commands import settings, staleness
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import refusing, without_passwords
+from megatron_rl.lib.user_code import told
 from megatron_rl.run.run_directory import check_start, only_one
 from megatron_rl.run.startup_messages import tell
 from megatron_rl.session import launch_ranks
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
-from megatron_rl.user_code import told
 
 LEFT = 130  # exit status of a run that saved and exited because a signal asked it to
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # files of NVIDIA's driver on Linux and on WSL
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         )
     ranks = place.world_size if place else config.launch.nproc
     config = staleness.chosen(config, ranks, say=lambda text: host and tell(args.command, text))
-    spec = resolve(config, ranks, here=host)
+    spec = resolve(config, ranks, host=host)
     if host is not None:
         if isinstance(spec, TrainingSpec):  # checks the run directory now, because later imports take half a minute
             job = job_from(os.environ)
@@ -136,13 +136,13 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], in
     gc.disable()  # garbage collection would take a sixth of the import time and would free almost nothing
     # Ctrl-C during imports ends the process at once. Without this, a KeyboardInterrupt could be lost, because Python
     # ignores exceptions in destructors.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         module = importlib.import_module(f"megatron_rl.{MODULES[args.command]}")
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
         gc.enable()
-    given = {name: value for name, value in vars(args).items() if name in ("fresh", "events", "updates") and value}
+    options = {name: value for name, value in vars(args).items() if name in ("fresh", "events", "updates") and value}
     if args.command in ("generate", "eval"):
-        given["environment"] = os.environ
-    return functools.partial(module.run, **given)
+        options["environment"] = os.environ
+    return functools.partial(module.run, **options)

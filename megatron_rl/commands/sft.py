@@ -7,7 +7,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import random
+import logging
+import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -17,28 +18,32 @@ import numpy as np
 
 from megatron_rl.algorithms.policy_loss import GIVEN_REFERENCE, PolicyLoss
 from megatron_rl.algorithms.value_loss import loss_of
-from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config.schema import ConfigError, SftData
-from megatron_rl.conversion.trained import export_model
+from megatron_rl.data.epochs import EpochOrder
 from megatron_rl.data.sft import mismatched, read_samples, rows_of_loss, sft_rollouts
+from megatron_rl.lib.regular_files import regular
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World
+from megatron_rl.run.json_lines import UNREADABLE
 from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session.builders import peak_flops
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
+from megatron_rl.session.trained import export_model
 from megatron_rl.spec.run_spec import SftSpec
+from megatron_rl.texts.chat_template import tokenizer_of
+from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.training.update import Trainee, evaluate, policy_logprobs, update
 from megatron_rl.types import Rollout
-from megatron_rl.vocabulary import vocabulary_of
 from megatron_rl.weights.dist_checkpoint import refuse_code
-from megatron_rl.world import World
 
 Row = list[Rollout]  # the rollouts of one data row: one rollout, or two for a chosen and a rejected response
 REFERENCE_CHUNK = 4096  # number of rollouts whose reference log-probs are computed in one pass
 # loss metrics that compare the trainer with an engine; they are not shown, because `sft` has no engine
 OF_ENGINES = ("ratio", "engine_gap", "engine_kl")
+_log = logging.getLogger(__name__)
 
 
 def run(spec: SftSpec, place: Place) -> int:
@@ -67,7 +72,7 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
         if driver.finished:
             return 0
         driver.say(
-            f"{len(samples)} samples; {steps} steps of {spec.samples_per_step} samples; "
+            f"{len(samples)} samples; {steps} steps of up to {spec.samples_per_step} samples; "
             f"{sum(len(rollout.tokens) for row in samples for rollout in row)} tokens"
         )
         done = 0
@@ -75,9 +80,9 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
             refuse_code(driver.resumed.path / "model")
             policy.state.load(driver.resumed.path / "model")
             done = driver.resumed.number
-        own = (samples, validation) if world.rank == 0 else None
+        driver_rows = (samples, validation) if world.rank == 0 else None
         with memory_explained(driver.directory.path, world.rank, {"model": policy.memory.held_bytes}):
-            finished = _train(spec, world, driver, policy, (own, validates, range(done, steps)), interrupts)
+            finished = _train(spec, world, driver, policy, (driver_rows, validates, range(done, steps)), interrupts)
         if finished:
             export_model(world, policy.export, role.model, driver.directory.path / "model")
             policy.export.write_adapter(driver.directory.path / "adapter")
@@ -98,18 +103,25 @@ def _train(
     validation samples) on the driver (rank 0) and None on other ranks. Returns True if all steps are done. If a signal
     requests the exit, saves a checkpoint and returns False.
     """
-    own, validates, todo = plan
+    driver_rows, validates, todo = plan
     steps, role = todo.stop, spec.roles["model"]
-    given, speed = spec.loss.precompute_ref_log_probs, peak_flops(spec.run, role.model.dtype)
-    loss = PolicyLoss(role.loss, given_reference=True) if given else loss_of(role)
-    trainee = Trainee(policy=policy, loss=loss, peak_flops=speed)
-    if given:
+    precomputed = spec.loss.precompute_ref_log_probs
+    loss = PolicyLoss(role.loss, given_reference=True) if precomputed else loss_of(role)
+    trainee = Trainee(policy=policy, loss=loss, peak_flops=peak_flops(spec.run, role.model.dtype))
+    if precomputed:
         with driver.watch("reference_logprobs"):
-            read = repr(sorted(driver.record.inputs.items()))
-            with_reference(world, policy, own, driver.directory.path / "reference_logprobs.npz", inputs=read)
+            place, read = driver.directory.path / "reference_logprobs.npz", repr(sorted(driver.record.inputs.items()))
+            with_reference(world, policy, driver_rows, place, inputs=read)
 
-    def with_kl(rollouts: list[Rollout] | None) -> list[Rollout] | None:
-        return _with_kl(world, policy, rollouts, spec.data.max_tokens) if "kl" in loss.needs else rollouts
+    samples, validation = driver_rows or ([], [])
+    order = EpochOrder(len(samples), spec.samples_per_step, seed=spec.run.seed, shuffle=spec.data.shuffle)
+
+    def drawn(step: int | None) -> list[Rollout] | None:
+        """Returns the driver's rollouts of a step, or of the validation data if `step` is None. Collective."""
+        rows = validation if step is None or driver_rows is None else [samples[i] for i in order.of_step(step)]
+        rollouts = None if driver_rows is None else [rollout for row in rows for rollout in row]
+        other_row = Row() if driver_rows is None else samples[0 if step is None else order.before(step)]
+        return _with_kl(world, policy, rollouts, other_row, spec.data.max_tokens) if "kl" in loss.needs else rollouts
 
     saver = Saver(world, driver, {"model": policy.state}, background=spec.run.async_save)
     driver.leave.begin()
@@ -118,14 +130,13 @@ def _train(
             profiled(spec.run.profile, driver.directory.path, iteration=step, rank=world.rank),
             driver.watch("train"),
         ):
-            metrics = update(world, trainee, with_kl(None if own is None else samples_of(own[0], step, spec)))
+            metrics = update(world, trainee, drawn(step))
         if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):
-                found = evaluate(world, trainee, with_kl(None if own is None else [r for row in own[1] for r in row]))
-            metrics |= {f"validation_{name}": value for name, value in found.items() if name == "loss" or "/" in name}
+                scores = evaluate(world, trainee, drawn(None))
+            metrics |= {f"validation_{name}": value for name, value in scores.items() if name == "loss" or "/" in name}
         driver.log(step, "sft", _shown(metrics), iteration=step)
-        leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
-        last = step + 1 == steps
+        leave, last = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave())), step + 1 == steps
         if leave or last or (spec.run.save_every and (step + 1) % spec.run.save_every == 0):
             saver.save(step + 1, {"step": step + 1})
         saver.settle(wait=leave or last)
@@ -135,7 +146,7 @@ def _train(
 
 
 def with_reference(
-    world: World, policy: MegatronPolicy, own: tuple[list[Row], list[Row]] | None, place: Path, *, inputs: str
+    world: World, policy: MegatronPolicy, driver_rows: tuple[list[Row], list[Row]] | None, place: Path, *, inputs: str
 ) -> None:
     """Adds the reference model's log-probs to the driver's training and validation rows, as the value GIVEN_REFERENCE
     of each token. Called by every rank. The log-probs are computed once and saved to the file `place` in the run
@@ -144,44 +155,48 @@ def with_reference(
     `inputs`: description of the files that the run reads, including the model. If the description has changed, the
         log-probs are computed again.
     """
-    rows = [] if own is None else [*own[0], *own[1]]
-    rollouts, known = [one for row in rows for one in row], list[np.ndarray]()
+    rows = [] if driver_rows is None else [*driver_rows[0], *driver_rows[1]]
+    rollouts, stored = [rollout for row in rows for rollout in row], list[np.ndarray]()
     digest = hashlib.sha256(f"{_digest(rows)} {inputs}".encode()).hexdigest()
 
     def missing() -> int:
         if place.exists():
-            with np.load(place) as kept:
-                known.extend([kept["logprobs"]] if str(kept["digest"]) == digest else [])
-        return 0 if known else len(rollouts)
+            try:
+                with open(place, "rb", opener=regular) as file, np.load(file) as kept:
+                    stored.extend([kept["logprobs"]] if str(kept["digest"]) == digest else [])
+            except (EOFError, zipfile.BadZipFile, *UNREADABLE) as error:
+                _log.warning("%s is damaged, and is computed again: %s", place, error)
+        return 0 if stored else len(rollouts)
 
-    count, found = world.from_driver(missing), list[np.ndarray]()
+    count, chunks = world.from_driver(missing), list[np.ndarray]()
     for start in range(0, count, REFERENCE_CHUNK):
-        part = None if own is None else rollouts[start : start + REFERENCE_CHUNK]
-        found += policy_logprobs(world, policy, part, reference=True) or []
-    if own is None:
+        part = None if driver_rows is None else rollouts[start : start + REFERENCE_CHUNK]
+        chunks += policy_logprobs(world, policy, part, reference=True) or []
+    if driver_rows is None:
         return
-    if not known:
-        known.append(np.concatenate(found))
+    if not stored:
+        stored.append(np.concatenate(chunks))
         partial = place.with_name(f".{place.name}")
-        np.savez(partial, digest=digest, logprobs=known[0])
+        np.savez(partial, digest=digest, logprobs=stored[0])
         partial.replace(place)
-    values = iter(np.split(known[0], np.cumsum([len(one.tokens) for one in rollouts])[:-1]))
+    values = iter(np.split(stored[0], np.cumsum([len(rollout.tokens) for rollout in rollouts])[:-1]))
     for row in rows:
-        row[:] = [dataclasses.replace(one, values={**one.values, GIVEN_REFERENCE: next(values)}) for one in row]
+        row[:] = [dataclasses.replace(r, values={**r.values, GIVEN_REFERENCE: next(values)}) for r in row]
 
 
 def _with_kl(
-    world: World, policy: MegatronPolicy, rollouts: list[Rollout] | None, max_tokens: int
+    world: World, policy: MegatronPolicy, rollouts: list[Rollout] | None, other_row: Row, max_tokens: int
 ) -> list[Rollout] | None:
     """Returns the driver's rollouts with an estimate of KL(policy || reference) as the value "kl" of each token. As in
     KTO, the estimate is the mean log-ratio of mismatched responses (see `data.sft.mismatched`), or 0 if the mean is
-    negative. Called by every rank.
+    negative. `other_row`: another row, whose responses are used if the rollouts are of a single row. Called by every
+    rank.
     """
-    others = None if rollouts is None else mismatched(rollouts, max_tokens)
-    own, reference = (policy_logprobs(world, policy, others, reference=which) for which in (False, True))
-    if rollouts is None or own is None or reference is None:
+    others = None if rollouts is None else mismatched(rollouts, max_tokens, other_row=other_row)
+    logprobs, reference = (policy_logprobs(world, policy, others, reference=which) for which in (False, True))
+    if rollouts is None or logprobs is None or reference is None:
         return None
-    gaps = [a.sum(dtype=np.float64) - b.sum(dtype=np.float64) for a, b in zip(own, reference, strict=True)]
+    gaps = [a.sum(dtype=np.float64) - b.sum(dtype=np.float64) for a, b in zip(logprobs, reference, strict=True)]
     kl = np.float32(max(0.0, np.mean(gaps)))
     return [dataclasses.replace(r, values={**r.values, "kl": np.full(len(r.tokens), kl)}) for r in rollouts]
 
@@ -200,10 +215,10 @@ def _read(spec: SftSpec, samples: list[Row], validation: list[Row]) -> tuple[int
     """Appends the training and validation samples to the lists `samples` and `validation`. Called on the driver (rank
     0).
 
-    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the settings result in
-    zero steps."""
+    Returns (number of optimizer steps, whether there is validation data). Raises ConfigError if the loss needs more
+    rows."""
     data, model, loss = spec.data, spec.roles["model"].model, loss_of(spec.roles["model"])
-    tokenizer, kind = tokenizer_of(model), rows_of_loss(loss.needs, uses_advantages=loss.uses_advantages)
+    tokenizer, kind = tokenizer_of(model), rows_of_loss(loss.needs)
     make = functools.partial(
         sft_rollouts, tokenizer=tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens,
         max_bad_share=data.max_bad_share, vocabulary=vocabulary_of(model, tokenizer),
@@ -212,13 +227,12 @@ def _read(spec: SftSpec, samples: list[Row], validation: list[Row]) -> tuple[int
     if data.validation is not None:
         held_out = dataclasses.replace(data, train=data.validation)
         validation += _by_row(make(read_samples(held_out, split="validation", kind=kind)))
-    steps = spec.steps or round(spec.epochs * len(samples) / spec.samples_per_step)
-    if steps < 1:
+    if "kl" in loss.needs and len(samples) == 1:
         raise ConfigError(
-            f"{len(samples)} samples, {spec.epochs} epochs, samples_per_step {spec.samples_per_step}: "
-            "that makes zero steps; lower samples_per_step"
+            f"data.train = {data.train!r} has one row, and loss.objective = {spec.loss.objective!r} combines each "
+            "prompt with the response of another row: give at least 2 rows"
         )
-    return steps, bool(validation)
+    return spec.num_steps(len(samples)), bool(validation)
 
 
 def _by_row(rollouts: Sequence[Rollout]) -> list[Row]:
@@ -229,30 +243,18 @@ def _by_row(rollouts: Sequence[Rollout]) -> list[Row]:
 def _told(data: SftData, samples: Sequence[Row], validation: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Returns a description of each data set, which is saved in the record of the run's inputs. The key is "rows of
     data.train" or "rows of data.validation". The value has the path, the row count and the sha256 of the rows."""
-    told = {}
+    descriptions = {}
     for name, path, rows in (("train", data.train, samples), ("validation", data.validation, validation)):
-        told[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": _digest(rows)}
-    return told
+        descriptions[f"rows of data.{name}"] = {"path": path, "rows": len(rows), "sha256": _digest(rows)}
+    return descriptions
 
 
 def _digest(rows: Sequence[Row]) -> str:
     """Returns the sha256 of the rows' tokens, trained positions, advantages, and further inputs of the loss such as
     margins."""
     digest = hashlib.sha256()
-    for one in (rollout for row in rows for rollout in row):
-        digest.update(one.tokens.tobytes() + one.trainable.tobytes())
-        digest.update(b"" if one.advantages is None else np.float64(one.advantages).tobytes())
-        digest.update(b"".join(values.tobytes() for values in one.values.values()))
+    for rollout in (rollout for row in rows for rollout in row):
+        digest.update(rollout.tokens.tobytes() + rollout.trainable.tobytes())
+        digest.update(b"" if rollout.advantages is None else np.float64(rollout.advantages).tobytes())
+        digest.update(b"".join(values.tobytes() for values in rollout.values.values()))
     return digest.hexdigest()
-
-
-def samples_of(samples: Sequence[Row], step: int, spec: SftSpec) -> list[Rollout]:
-    """Returns the rollouts of one optimizer step. Each pass over the data (epoch) has a different, deterministic
-    order."""
-    wanted = range(step * spec.samples_per_step, (step + 1) * spec.samples_per_step)
-    orders: dict[int, list[int]] = {}
-    for epoch in {i // len(samples) for i in wanted}:
-        orders[epoch] = list(range(len(samples)))
-        if spec.data.shuffle:
-            random.Random(f"{spec.run.seed}/{epoch}").shuffle(orders[epoch])
-    return [one for i in wanted for one in samples[orders[i // len(samples)][i % len(samples)]]]

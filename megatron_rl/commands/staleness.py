@@ -7,7 +7,8 @@ from collections.abc import Callable
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.planning.schedule import best_staleness, predicted
+from megatron_rl.lib.leaf_modules import leaf
+from megatron_rl.lib.regular_files import read_text
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.run_directory import RunDirectory, config_changes
 from megatron_rl.spec.checks import problems
@@ -39,17 +40,18 @@ def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda 
     if wrong or problems(spec, to_come=True):
         return only  # the config has errors, which the command reports later
     assert isinstance(spec, RunSpec)
+    planning = leaf("planning.schedule", AUTO)
     try:
-        cluster, found = predicted(spec)
+        cluster, schedules = planning.predicted(spec)
     except ConfigError as error:
         raise ConfigError(f"{AUTO}: the rates cannot be predicted, set a number instead: {error}") from error
     allowed = [
-        one for one in found
-        if not problems(specify(with_staleness(config, one.max_staleness), ranks)[0], to_come=True)
+        schedule for schedule in schedules
+        if not problems(specify(with_staleness(config, schedule.max_staleness), ranks)[0], to_come=True)
     ]  # fmt: skip
-    best = best_staleness(allowed)
-    rates = ", ".join(f"{one.iterations_per_hour:.3g}" for one in allowed)
-    numbers = ", ".join(str(one.max_staleness) for one in allowed)
+    best = planning.best_staleness(allowed)
+    rates = ", ".join(f"{schedule.iterations_per_hour:.3g}" for schedule in allowed)
+    numbers = ", ".join(str(schedule.max_staleness) for schedule in allowed)
     say(f"{AUTO} takes {best}: {rates} iterations an hour are predicted for {numbers} on {cluster}")
     return with_staleness(config, best)
 
@@ -60,7 +62,7 @@ def _recorded(directory: RunDirectory, config_text: str) -> int | None:
     """
     if not directory.config.exists():
         return None
-    text = directory.config.read_text(encoding="utf-8", errors="replace")
+    text = read_text(directory.config, errors="replace")
     try:
         number = config_files.parse(text, str(directory.config))["rollouts"]["max_staleness"]
     except (ConfigError, KeyError, TypeError):

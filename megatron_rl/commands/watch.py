@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
+import socket
 import sys
 import tempfile
 import threading
@@ -19,6 +20,8 @@ from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS
 from megatron_rl.run.metrics import FILE_NAME
 
 HOST = "127.0.0.1"
+MOST_STRANGERS = 64  # number of open connections that have not shown the token; each has a thread
+SILENT_S = 10.0  # seconds after which a connection that sends or receives nothing is closed
 # Patterns of the files that change while a run, or a sweep of runs, goes on
 CHANGING = tuple(f"{place}{name}" for place in ("", "*/") for name in (FILE_NAME, "summary.json", "evaluations"))
 
@@ -41,10 +44,38 @@ class ReportServer(ThreadingHTTPServer):
     """An HTTP server for one report on the loopback interface.
 
     `address`: the URL of the report. The URL contains a random token, so that other users of the machine cannot read
-    the report, although they can reach the port.
+    the report, although they can reach the port. At most MOST_STRANGERS connections may be open that have not shown the
+    token: the oldest one is closed when another one comes.
     """
 
     address: str
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._strangers: dict[socket.socket, None] = {}  # open connections without the token, the oldest first
+        self._change = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handles a connection in a thread of its own, and closes the oldest stranger if there are too many."""
+        with self._change:
+            self._strangers[request] = None
+            oldest = next(iter(self._strangers)) if len(self._strangers) > MOST_STRANGERS else None
+            if oldest is not None:
+                del self._strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then reads the end of the connection, and closes it
+        super().process_request(request, client_address)
+
+    def trust(self, request: Any) -> None:
+        """Notes that a connection has shown the token, or is closed. It does not count as a stranger any more."""
+        with self._change:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        self.trust(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores the error of a browser that closed the connection too early. Prints the traceback of other errors."""
@@ -61,7 +92,7 @@ def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
 
     def version() -> str:
         files = (file.stat() for pattern in CHANGING for file in sorted(watched.glob(pattern)))
-        return ".".join(f"{one.st_mtime_ns}-{one.st_size}" for one in files)
+        return ".".join(f"{stat.st_mtime_ns}-{stat.st_size}" for stat in files)
 
     def report() -> bytes:
         nonlocal written
@@ -72,7 +103,11 @@ def open_server(watched: Path, directory: Path, port: int) -> ReportServer:
             return page.read_bytes().replace(b"<head>", f'<head><meta name="version" content="{written}">'.encode(), 1)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = SILENT_S
+
         def do_GET(self) -> None:
+            if self.path.startswith(f"/{token}/"):
+                server.trust(self.connection)
             answers = {f"/{token}/": report, f"/{token}/version": lambda: version().encode()}
             status, kind = 200, "html" if self.path == f"/{token}/" else "plain"
             try:

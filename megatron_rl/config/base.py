@@ -66,10 +66,10 @@ def refusal_of(check: Callable[..., object], *args: object, place: str = "") -> 
     return []
 
 
-def hint(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Returns the text "did you mean ...?" with the name in `known` that is most similar to `name`, or the text
+def hint(name: str, names: Iterable[str], otherwise: str) -> str:
+    """Returns the text "did you mean ...?" with the name in `names` that is most similar to `name`, or the text
     `otherwise` if there is no similar name."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
@@ -110,10 +110,10 @@ def config(cls: type[C]) -> type[C]:
     constructor raises ConfigError with all messages. A class that defines `__post_init__` must call
     `refuse(*self.problems())` in its `__post_init__`.
     """
-    made: Any = cls
-    made.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    schema: Any = cls
+    schema.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     if hasattr(cls, "problems") and "__post_init__" not in vars(cls):
-        made.__post_init__ = lambda self: refuse(*self.problems())
+        schema.__post_init__ = lambda self: refuse(*self.problems())
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -129,10 +129,10 @@ def read_object(file: Path) -> dict[str, Any]:
     with refusing(lambda error: f"{file} cannot be read as JSON ({error}): fetch it again", *UNREADABLE):
         if (size := file.stat().st_size) > MOST_JSON_BYTES:
             raise ConfigError(f"{file} has {size} bytes, and at most {MOST_JSON_BYTES} are read: is it another file?")
-        found: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse_constant)
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} holds {str(found)[:40]!r} where a JSON object must stand: fetch it again")
-    return found
+        value: Any = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} holds {str(value)[:40]!r} where a JSON object must stand: fetch it again")
+    return value
 
 
 @config
@@ -153,10 +153,10 @@ def sections(settings: Any, kind: type[C], place: str = "") -> dict[str, C]:
     if isinstance(settings, kind):
         return {place: settings}
     parts = vars(settings) if dataclasses.is_dataclass(settings) else settings if isinstance(settings, dict) else {}
-    found: dict[str, C] = {}
+    by_name: dict[str, C] = {}
     for name, part in parts.items():
-        found |= sections(part, kind, f"{place}.{name}" if place else str(name))
-    return found
+        by_name |= sections(part, kind, f"{place}.{name}" if place else str(name))
+    return by_name
 
 
 def field_comments(schema: type) -> dict[str, str]:

@@ -37,7 +37,7 @@ def resolve(source: PromptSet) -> PromptSet:
         return source
     ready = settings_table().get(source.settings)
     if ready is None:
-        raise ConfigError(f"data.settings = {source.settings!r} is not known; there are {', '.join(settings_table())}")
+        raise ConfigError(f"data.settings = {source.settings!r} is unknown; known are {', '.join(settings_table())}")
     left_out = {"question"} if "messages" in source.fields else {}
     return dataclasses.replace(
         source,

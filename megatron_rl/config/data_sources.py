@@ -42,31 +42,31 @@ class Sources:
     def problems(self) -> Iterator[str]:
         """Yields an error message for each source with an invalid name or without data, for a `path` that no source
         uses, and if all weights are 0."""
-        for name, own in self.sources.items():
+        for name, source in self.sources.items():
             if not re.fullmatch(r"[\w./-]+", name):
                 yield f"data.sources: {name!r}: name a source by letters, digits and . _ - /"
-            if not (own.path or self.path):
+            if not (source.path or self.path):
                 yield f"data.sources.{name} has no path: give one, or set data.path to data with a column data_source"
-        if self.path and all(own.path not in ("", self.path) for own in self.sources.values()):
+        if self.path and all(source.path not in ("", self.path) for source in self.sources.values()):
             yield f"data.path = {self.path!r}: every source has a path of its own; leave data.path out, or set it to ''"
-        if not any(own.weight for own in self.sources.values()):
+        if not any(source.weight for source in self.sources.values()):
             yield "data.sources: no source has a weight above 0: give at least one"
 
     def __post_init__(self) -> None:
         """Gives each source without a path the path `data.path`, and a filter for the rows whose column `data_source`
         contains the source's name."""
         refuse(*self.problems())
-        own = {
+        completed = {
             name: source if source.path else replace(
                 source, path=self.path, filters={"data_source": name, **source.filters}
             )
             for name, source in self.sources.items()
         }  # fmt: skip
-        object.__setattr__(self, "sources", own)
+        object.__setattr__(self, "sources", completed)
 
 
-def _kind(given: Any) -> str:
-    several = "sources" in given if isinstance(given, Mapping) else isinstance(given, Sources)
+def _kind(setting: Any) -> str:
+    several = "sources" in setting if isinstance(setting, Mapping) else isinstance(setting, Sources)
     return "(sources)" if several else "(set)"
 
 

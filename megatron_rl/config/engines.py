@@ -52,7 +52,7 @@ class Servers:
 
     # Whether a server can hold both models of Tandem RL, the senior and the junior (roles.NAME.tandem)
     holds_tandems: ClassVar[bool] = False
-    # Whether a server returns the experts it chose for each token (roles.NAME.router_replay)
+    # Whether the project's client reads the experts that a server chose for each token (roles.NAME.router_replay)
     tells_experts: ClassVar[bool] = False
     # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off, so that
     # `megatron-rl plan` counts this memory
@@ -152,8 +152,8 @@ class Servers:
             if role.tandem is not None and self.quantization
         ]
         return problems + [
-            f"roles.{name}.router_replay = true with engine.kind = {self.kind!r}: its servers do not tell the experts "
-            "that they choose; set engine.kind to vllm or embedded, or router_replay to false"
+            f"roles.{name}.router_replay = true with engine.kind = {self.kind!r}: the experts that its servers choose "
+            "are not read; set engine.kind to vllm or embedded, or router_replay to false"
             for name, role in roles.items()
             if role.router_replay and not self.tells_experts
         ]

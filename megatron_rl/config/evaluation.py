@@ -18,6 +18,14 @@ from megatron_rl.config.engines import Embedded
 from megatron_rl.config.model import Model, SamplingConfig
 from megatron_rl.config.run import Launch
 
+# The reward that is the weighted sum of several functions; see rewards/reward_functions.py
+REWARD_FUNCTIONS = "megatron_rl.rewards.reward_functions:RewardFunctions"
+# Names of metrics that need to know which answers are correct, up to a suffix such as _greedy
+OF_CORRECT = re.compile(r"(accuracy|pass@\d+|maj@\d+|best_of_\d+|vote_of_\d+)(_greedy)?")
+NO_SCALE = (
+    "reward.range is not set, and a sum of reward functions may be any number: set it to the lowest and highest reward"
+)
+
 
 @config
 class Reward:
@@ -28,18 +36,21 @@ class Reward:
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the function
     # Lowest and highest score that the function may return. An answer is correct if its score is above their midpoint.
     # A score outside the range is a failed grading, and is an error in the preflight (the checks before training).
-    range: tuple[float, float] = (0.0, 1.0)
+    # null: 0 and 1; for RewardFunctions, any numbers. An evaluation of RewardFunctions then has no accuracy if a score
+    # is outside of 0 to 1, and whatever needs to know which answers are correct is refused.
+    range: tuple[float, float] | None = None
     workers: PositiveInt = 2  # number of worker processes
     # Timeout of one answer in seconds; a worker that takes longer is killed. For a function that grades batches, the
     # timeout is multiplied by the batch size. If a batch times out or raises, its answers are graded one by one.
     timeout_s: PositiveFloat = 5.0
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
-    # What happens to an answer whose grading was cut off (by the time limit, the memory limit or a crash) although the
-    # problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer is
-    # removed from its group of samples. In both cases the answer does not count towards max_failure_share.
+    # What happens to an answer whose grading was cut off twice (by the time limit, the memory limit or a crash) while
+    # the problem's reference answer is graded without error. wrong: the answer gets the lowest score. drop: the answer
+    # is removed from its group of samples. In both cases it is counted in the metric graded/cut_off, and it counts
+    # towards max_failure_share, because a service that hangs for some answers looks the same.
     cut_off: Literal["wrong", "drop"] = "wrong"
-    # Maximum fraction of an update's gradings or episodes that may fail, counted after failed ones were tried a second
-    # time. If more fail, the run stops.
+    # Maximum fraction of an update's gradings or episodes that may fail or be cut off, counted after failed ones were
+    # tried a second time. If more fail, the run stops.
     max_failure_share: Share = 0.05
     # An answer that is wrong for every problem. The preflight before training checks that the reward function rejects
     # this answer.
@@ -49,15 +60,21 @@ class Reward:
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
 
     @property
-    def threshold(self) -> float:
-        """Returns the score above which an answer is considered correct: the midpoint of `range`."""
-        return (self.range[0] + self.range[1]) / 2
+    def bounds(self) -> tuple[float, float]:
+        """Returns the lowest and the highest score; [0, 1] if the setting `range` is null."""
+        return self.range or (0.0, 1.0)
+
+    @property
+    def threshold(self) -> float | None:
+        """Returns the score above which an answer is considered correct: the midpoint of `range`. Returns None if no
+        scale is declared: the target is RewardFunctions, and `range` is null."""
+        return None if self.range is None and self.target == REWARD_FUNCTIONS else sum(self.bounds) / 2
 
     def problems(self) -> Iterator[str]:
         """Yields error messages about the arguments, the range of scores and the format of the answer."""
         yield from not_finite(self.args, "reward.args")
-        if not self.range[0] < self.range[1]:
-            yield f"reward.range = {list(self.range)}: give the least score, then a greater one"
+        if not self.bounds[0] < self.bounds[1]:
+            yield f"reward.range = {list(self.bounds)}: give the least score, then a greater one"
         if "{answer}" not in self.answer_format:
             yield f"reward.answer_format = {self.answer_format!r}: it needs {{answer}} where the answer stands"
 
@@ -106,7 +123,7 @@ class EvaluationSet(PromptSet):
 
 Named = Annotated[
     Annotated[str, pydantic.Tag("(name)")] | Annotated[EvaluationSet, pydantic.Tag("(set)")],
-    pydantic.Discriminator(lambda given: "(name)" if isinstance(given, str) else "(set)"),
+    pydantic.Discriminator(lambda entry: "(name)" if isinstance(entry, str) else "(set)"),
 ]
 Sets = tuple[Named, ...]  # a string is the name of a benchmark
 
@@ -164,7 +181,7 @@ class Evaluation:
         without evaluations during training. Call it only for a whole config: a part may have `best` without `sets`."""
         yield from sets_problems("evaluation.sets", self.sets, n=self.n, k=self.k, temperature=self.temperature)
         followed = {"best": self.best, "early_stop": self.early_stop}
-        for name in (name for name, own in followed.items() if own is not None):
+        for name in (name for name, setting in followed.items() if setting is not None):
             if not self.sets:
                 yield f"evaluation.{name} without evaluation.sets: no evaluation takes place; set evaluation.sets"
             elif not self.every:
@@ -172,27 +189,27 @@ class Evaluation:
 
 
 def sets_of(sets: Sets) -> list[EvaluationSet]:
-    """Returns the sets of a setting `sets` as EvaluationSets. A string in `sets` is the name of a benchmark."""
-    return [EvaluationSet(name=own) if isinstance(own, str) else own for own in sets]
+    """Returns the sets of a setting `sets` as a list of EvaluationSet. A string in `sets` names a benchmark."""
+    return [EvaluationSet(name=entry) if isinstance(entry, str) else entry for entry in sets]
 
 
 def sets_problems(setting: str, sets: Sets, *, n: int, k: Sequence[int], temperature: float) -> Iterator[str]:
     """Yields error messages about sets with the same name, about a k of pass@k above the number of samples, and about
     several samples at temperature 0. `setting`: name of the setting that contains the sets, for the messages. `n`, `k`,
     `temperature`: values for sets in which these settings are null."""
-    found = sets_of(sets)
-    names = [own.title for own in found]
+    entries = sets_of(sets)
+    names = [entry.title for entry in entries]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"{setting}: {', '.join(twice)} is there twice: give the sets different names"
-    for own in found:
-        samples, ks = own.n or n, own.k or k
-        if too_large := [one for one in ks if one > samples]:
+    for entry in entries:
+        samples, ks = entry.n or n, entry.k or k
+        if too_large := [count for count in ks if count > samples]:
             yield (
-                f"{setting}: {own.title}: k = {[*ks]} with n = {samples}: pass@{too_large[0]} needs as many samples; "
+                f"{setting}: {entry.title}: k = {[*ks]} with n = {samples}: pass@{too_large[0]} needs as many samples; "
                 "raise n"
             )
-        if samples > 1 and (temperature if own.temperature is None else own.temperature) == 0:
-            yield f"{setting}: {own.title}: n = {samples} with temperature = 0 draws equal samples; raise temperature"
+        if samples > 1 and (temperature if entry.temperature is None else entry.temperature) == 0:
+            yield f"{setting}: {entry.title}: n = {samples} with temperature = 0 draws equal samples; raise temperature"
 
 
 @config
@@ -266,11 +283,6 @@ class EvalConfig:
 
     def problems(self) -> Iterator[str]:
         """Yields error messages about settings of the evaluation that contradict each other or are incomplete."""
-        if self.reward.range != (0.0, 1.0):
-            yield (
-                f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1; other ranges "
-                "are measured by the evaluations of a run (evaluation.sets) and by Trainer.evaluate"
-            )
         if not self.sets:
             yield "sets = []: name benchmarks (gsm8k, amc23, ...), or give a set of your own as {path: my.jsonl}"
         yield from sets_problems("sets", self.sets, n=self.n, k=self.k, temperature=1.0)  # n greedy samples are allowed

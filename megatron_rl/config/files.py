@@ -87,23 +87,23 @@ class _Loader(yaml.SafeLoader):
             raise ConfigError(f"{where}: {', '.join(twice)} is given twice; keep one")
         return super().construct_mapping(node, deep=deep)
 
-    def count(self, node: yaml.Node, known: dict[int, int], depth: int = 0) -> int:
+    def count(self, node: yaml.Node, counts: dict[int, int], depth: int = 0) -> int:
         """Returns the number of values in a node with its aliases expanded. Raises ConfigError for too many or too
-        deeply nested values. `known`: {id: count} of the nodes that were counted already."""
+        deeply nested values. `counts`: {id: count} of the nodes that were counted already."""
         if isinstance(node, yaml.ScalarNode):
             return 1
-        if id(node) not in known:
+        if id(node) not in counts:
             if depth >= MAX_DEPTH:
                 raise ConfigError(
                     f"{self.name}: values are nested more than {MAX_DEPTH} deep, or an alias lies in what it names"
                 )
             pairs = [(part,) for part in node.value] if isinstance(node, yaml.SequenceNode) else node.value
-            known[id(node)] = 1 + sum(self.count(part, known, depth + 1) for pair in pairs for part in pair)
-            if known[id(node)] > MAX_VALUES:
+            counts[id(node)] = 1 + sum(self.count(part, counts, depth + 1) for pair in pairs for part in pair)
+            if counts[id(node)] > MAX_VALUES:
                 raise ConfigError(
                     f"{self.name}: more than {MAX_VALUES} values, with aliases written out: a config is small"
                 )
-        return known[id(node)]
+        return counts[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -152,7 +152,7 @@ def load(
     labels = ", ".join(source.label for source in sources)
 
     def explained(error: Any) -> str:
-        return "\n  ".join(sorted({line for one in error.errors() for line in _explain_error(schema, one, sources)}))
+        return "\n  ".join(sorted({line for e in error.errors() for line in _explain_error(schema, e, sources)}))
 
     with (
         refusing(lambda error: f"{labels}: {error}; use plain numbers, text, lists and mappings", *_ODD),
@@ -168,13 +168,13 @@ def _defaults(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
     """Returns {name of a section: its default settings} for each section in which `sources` set a key. The defaults are
     those that the schema declares for the section, which may differ from the defaults of the section's class. For
     example, SftConfig declares another learning rate than the class Optimizer."""
-    given = {key for source in sources for key, value in source.tree.items() if isinstance(value, Mapping)}
-    made = [
+    named = {key for source in sources for key, value in source.tree.items() if isinstance(value, Mapping)}
+    defaults = [
         (f.name, f.default_factory())
         for f in dataclasses.fields(schema)
-        if f.name in given and callable(f.default_factory)
+        if f.name in named and callable(f.default_factory)
     ]
-    return {name: tree_of(section) for name, section in made if dataclasses.is_dataclass(section)}
+    return {name: tree_of(section) for name, section in defaults if dataclasses.is_dataclass(section)}
 
 
 def _harmful(value: Any, where: str) -> Iterator[str]:
@@ -193,8 +193,8 @@ def _harmful(value: Any, where: str) -> Iterator[str]:
         )
     elif type(value) is int and abs(value) > MAX_INT:
         # Shows huge integers in hexadecimal, because Python refuses to convert them to decimal.
-        told = str(value) if abs(value) < 10**40 else f"{value:#x}"[:40] + "..."
-        yield f"{where} = {told}: give a number of at most 64 bits"
+        shown = str(value) if abs(value) < 10**40 else f"{value:#x}"[:40] + "..."
+        yield f"{where} = {shown}: give a number of at most 64 bits"
 
 
 @functools.cache
@@ -231,15 +231,17 @@ def read_tree(
     return _merged(schema, _sources(files, trees, overrides))
 
 
-def read_keys(files: Sequence[Path]) -> set[str]:
-    """Returns the top-level keys of YAML files and of their base files."""
-    return {key for source in _sources(files, (), ()) for key in source.tree}
+def read_top(files: Sequence[Path]) -> dict[str, Any]:
+    """Returns {top-level key: value in the last file that has the key} of YAML files and of their base files."""
+    return {key: value for source in _sources(files, (), ()) for key, value in source.tree.items()}
 
 
 def read_yaml(path: Path) -> Any:
     """Returns the content of a YAML file, parsed as configs are (YAML 1.2 scalars). Raises ConfigError if it cannot be
     read."""
     with refusing(lambda error: f"{path} cannot be read: {error}; is it a YAML file?", *UNREADABLE):
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no regular file: give a YAML file")
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ConfigError(f"{path} has {size} bytes: a config has {MAX_BYTES} at most")
         return parse(path.read_text(encoding="utf-8"), str(path))
@@ -249,10 +251,10 @@ def _sources(
     files: Sequence[Path], trees: Sequence[tuple[str, Mapping[str, Any]]], overrides: Sequence[str]
 ) -> list[_Source]:  # fmt: skip
     """Returns the settings of all files, trees and overrides, in order of increasing precedence."""
-    found: list[_Source] = []
+    sources: list[_Source] = []
     for file in files:
-        _read(Path(file), (), found)
-    found += [_Source(name, dict(tree)) for name, tree in trees]
+        _read(Path(file), (), sources)
+    sources += [_Source(name, dict(tree)) for name, tree in trees]
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not all(part.strip() for part in key.split(".")) or key.count(".") >= MAX_DEPTH:
@@ -260,8 +262,8 @@ def _sources(
         tree: Any = parse(value, f"override {text!r}")
         for part in reversed(key.split(".")):
             tree = {part.strip(): tree}
-        found.append(_Source(f"override {text!r}", tree))
-    return found
+        sources.append(_Source(f"override {text!r}", tree))
+    return sources
 
 
 def _merged(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
@@ -271,9 +273,9 @@ def _merged(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
     return tree
 
 
-def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
-    """Loads a config file and appends its settings to `out`, after the settings of the files that its key `base` names.
-    `seen`: the chain of files whose `base` led to this file; used to detect cycles."""
+def _read(file: Path, seen: tuple[Path, ...], sources: list[_Source]) -> None:
+    """Loads a config file and appends its settings to `sources`, after the settings of the files that its key `base`
+    names. `seen`: the chain of files whose `base` led to this file; used to detect cycles."""
     path = file.resolve()
     if path in seen:
         circle = " -> ".join(p.name for p in (*seen, path))
@@ -289,9 +291,9 @@ def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
     if not isinstance(bases, list) or not all(isinstance(base, str) and base.isprintable() for base in bases):
         raise ConfigError(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
     for base in bases:
-        _read(file.parent / base, (*seen, path), out)
-    out.append(_Source(str(file), tree))
-    if len(out) > MAX_FILES:
+        _read(file.parent / base, (*seen, path), sources)
+    sources.append(_Source(str(file), tree))
+    if len(sources) > MAX_FILES:
         raise ConfigError(
             f"{file}: the config is made of more than {MAX_FILES} files, each counted as often as it is named"
         )
@@ -315,14 +317,14 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any])
     """Returns `old` recursively updated with `new`. If `new` selects another variant of a union by its key `kind`, the
     values of `old` are dropped. `kinds`: the types in the schema that the mapping may represent."""
     tags = [tag for kind in kinds if (tag := _tag(kind)) is not None]
-    before = old.get("kind", tags[0]) if len(tags) > 1 else None
-    out = dict(old) if before is None or new.get("kind", before) == before else {}
+    old_kind = old.get("kind", tags[0]) if len(tags) > 1 else None
+    merged = dict(old) if old_kind is None or new.get("kind", old_kind) == old_kind else {}
     for key, value in new.items():
         if isinstance(value, Mapping):
-            own = out.get(key)
-            value = _merge(own if isinstance(own, Mapping) else {}, value, _inside(kinds, key))
-        out[key] = value
-    return out
+            old_value = merged.get(key)
+            value = _merge(old_value if isinstance(old_value, Mapping) else {}, value, _inside(kinds, key))
+        merged[key] = value
+    return merged
 
 
 def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> Iterator[str]:
@@ -331,10 +333,16 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> Ite
     name, origin = ".".join(place) or "(whole config)", _origin(place, sources)
     match problem["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
-            known = [
-                f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind) if f.init
-            ]
-            cure = hint(place[-1], known, f"known here: {', '.join(known)}")
+            fields = {
+                f.name: typing.get_type_hints(kind)[f.name]
+                for kind in kinds
+                if dataclasses.is_dataclass(kind)
+                for f in dataclasses.fields(kind)
+                if f.init
+            }
+            cure = hint(place[-1], fields, f"known here: {', '.join(fields)}")
+            if inside := [key for key, kind in fields.items() if _has_field(kind, place[-1])]:
+                cure = f"set {'.'.join([*place[:-1], inside[0], 'NAME', place[-1]])} for each NAME in {inside[0]}"
             for key, words in [*named_elsewhere(name, problem["input"])] or [(name, cure)]:
                 yield f"{origin}: {key}: unknown key; {words}"
         case "missing" | "missing_argument":
@@ -342,12 +350,20 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> Ite
         case "value_error":
             # A message of a section's method `problems` may begin with the section's name, which is not repeated then.
             for message in problem["msg"].removeprefix("Value error, ").split("\n  "):
-                own = place and message.startswith(f"{place[-1]}.")
-                yield f"{origin}: {'.'.join([*place[:-1], message]) if own or not place else f'{name}: {message}'}"
+                has_name = place and message.startswith(f"{place[-1]}.")
+                yield f"{origin}: {'.'.join([*place[:-1], message]) if has_name or not place else f'{name}: {message}'}"
         case kind:
             cure = _CURES.get(kind, "").format(**problem.get("ctx", {}))
             cure = cure or problem["msg"].replace("Input should be", "give a value")  # mostly bounds
             yield f"{origin}: {name} = {json.dumps(problem['input'], default=str)[:80]}: {cure}"
+
+
+def _has_field(kind: Any, key: str) -> bool:
+    """Returns whether a type is a mapping of names to sections that have the field `key`."""
+    values = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
+    return any(
+        dataclasses.is_dataclass(value) and key in {f.name for f in dataclasses.fields(value)} for value in values
+    )
 
 
 def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
@@ -374,6 +390,8 @@ def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]
     kinds: list[Any] = [schema]
     for part in location:
         if part.startswith("("):  # the tag of a variant
+            hints = [typing.get_type_hints(kind, include_extras=True) for kind in parents if isinstance(kind, type)]
+            kinds = [kind for fields in hints for kind in _tagged(fields.get(place[-1]), part)] or kinds
             continue
         variants = [kind for kind in kinds if part == _tag(kind)]
         if variants and len(kinds) > 1:
@@ -384,19 +402,32 @@ def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]
     return place, parents
 
 
+def _tagged(hint: Any, tag: str) -> list[Any]:
+    """Returns the types in a union that have the pydantic.Tag `tag`. `hint`: an annotation with its metadata."""
+    kinds = []
+    for part in typing.get_args(hint):
+        tags = [mark.tag for mark in typing.get_args(part) if isinstance(mark, pydantic.Tag)]
+        kinds += [typing.get_args(part)[0]] if tag in tags else _tagged(part, tag)
+    return kinds
+
+
 def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
     """Returns the types that the value of `key` may have inside a value of one of the types `kinds` (dataclasses, dicts
     or tuples); [] if none of these types has the key."""
-    found: list[Any] = []
+    hints_of_key: list[Any] = []
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and key in (hints := typing.get_type_hints(kind)):
-            found.append(hints[key])
+            hints_of_key.append(hints[key])
         elif typing.get_origin(kind) is dict:
-            found.append(typing.get_args(kind)[1])
+            hints_of_key.append(typing.get_args(kind)[1])
         elif typing.get_origin(kind) is tuple:
-            found.append(typing.get_args(kind)[0])
+            hints_of_key.append(typing.get_args(kind)[0])
     unions = (typing.Union, types.UnionType)
-    return [one for kind in found for one in (typing.get_args(kind) if typing.get_origin(kind) in unions else [kind])]
+    return [
+        variant
+        for kind in hints_of_key
+        for variant in (typing.get_args(kind) if typing.get_origin(kind) in unions else [kind])
+    ]
 
 
 def _tag(kind: Any) -> Any:

@@ -81,6 +81,10 @@ class Layout:
             )
 
 
+Kl = Literal["k1", "k2", "k3"]  # estimators of the KL divergence per token, see algorithms/kl.py
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}  # bytes of one weight, by Model.dtype
+
+
 @config
 class Model:
     """The files of a model, and the settings with which the model is built."""
@@ -89,6 +93,9 @@ class Model:
     path: str
     tokenizer: str | None = None  # directory of the tokenizer; null: `path`
     chat_template: str | None = None  # file with a Jinja chat template; null: the tokenizer's template
+    # Texts that begin and end a thought in the model's responses, such as ["<think>", "</think>"]. null: those of the
+    # chat template (docs/how_to/writing_a_reward.md).
+    thought_marks: tuple[str, str] | None = None
     # pretrained: load the weights from `path`. random: initialize the weights at random from the seed.
     init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of weights and activations
@@ -106,7 +113,8 @@ class Model:
     # triton: Triton kernels of megatron_rl. They need a GPU, and are compared with torch's operations before their use.
     # torch: torch's operations. auto: triton if it is available on all ranks.
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: no loss.
+    # Weight of the load-balancing loss of experts (Switch Transformer's, computed for each sequence, then averaged over
+    # all tokens of the optimizer step); 0: no loss.
     router_aux_loss: NonNegativeFloat = 0.0
     # Compute matmuls in FP8 with Transformer Engine; needs a GPU that supports FP8 (H100 or later, not A100).
     fp8: bool = False
@@ -208,7 +216,7 @@ class LossConfig:
     reset_reference_every: PositiveInt | None = None
     # Schulman's estimator of the KL divergence per token. k1: the log-ratio. k2: half the squared log-ratio.
     # k3: unbiased, with low variance, and never negative.
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl: Kl = "k3"
     # Maximum KL estimate k3 of a token; a clamped token has no KL gradient; null: no clamp
     kl_clamp: PositiveFloat | None = None
     # Multiply a token's KL by the ratio p / p_old, and compute the gradient through the ratio as well. The gradient is
@@ -356,7 +364,7 @@ class RoleConfig:
     chat: bool = False
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never truncated
     micro_batch_tokens: PositiveInt = 8192  # maximum size of a micro-batch, in tokens per context-parallel rank
-    # Number of samples per optimizer step (B); null: one optimizer step per update
+    # Number of samples per optimizer step (B); null: one optimizer step per update. An agent in an episode is a sample.
     samples_per_optimizer_step: PositiveInt | None = None
     data: PromptSet | None = None  # problems of this role's iterations; null: the run's `data`
     # For models with experts: train each token with the experts that the engine chose for it. Not supported with engine

@@ -47,12 +47,12 @@ def named_elsewhere(key: str, value: Any) -> Iterator[tuple[str, str]]:
     `key`: dotted name of the unknown setting. `value`: the setting's value; if it is a mapping, its keys are searched.
     """
     name = key.rpartition(".")[2]
-    if found := VERL.get(key) or TRL.get(name):
-        yield key, f"this is {'verl' if key in VERL else 'TRL'}'s name; here it is {found.replace('*', 'NAME')}"
+    if name_here := VERL.get(key) or TRL.get(name):
+        yield key, f"this is {'verl' if key in VERL else 'TRL'}'s name; here it is {name_here.replace('*', 'NAME')}"
     elif key in ("recipe", "roles"):
         yield key, "only configs of `train` have it; `eval` needs model, sets and reward (docs/how_to/evaluation.md)"
     elif isinstance(value, Mapping):
-        for inner, own in value.items():
-            yield from named_elsewhere(f"{key}.{inner}", own)
+        for inner, inner_value in value.items():
+            yield from named_elsewhere(f"{key}.{inner}", inner_value)
     elif key.partition(".")[0] in VERL_ROOTS:
         yield key, "this is verl's name; list the settings here by `megatron-rl settings`, with a word of the name"

@@ -27,19 +27,20 @@ def find(target: str) -> Any:
     found. If the module raises an exception other than ImportError during its import, this function raises it, too.
     """
     module_name, name = _parts(target)
-    here = f"is it in the current directory ({look_here()}) or installed?"
-    with refusing(lambda error: f"plug-in {target!r}: cannot import {module_name} ({error}); {here}", ImportError):
+    cure = f"is it in the current directory ({look_here()}) or installed?"
+    with refusing(lambda error: f"plug-in {target!r}: cannot import {module_name} ({error}); {cure}", ImportError):
         module = importlib.import_module(module_name)
+    _refuse_hidden(target, vars(module).get("__file__"))
     _refuse_missing(target, vars(module), vars(module).get("__file__"))
     return vars(module)[name]
 
 
 def find_function(target: str) -> Any:
     """Returns the function named by `package.module:name`. Raises ConfigError if it is not found or not callable."""
-    found = find(target)
-    if not callable(found):
-        raise ConfigError(f"plug-in {target!r} is a {type(found).__name__}: name a function or a dataclass")
-    return found
+    function = find(target)
+    if not callable(function):
+        raise ConfigError(f"plug-in {target!r} is a {type(function).__name__}: name a function or a dataclass")
+    return function
 
 
 def look_at(use: Use) -> None:
@@ -55,13 +56,14 @@ def look_at(use: Use) -> None:
     if file is None or module_name in sys.modules or file.suffix != ".py":
         build(use)
         return
+    _refuse_hidden(use.target, file)
     defined = _definitions(file)
     if name not in defined and "*" in defined:
         return
     _refuse_missing(use.target, defined, file)
-    found = defined[name]
-    if isinstance(found, ast.FunctionDef) and not found.decorator_list and found.args.kwarg is None:
-        _refuse_unknown(use, [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)])
+    definition = defined[name]
+    if isinstance(definition, ast.FunctionDef) and not definition.decorator_list and definition.args.kwarg is None:
+        _refuse_unknown(use, [argument.arg for argument in (*definition.args.args, *definition.args.kwonlyargs)])
 
 
 def _parts(target: str) -> tuple[str, str]:
@@ -70,6 +72,18 @@ def _parts(target: str) -> tuple[str, str]:
         raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
     module, _, name = target.partition(":")
     return module, name
+
+
+def _refuse_hidden(target: str, file: object) -> None:
+    """Raises ConfigError if the module in `package.module:name` is an installed one, and the current directory has a
+    module of the same name, which the user may have meant. `file`: the file of the module that was found."""
+    module, _, _ = target.partition(":")
+    if module.partition(".")[0] == __name__.partition(".")[0] or not isinstance(file, (str, Path)):
+        return
+    place = Path.cwd().joinpath(*module.split("."))
+    for hidden in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+        if hidden.exists() and hidden.resolve() != Path(file).resolve():
+            raise ConfigError(f"plug-in {target!r}: {hidden} is hidden by the installed {file}: rename it")
 
 
 def _refuse_missing(target: str, names: Iterable[str], file: object) -> None:
@@ -83,11 +97,11 @@ def _refuse_missing(target: str, names: Iterable[str], file: object) -> None:
         raise ConfigError(f"plug-in {target!r}: {module} has no {name!r}; {cure}")
 
 
-def _refuse_unknown(use: Use, known: list[str]) -> None:
-    """Raises ConfigError if `use` has arguments that are not in `known`."""
-    cure = f"it takes {', '.join(known) or 'none'}"
-    unknown = [name for name in use.args if name not in known]
-    refuse(*(f"plug-in {use.target}: unknown argument {name!r}; {hint(name, known, cure)}" for name in unknown))
+def _refuse_unknown(use: Use, accepted: list[str]) -> None:
+    """Raises ConfigError if `use` has arguments that are not in `accepted`."""
+    cure = f"it takes {', '.join(accepted) or 'none'}"
+    unknown = [name for name in use.args if name not in accepted]
+    refuse(*(f"plug-in {use.target}: unknown argument {name!r}; {hint(name, accepted, cure)}" for name in unknown))
 
 
 def _definitions(file: Path) -> dict[str, ast.AST]:
@@ -100,18 +114,18 @@ def _definitions(file: Path) -> dict[str, ast.AST]:
         waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, SyntaxError):
         return {"*": ast.Pass()}
-    out: dict[str, ast.AST] = {}
+    definitions: dict[str, ast.AST] = {}
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            out[node.name] = node
+            definitions[node.name] = node
             continue
         if isinstance(node, ast.alias):
-            out[node.asname or node.name.partition(".")[0]] = node
+            definitions[node.asname or node.name.partition(".")[0]] = node
         elif isinstance(node, ast.Name):
-            out.setdefault(node.id, node)
+            definitions.setdefault(node.id, node)
         waiting += ast.iter_child_nodes(node)
-    return out
+    return definitions
 
 
 def is_target(text: str) -> bool:
@@ -122,10 +136,11 @@ def is_target(text: str) -> bool:
 
 def look_here() -> str:
     """Appends the current directory to `sys.path`, so that its modules can be imported, and returns the directory."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # appended at the end, so that a local folder called `datasets` does not hide the library
-    return here
+    directory = str(Path.cwd())
+    if directory not in sys.path and "" not in sys.path:
+        # appended at the end, so that a local folder called `datasets` does not hide the library
+        sys.path.append(directory)
+    return directory
 
 
 def module_file(name: str) -> Path | None:
@@ -145,14 +160,14 @@ def build(use: Use) -> Any:
 
     Raises ConfigError for an invalid target or invalid arguments. The message names all invalid arguments.
     """
-    found = find_function(use.target)
-    if isinstance(found, type) and dataclasses.is_dataclass(found):
-        return files.load(found, trees=[(f"plug-in {use.target}", use.args)])
-    if isinstance(found, type) and use.args:
+    plugin = find_function(use.target)
+    if isinstance(plugin, type) and dataclasses.is_dataclass(plugin):
+        return files.load(plugin, trees=[(f"plug-in {use.target}", use.args)])
+    if isinstance(plugin, type) and use.args:
         raise ConfigError(
             f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes"
         )
-    parameters = inspect.signature(found).parameters.values() if use.args else ()
+    parameters = inspect.signature(plugin).parameters.values() if use.args else ()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         _refuse_unknown(use, [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)])
-    return functools.partial(found, **use.args) if use.args else found
+    return functools.partial(plugin, **use.args) if use.args else plugin

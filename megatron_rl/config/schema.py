@@ -19,7 +19,15 @@ from megatron_rl.config.data_sources import SOURCES, Data, Source, Sources
 from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engine_kinds import Engine
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers
-from megatron_rl.config.evaluation import EvalConfig, Evaluation, EvaluationSet, GradingConfig, JudgingConfig, Reward
+from megatron_rl.config.evaluation import (
+    NO_SCALE,
+    EvalConfig,
+    Evaluation,
+    EvaluationSet,
+    GradingConfig,
+    JudgingConfig,
+    Reward,
+)
 from megatron_rl.config.model import (
     CORRECTION_AHEAD,
     REWARD_OBJECTIVES,
@@ -83,9 +91,9 @@ class TrainConfig:
     def problems(self) -> Iterator[str]:
         """Yields error messages about stages that are not in increasing order, about a `same_as` that names a role
         whose policy cannot be shared, and about a `value_coef` without a critic that shares the policy."""
-        for number, (before, stage) in enumerate(itertools.pairwise(self.stages), start=1):
-            if stage.until <= before.until:
-                yield f"stages[{number}].until = {stage.until}: the stage before it ends at {before.until}; give more"
+        for number, (earlier, stage) in enumerate(itertools.pairwise(self.stages), start=1):
+            if stage.until <= earlier.until:
+                yield f"stages[{number}].until = {stage.until}: the stage before it ends at {earlier.until}; give more"
         for name, role in self.roles.items():
             owner = self.roles.get(role.same_as or name)
             if owner is None or role.same_as is not None and owner.same_as is not None:
@@ -140,8 +148,7 @@ class SftLoss:
 
     # nll: negative log-likelihood of the responses. dpo, dpo_norm, ipo, simpo: preference pairs. kto: responses with a
     # label. a_lol, rwr: responses with a reward. bradley_terry: train a reward model on preference pairs. prm: train a
-    # process reward model on labelled steps (docs/how_to/reward_models.md). Other values: any other objective of
-    # algorithms/objectives.py, or module:name.
+    # process reward model on labelled steps (docs/how_to/reward_models.md). Other values: module:name of your own.
     objective: str = "nll"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective, such as beta
     # true: compute the reference model's log-probs of all rows once, before the first step, and store them in the run
@@ -163,7 +170,8 @@ class SftConfig:
     # dir/name/adapter, and the model with the merged adapter in dir/name/model.
     lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
-    samples_per_step: PositiveInt = 64  # rows of the data per optimizer step
+    # Rows of the data per optimizer step. Every epoch trains each row once; its last step has the rest of the rows.
+    samples_per_step: PositiveInt = 64
     steps: PositiveInt | None = None  # number of optimizer steps; null: `epochs` passes over the data
     epochs: PositiveFloat = 1.0  # passes over the data if `steps` is null
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
@@ -232,8 +240,10 @@ class GenerateConfig:
     job: JobConfig = field(default_factory=JobConfig)
 
     def problems(self) -> Iterator[str]:
-        """Yields an error message if `output` is not a usable path."""
-        return path_problems("output", self.output)
+        """Yields an error message if `output` is not a usable path, or if it is unknown which answers are correct."""
+        yield from path_problems("output", self.output)
+        if self.reward is not None and self.reward.threshold is None:
+            yield f"{NO_SCALE}, so that wrong answers can be set aside"
 
     @property
     def directory(self) -> Path:

@@ -45,10 +45,10 @@ def sources(tree: Any) -> dict[str, Path]:
     are imported.
     """
     texts = {setting: text for setting, text in _texts(tree, "") if setting.partition(".")[0] not in NOT_READ}
-    found = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}
-    named = [name for setting, file in found.items() if setting.endswith(".pickled") for name in _names_in(file)]
+    files = {name: file for setting, text in texts.items() for name, file in _files(setting, text)}
+    named = [name for setting, file in files.items() if setting.endswith(".pickled") for name in _names_in(file)]
     targets = {text.partition(":")[0] for text in texts.values() if is_target(text)}
-    return found | {f"{MODULE}{name}": file for name, file in _modules(targets, {*named})}
+    return files | {f"{MODULE}{name}": file for name, file in _modules(targets, {*named})}
 
 
 def is_code(name: str) -> bool:
@@ -89,10 +89,10 @@ def _files(setting: str, text: str) -> Iterator[tuple[str, Path]]:
 
 def _names_in(pickled: Path) -> set[str]:
     """Returns the texts in a pickled function that may be names of modules. Nothing is unpickled."""
-    found: set[str] = set()
+    texts: set[str] = set()
     with contextlib.suppress(ValueError):  # ignored, because unpickling the file later reports the error
-        found |= {text for _, text, _ in pickletools.genops(pickled.read_bytes()) if isinstance(text, str)}
-    return {text for text in found if all(part.isidentifier() for part in text.split("."))}
+        texts |= {text for _, text, _ in pickletools.genops(pickled.read_bytes()) if isinstance(text, str)}
+    return {text for text in texts if all(part.isidentifier() for part in text.split("."))}
 
 
 def _modules(targets: set[str], others: set[str]) -> Iterator[tuple[str, Path]]:
@@ -127,16 +127,16 @@ def _imports(source: bytes, package: str) -> set[str]:
         nodes = [*ast.walk(ast.parse(source))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parts, *([node.module] if node.module else [])])
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-    packages = {name.rsplit(".", count)[0] for name in found for count in range(1, name.count(".") + 1)}
-    return {name for name in found | packages if name}
+            modules |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    packages = {name.rsplit(".", count)[0] for name in modules for count in range(1, name.count(".") + 1)}
+    return {name for name in modules | packages if name}
 
 
 def _own_file(name: str, tops: set[str]) -> Path | None:

@@ -35,16 +35,16 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
     text.
     """
     words = [text.split() for text in texts]
-    lengths = np.array([len(own) for own in words], np.float64)
+    lengths = np.array([len(text_words) for text_words in words], np.float64)
     shared = [_shared_ngrams(words, order) for order in ORDERS]
     # for each n-gram order: the number of n-grams of each text, at least 1
     counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]
     logs = [
-        np.log(np.where(found > 0, found, NONE_SHARED) / count[:, None])
-        for found, count in zip(shared, counted, strict=True)
+        np.log(np.where(matches > 0, matches, NONE_SHARED) / count[:, None])
+        for matches, count in zip(shared, counted, strict=True)
     ]
-    own, other = np.maximum(lengths, 1.0)[:, None], lengths[None, :]
-    brevity = np.where(own > other, 0.0, 1.0 - other / own)
+    hypothesis, reference = np.maximum(lengths, 1.0)[:, None], lengths[None, :]
+    brevity = np.where(hypothesis > reference, 0.0, 1.0 - reference / hypothesis)
     bleu = np.where(shared[0] > 0, np.exp(brevity + sum(logs) / len(ORDERS)), 0.0)
     later = np.triu(1.0 - bleu, k=1)
     return later + later.T
@@ -56,13 +56,13 @@ def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
     """
     # n-gram -> [(index of a text, number of occurrences in the text)]
     places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
-    for i, own in enumerate(words):
-        for ngram, count in Counter(zip(*(own[k:] for k in range(order)), strict=False)).items():
+    for i, text_words in enumerate(words):
+        for ngram, count in Counter(zip(*(text_words[k:] for k in range(order)), strict=False)).items():
             places[ngram].append((i, count))
     shared = np.zeros((len(words), len(words)))
-    for found in places.values():
-        if len(found) > 1:
-            texts, counts = np.array(found).T
+    for occurrences in places.values():
+        if len(occurrences) > 1:
+            texts, counts = np.array(occurrences).T
             shared[np.ix_(texts, texts)] += np.minimum.outer(counts, counts)
     return shared
 
@@ -88,13 +88,13 @@ def _clusters(distances: np.ndarray, limit: float) -> list[int]:
             near[tip] = near[:, tip] = np.inf
             chain.pop()
         elif len(chain) > 1 and near[tip, chain[-2]] == near[tip, nearest]:
-            other = chain[-2]
-            joined = (sizes[tip] * near[tip] + sizes[other] * near[other]) / (sizes[tip] + sizes[other])
+            neighbour = chain[-2]
+            joined = (sizes[tip] * near[tip] + sizes[neighbour] * near[neighbour]) / (sizes[tip] + sizes[neighbour])
             near[tip] = near[:, tip] = joined
-            near[other] = near[:, other] = np.inf
-            sizes[tip] += sizes[other]
-            labels[labels == labels[other]] = labels[tip]
-            growing.remove(other)
+            near[neighbour] = near[:, neighbour] = np.inf
+            sizes[tip] += sizes[neighbour]
+            labels[labels == labels[neighbour]] = labels[tip]
+            growing.remove(neighbour)
             chain.clear()
         else:
             chain.append(nearest)

@@ -37,8 +37,8 @@ def read_comparison(text: str) -> Comparison:
     """Parses a judge's answer, which may be any text. The scores are the two numbers in the last <scores> block."""
     _, opened, rest = text.rpartition("<scores>")
     inside, closed, _ = rest.partition("</scores>")
-    found = _SCORES.fullmatch(inside) if opened and closed else None
-    scores = None if found is None else (float(found[1]), float(found[2]))
+    match = _SCORES.fullmatch(inside) if opened and closed else None
+    scores = None if match is None else (float(match[1]), float(match[2]))
     if scores is None or max(scores) > BEST:
         return Comparison(None, 0.0)
     form = _FORM.fullmatch(text.strip()) if all(text.count(tag) == 1 for tag in _TAGS) else None
@@ -54,13 +54,13 @@ class Pair:
 
     id: str
     payload: Mapping[str, Any]
-    own: str  # the margin of the pair is the score of this response minus the score of `other`
-    other: str
-    turned: bool  # True if `other` is shown first
+    response: str  # the margin of the pair is the score of this response minus the score of `rival`
+    rival: str
+    turned: bool  # True if `rival` is shown first
 
     def margin(self, scores: tuple[float, float]) -> float:
-        """Returns the score of `own` minus the score of `other`. `scores`: the judge's scores, in the order in which
-        the responses were shown.
+        """Returns the score of `response` minus the score of `rival`. `scores`: the judge's scores, in the order in
+        which the responses were shown.
         """
         return scores[1] - scores[0] if self.turned else scores[0] - scores[1]
 
@@ -88,11 +88,11 @@ class Comparisons:
         self._watch, self._orders = context.watch, orders
         self._found: dict[int, list[Answer]] = {}
 
-    def add(self, place: int, prompt: Prompt, own: str, other: str) -> None:
+    def add(self, place: int, prompt: Prompt, response: str, rival: str) -> None:
         """Asks the judge about a pair, in each of the pair's orders. `place`: index of the pair. An order is skipped if
         its prompt is too long."""
         for turned in self._orders(place):
-            self._judging.ask(2 * place + turned, Pair(prompt.id, prompt.payload, own, other, turned))
+            self._judging.ask(2 * place + turned, Pair(prompt.id, prompt.payload, response, rival, turned))
 
     def finish(self) -> list[Answer]:
         """Waits for all answers of the judge. Returns the answers, sorted by the index and the order of the pair."""
@@ -107,7 +107,7 @@ class Comparisons:
         for turned in self._orders(place):
             answers = self._found.get(2 * place + turned, [])
             scores = [(answer.item, answer.opinion.scores) for answer in answers]
-            read = [pair.margin(found) for pair, found in scores if found is not None]
+            read = [pair.margin(pair_scores) for pair, pair_scores in scores if pair_scores is not None]
             if not read:
                 return None
             margins.append(fmean(read))
@@ -131,5 +131,5 @@ def comparison_metrics(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _prompt(context: RolloutContext, template: str, pair: Pair) -> Prompt | None:
-    first, second = (pair.other, pair.own) if pair.turned else (pair.own, pair.other)
+    first, second = (pair.rival, pair.response) if pair.turned else (pair.response, pair.rival)
     return judge_prompt(context, template, pair.id, pair.payload, first=first, second=second)

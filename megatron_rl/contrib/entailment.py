@@ -8,7 +8,7 @@ from megatron_rl.config.base import Count
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import fill, read_template
+from megatron_rl.texts.text import fill, read_template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,7 @@ class Entailment(Grpo):
     be used as the judge of the recipe Rubric with judge_template: entailment_verifier.
     """
 
+    allows_votes = False  # a vote may elect a verdict that is neither yes nor no
     group_size: Count = 8
     template: str = "entailment_verifier"  # template with {question}, {response}, {criterion}
 

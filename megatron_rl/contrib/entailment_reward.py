@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.texts.tags import boxed
 
 _LABELS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 

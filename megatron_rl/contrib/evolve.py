@@ -15,9 +15,9 @@ from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, ma
 from megatron_rl.recipes.answers import accuracies_of_fitting
 from megatron_rl.recipes.solutions import check_arguments, check_length, sampling_for
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
-from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import decode_all, fill, read_template
+from megatron_rl.texts.tags import boxed
+from megatron_rl.texts.text import decode_all, fill, read_template
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -77,7 +77,7 @@ class Evolve(Recipe):
         n, tried, pooled = self.proposals, self.proposals * self.answers, self.proposals * (self.practice == "pool")
         samples = {PROPOSER: n, SOLVER: pooled or tried, JUDGE: pooled or tried * self.judgements}
         drawn = {PROPOSER: n, SOLVER: tried + pooled, JUDGE: (n + tried) * self.judgements + pooled}
-        return {role: RecipeRole(samples=own, drawn=drawn) for role, own in samples.items()}
+        return {role: RecipeRole(samples=count, drawn=drawn) for role, count in samples.items()}
 
     def schedule(self) -> Schedule:
         return [[(PROPOSER, SOLVER, JUDGE)]] * self.updates
@@ -88,15 +88,17 @@ class Evolve(Recipe):
     def check(self, spec: RunSpec) -> None:
         check_length(spec, PROPOSER, "proposer_template", self._templates["proposer_template"])
 
+    def reads_answers(self) -> Mapping[str, str]:
+        return dict.fromkeys((SOLVER,), "the judge reads answers without thoughts")
+
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         seeds, rng = source.take(), random.Random(context.seed_for(iteration.number, "pool"))
-        known = self._pool_with(new := [str(seed.payload["question"]) for seed in seeds])
+        known_questions = self._pool_with(new := [str(seed.payload["question"]) for seed in seeds])
         count = len(seeds) * self.proposals
-        pool = dict(enumerate(rng.sample(known, min(count, len(known)))))
-        prompts = [self._proposer_prompt(context, known, rng) for _ in range(count)]
-        proposed = sample(
-            context, PROPOSER, prompts, self._speaker(iteration, context, PROPOSER, "proposed", 1).sampling
-        )
+        pool = dict(enumerate(rng.sample(known_questions, min(count, len(known_questions)))))
+        prompts = [self._proposer_prompt(context, known_questions, rng) for _ in range(count)]
+        speaker = self._speaker(iteration, context, PROPOSER, "proposed", 1)
+        proposed = sample(context, PROPOSER, prompts, speaker.sampling)
         texts = decode_all(context.tokenizers[PROPOSER], [rollout.response for rollout in proposed])
         questions = {i: question for i, text in enumerate(texts) if (question := last_inside(text, "question"))}
         quality = marks(context, self._speaker(iteration, context, JUDGE, "questions", self.judgements), questions)
@@ -104,7 +106,7 @@ class Evolve(Recipe):
         tried = self._answers(iteration, context, "tried", accepted)
         practised = tried if self.practice == "proposed" else self._answers(iteration, context, "pool", pool)
         context.handed_over["questions"] = [*new, *accepted.values()]
-        difficulty = {i: 1.0 - fmean(own) for i in accepted if (own := _scores(tried, i))}
+        difficulty = {i: 1.0 - fmean(scores) for i in accepted if (scores := _scores(tried, i))}
         proposals = [
             self._proposal(rollout, text, quality.get(i), difficulty.get(i))
             for i, (rollout, text) in enumerate(zip(proposed, texts, strict=True))
@@ -119,7 +121,7 @@ class Evolve(Recipe):
         judgements = [_judgement(context, rollout) for answer in practised for rollout in answer.judgements]
         parts = {PROPOSER: proposals, SOLVER: solutions, JUDGE: judgements}
         # all rollouts of a role form one group
-        return {role: [replace(rollout, group=role) for rollout in own] for role, own in parts.items()}
+        return {role: [replace(rollout, group=role) for rollout in rollouts] for role, rollouts in parts.items()}
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         self._pool = self._pool_with(context.handed_over["questions"])
@@ -134,14 +136,14 @@ class Evolve(Recipe):
         of problems whose prompt is too long.
         """
         texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
-        own = [put(context, SOLVER, text) for text in texts]
-        return accuracies_of_fitting(context, SOLVER, prompts, own)
+        solver_prompts = [put(context, SOLVER, text) for text in texts]
+        return accuracies_of_fitting(context, SOLVER, prompts, solver_prompts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"pool": list(self._pool)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pool = list(state["pool"])
+        self._pool = list(state["pool"])[-self.pool_size :]
 
     def _pool_with(self, questions: Iterable[str]) -> list[str]:
         """Returns the pool after adding questions. If the pool is full, the oldest questions are left out."""
@@ -152,8 +154,9 @@ class Evolve(Recipe):
         has a separate random seed. Log-probs are requested only for samples that are trained on.
         """
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
-        own = replace(sampling_for(context, iteration, role, n), seed=context.seed_for(iteration.number, role, purpose))
-        sampling = replace(own, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
+        seed = context.seed_for(iteration.number, role, purpose)
+        base = replace(sampling_for(context, iteration, role, n), seed=seed)
+        sampling = replace(base, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
 
         def ask(question: str, text: str = "") -> Prompt | None:
             template = self._templates[f"{name}_template"]
@@ -189,8 +192,8 @@ class Evolve(Recipe):
         accepted has difficulty 0, and a proposal without a question has the reward 0.
         """
         parts = (quality, difficulty or 0.0, proposal_form(text)) if quality is not None else (0.0, 0.0, 0.0)
-        own = dict(zip(("quality", "difficulty", "form"), parts, strict=True))
-        return rollout.with_rewards(total=sum(parts) / 3, **own)
+        rewards = dict(zip(("quality", "difficulty", "form"), parts, strict=True))
+        return rollout.with_rewards(total=sum(parts) / 3, **rewards)
 
 
 def _scores(answers: Sequence[JudgedAnswer], question: int) -> list[float]:

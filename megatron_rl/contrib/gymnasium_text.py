@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.chat_template import USER
 from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
-from megatron_rl.rewards.tags import block_texts
-from megatron_rl.text import fill, read_template
+from megatron_rl.texts.chat_template import USER
+from megatron_rl.texts.tags import block_texts
+from megatron_rl.texts.text import fill, read_template
 
 RENDERED = "ansi"  # gymnasium's render mode for text
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
@@ -130,15 +130,15 @@ class GymnasiumText(Environment):
         action. Returns None if there is no action.
         """
         if self.tag is not None:
-            found = block_texts(text, self.tag)
-            if not found:
+            blocks = block_texts(text, self.tag)
+            if not blocks:
                 return None
-            text = found[-1]
+            text = blocks[-1]
         if isinstance(self._space, self._gymnasium.spaces.Text):
             return text.strip() if self._space.contains(text.strip()) else None
         names = [rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.actions]
-        found = re.findall("|".join([*names, _INTEGER]), text, re.IGNORECASE)
-        return self._numbers.get(found[-1].lower()) if found else None
+        matches = re.findall("|".join([*names, _INTEGER]), text, re.IGNORECASE)
+        return self._numbers.get(matches[-1].lower()) if matches else None
 
     def _shown(self, observation: Any) -> str:
         if self.render:
@@ -153,5 +153,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value)) if isinstance(value, tuple) else [*map(_plain, value)]
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(entry) for name, entry in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.algorithms.objectives import Answer, objective
-from megatron_rl.batches.packed_batch import Batch, Statistics
+from megatron_rl.batches.packed_batch import ADVANTAGES, Batch, Statistics
 from megatron_rl.config.base import Count, NotNegative, Share, refuse
 from megatron_rl.contrib.judged import put
 from megatron_rl.recipes.answers import accuracies, accuracies_of_fitting
@@ -33,7 +32,7 @@ from megatron_rl.training.iteration import (
     RolloutsByRole,
     Schedule,
 )
-from megatron_rl.types import WRITTEN_BY, Prompt, Rollout
+from megatron_rl.types import TRAINED, WRITTEN_BY, Prompt, Rollout
 
 FIRST, SECOND = "first", "second"
 OTHER = {FIRST: SECOND, SECOND: FIRST}
@@ -50,7 +49,7 @@ MOST = 10.0  # a capability ratio is clipped to [1 / MOST, MOST]
 LEAST = 1e-8  # lower bound of a role's share of solved problems, because the share is a divisor
 
 
-@objective(needs=[SOURCE, LOW], per_rollout=True)
+@objective(needs=[ADVANTAGES, SOURCE, LOW], per_rollout=True)
 def hacpo(
     live: Statistics,
     batch: Batch,
@@ -69,17 +68,17 @@ def hacpo(
     multiplies the advantage A by the capability ratio. log s is clamped to [-max_log_ratio, max_log_ratio].
     """
     low = batch.values[LOW]
-    own = low < 0
-    before = batch.old.where(own, batch.values[SOURCE].to(live.logprobs.dtype))
-    counts = batch.sequence_sums(batch.counted.to(before.dtype)).clamp(min=1)
-    mean = batch.sequence_sums(live.logprobs - before) / counts
+    is_own = low < 0
+    source_logprobs = batch.old.where(is_own, batch.values[SOURCE].to(live.logprobs.dtype))
+    counts = batch.sequence_sums(batch.counted.to(source_logprobs.dtype)).clamp(min=1)
+    mean = batch.sequence_sums(live.logprobs - source_logprobs) / counts
     ratio = batch.spread(mean.clamp(-max_log_ratio, max_log_ratio).exp())
     gain = (ratio * batch.advantages).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * batch.advantages)
     clipped = ratio.clamp(low.to(ratio.dtype), low.new_ones(low.shape, dtype=ratio.dtype))
     crossed = clipped * clipped.detach() ** alpha * batch.advantages
-    metrics = {"cross_ratio": ratio.where(~own, 0), "cross_clip_frac": (clipped != ratio) & ~own}
-    counted = {f"count/{name}": (~own).to(ratio.dtype) for name in metrics}
-    return -gain.where(own, crossed), metrics | counted
+    metrics = {"cross_ratio": ratio.where(~is_own, 0), "cross_clip_frac": (clipped != ratio) & ~is_own}
+    counted = {f"count/{name}": (~is_own).to(ratio.dtype) for name in metrics}
+    return -gain.where(is_own, crossed), metrics | counted
 
 
 @dataclass(kw_only=True)
@@ -98,7 +97,6 @@ class Hacpo(Recipe):
 
     # Rewards must be in [0, 1], because a reward above 0 counts as solved and a baseline above 1 is replaced.
     needs_shares = True
-    allows_votes = True
     updates: Count  # number of iterations, each of which trains both roles
     group_size: Count = 8  # samples per problem and role
     window: Count = 5  # number of iterations over which a role's capability is averaged
@@ -115,7 +113,12 @@ class Hacpo(Recipe):
 
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = dict.fromkeys(OTHER, self.group_size)
-        return {role: RecipeRole(samples=2 * self.group_size, drawn=drawn, per_prompt=drawn) for role in OTHER}
+        return {
+            role: RecipeRole(
+                samples=2 * self.group_size, drawn=drawn, per_prompt=drawn, gives=frozenset({ADVANTAGES, SOURCE, LOW})
+            )
+            for role in OTHER
+        }  # fmt: skip
 
     def schedule(self) -> Schedule:
         return [[(FIRST, SECOND)]] * self.updates
@@ -131,42 +134,43 @@ class Hacpo(Recipe):
         if spec.loop.rollouts.mixed == "drop":
             yield "rollouts.mixed = 'drop' with HACPO, whose bounds count all rollouts: set it to keep or rescore"
         for role in OTHER:
-            own, place = spec.roles[role], f"roles.{role}"
-            if own.loss.objective != OBJECTIVE:
-                yield f"{place}.loss.objective = {own.loss.objective!r}: give {OBJECTIVE}, which weighs the rollouts"
-            if own.samples_per_optimizer_step != self.samples_per_optimizer_step:
+            settings, place = spec.roles[role], f"roles.{role}"
+            if settings.samples_per_optimizer_step != self.samples_per_optimizer_step:
                 yield (
-                    f"{place}.samples_per_optimizer_step = {own.samples_per_optimizer_step}, and recipe.args."
+                    f"{place}.samples_per_optimizer_step = {settings.samples_per_optimizer_step}, and recipe.args."
                     f"samples_per_optimizer_step = {self.samples_per_optimizer_step}: a bound of the loss depends on "
                     "the optimizer step; give both the same number"
                 )
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         prompts = [(prompt, self._second(context, prompt)) for prompt in source.take()]
-        kept = [(prompt, own) for prompt, own in prompts if own is not None]
+        kept = [(prompt, second) for prompt, second in prompts if second is not None]
         solved: dict[str, list[Rollout]] = {}
         for place, role in enumerate(OTHER):
             sampling = sampling_for(context, iteration, role, self.group_size)
-            found, metrics = solve(context, role, [pair[place] for pair in kept], sampling)
+            solutions, metrics = solve(context, role, [pair[place] for pair in kept], sampling)
             context.add_metrics(role, metrics | {"too_long": float(len(prompts) - len(kept))})
-            solved[role] = [solution.rollout for solution in found]
-        return {role: [*map(_with_source, own), *self._crossed(context, role, solved)] for role, own in solved.items()}
+            solved[role] = [solution.rollout for solution in solutions]
+        return {
+            role: [*map(_with_source, rollouts), *self._crossed(context, role, solved)]
+            for role, rollouts in solved.items()
+        }
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         for role, rates in self._rates.items():
-            found = [float(r.rewards["outcome"] > 0) for r in rollouts[role] if WRITTEN_BY not in r.payload]
-            self._rates[role] = [*rates, *([max(fmean(found), LEAST)] if found else [])][-self.window :]
+            outcomes = [float(r.rewards["outcome"] > 0) for r in rollouts[role] if WRITTEN_BY not in r.payload]
+            self._rates[role] = [*rates, *([max(fmean(outcomes), LEAST)] if outcomes else [])][-self.window :]
         capability = {role: fmean(rates) if rates else 1.0 for role, rates in self._rates.items()}
-        out: dict[str, list[Rollout]] = {}
-        for role, own in rollouts.items():
+        credited: dict[str, list[Rollout]] = {}
+        for role, role_rollouts in rollouts.items():
             ratio = min(max(capability[OTHER[role]] / capability[role], 1 / MOST), MOST)
             context.add_metrics(role, {"capability": capability[role], "capability_ratio": ratio})
-            out[role] = self._credited(own, ratio)
-        return out
+            credited[role] = self._credited(role_rollouts, ratio)
+        return credited
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
-        own = [self._second(context, prompt) for prompt in prompts]
-        return accuracies(context, FIRST, prompts)[0] | accuracies_of_fitting(context, SECOND, prompts, own)
+        second_prompts = [self._second(context, prompt) for prompt in prompts]
+        return accuracies(context, FIRST, prompts)[0] | accuracies_of_fitting(context, SECOND, prompts, second_prompts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rates": self._rates}
@@ -185,27 +189,27 @@ class Hacpo(Recipe):
         tokenizer of `role`. A solution is left out if it is too long, or if this tokenizer cannot represent it."""
         left_out = 0
         for rollout in solved[OTHER[role]]:
-            own = rewritten(context, rollout, role, self.prompt(rollout.payload))
-            left_out += own is None
-            if own is not None:
-                yield _with_source(own, rollout)
+            translated = rewritten(context, rollout, role, self.prompt(rollout.payload))
+            left_out += translated is None
+            if translated is not None:
+                yield _with_source(translated, rollout)
         context.add_metrics(role, {"cross_left_out": float(left_out)})
 
     def _credited(self, rollouts: Sequence[Rollout], ratio: float) -> list[Rollout]:
         """Returns the rollouts of a learner with advantages and with the lower bounds of their ratios. `ratio`:
         capability of the other role divided by the capability of the learner.
         """
-        own = np.array([WRITTEN_BY not in r.payload for r in rollouts], bool)
+        is_own = np.array([WRITTEN_BY not in r.payload for r in rollouts], bool)
         rewards = np.array([r.rewards["outcome"] for r in rollouts])
-        advantages = capability_advantages(rewards, [r.group for r in rollouts], own, ratio)
-        lows = np.where(own, OWN, self._lows(len(rollouts)))
+        advantages = capability_advantages(rewards, [r.group for r in rollouts], is_own, ratio)
+        lows = np.where(is_own, OWN, self._lows(len(rollouts)))
         return [
             replace(
                 r.with_rewards(**{TRAINED: r.rewards["outcome"]}),
                 advantages=float(advantage if mine else ratio * advantage),
                 values={**r.values, LOW: np.full(len(r.tokens), low, np.float32)},
             )
-            for r, advantage, low, mine in zip(rollouts, advantages, lows, own, strict=True)
+            for r, advantage, low, mine in zip(rollouts, advantages, lows, is_own, strict=True)
         ]
 
     def _lows(self, count: int) -> np.ndarray:
@@ -218,23 +222,23 @@ class Hacpo(Recipe):
         return np.minimum(1 - self.cross_clip + indices * self.cross_clip_step, 1.0)
 
 
-def capability_advantages(rewards: np.ndarray, groups: Sequence[str], own: np.ndarray, ratio: float) -> np.ndarray:
+def capability_advantages(rewards: np.ndarray, groups: Sequence[str], is_own: np.ndarray, ratio: float) -> np.ndarray:
     """Returns the advantages of a learner's rollouts: the reward minus a baseline, divided by the standard deviation of
     the rewards of the group (equations 5 and 6). All arguments but `ratio` have the shape [B].
 
     The baseline is the mean reward of the group, in which rewards of the other model are divided by `ratio`, the
     capability of the other model over that of the learner. A group with equal rewards gets advantages of 0. A baseline
-    above 1 is replaced by the mean of the learner's own rewards. `own`: whether the learner generated the rollout.
+    above 1 is replaced by the mean of the learner's own rewards. `is_own`: whether the learner generated the rollout.
     """
     advantages, names = np.zeros(len(rewards)), np.array(groups)
-    weighted = np.where(own, rewards, rewards / ratio)
+    weighted = np.where(is_own, rewards, rewards / ratio)
     for name in np.unique(names):
         at = names == name
         if rewards[at].min() == rewards[at].max():
             continue
         baseline = weighted[at].mean()
-        if baseline > 1 and own[at].any():
-            baseline = rewards[at & own].mean()
+        if baseline > 1 and is_own[at].any():
+            baseline = rewards[at & is_own].mean()
         advantages[at] = (rewards[at] - baseline) / (rewards[at].std(ddof=1) + EPSILON)
     return advantages
 

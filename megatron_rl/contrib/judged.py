@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat_template import thought_opening, tokenize
-from megatron_rl.control_tokens import fill_quoting, spelled
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question, judge_all
 from megatron_rl.rewards.role_tags import judged_score
-from megatron_rl.rewards.tags import after_thinking
-from megatron_rl.text import decode, read_template
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.control_tokens import fill_quoting, spelled
+from megatron_rl.texts.response_forms import response_answer, response_text
+from megatron_rl.texts.text import read_template
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import Draws
 from megatron_rl.types import Prompt, Rollout
@@ -48,13 +48,14 @@ class Speaker:
 
 
 def answer_text(context: RolloutContext, rollout: Rollout) -> str | None:
-    """Returns the part of a response that a judge reads: the text without thoughts (see rewards.tags.after_thinking).
+    """Returns the part of a response that a judge reads: the text without thoughts (see texts.tags.after_thinking).
     Returns "" for an empty response, which is also judged. Returns None if a non-empty response has no answer, for
     example because it was truncated within a thought.
     """
     tokenizer = context.tokenizers[rollout.role]
-    text = thought_opening(tokenizer, rollout.prompt) + decode(tokenizer, rollout.response).text
-    return (after_thinking(text) or None) if text else ""
+    if not response_text(tokenizer, rollout.prompt, rollout.response):
+        return ""
+    return response_answer(tokenizer, rollout.prompt, rollout.response) or None
 
 
 def put(
@@ -83,8 +84,8 @@ def quoted(context: RolloutContext, role: str, payload: Mapping[str, Any]) -> di
 def marks(context: RolloutContext, judge: Speaker, items: Mapping[int, str]) -> dict[int, float]:
     """Lets the judge score texts. Returns {key: mean score in [0, 1]}; a text without a readable score is left out."""
     judged = judge_all(_judging(context, judge), {key: judge.ask(text) for key, text in items.items()})
-    scores = {key: [one.opinion for one in own if one.opinion is not None] for key, own in judged.items()}
-    return {key: fmean(own) for key, own in scores.items() if own}
+    scores = {key: [a.opinion for a in answers if a.opinion is not None] for key, answers in judged.items()}
+    return {key: fmean(opinions) for key, opinions in scores.items() if opinions}
 
 
 def judged_answers(
@@ -110,8 +111,8 @@ def judged_answers(
             question=place // n,
             rollout=rollout,
             text=text,
-            judgements=[one.rollout(judge.role) for one in judged.get(place, [])],
-            scores=[one.opinion for one in judged.get(place, []) if one.opinion is not None],
+            judgements=[judgement.rollout(judge.role) for judgement in judged.get(place, [])],
+            scores=[judgement.opinion for judgement in judged.get(place, []) if judgement.opinion is not None],
         )
         for place, (rollout, text) in sorted(written.items(), key=lambda item: item[0])
     ]
@@ -141,6 +142,6 @@ def judge_rollout(
     """Converts an answer of the judge to a rollout that the judge can be trained on. Its rewards are `format`, `agrees`
     (if the correct answer is known) and total = weight * format + agrees.
     """
-    known = {} if agrees is None else {"agrees": agrees}
+    agreement = {} if agrees is None else {"agrees": agrees}
     drawn = answer.rollout(JUDGE, partner_weight=context.partner_weights.get(JUDGE, 0.0))
-    return drawn.with_rewards(total=weight * form + (agrees or 0.0), format=form, **known)
+    return drawn.with_rewards(total=weight * form + (agrees or 0.0), format=form, **agreement)

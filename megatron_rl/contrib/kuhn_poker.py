@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.chat_template import USER
 from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.rewards.role_tags import last_inside
-from megatron_rl.text import fill, read_template
+from megatron_rl.texts.chat_template import USER
+from megatron_rl.texts.text import fill, read_template
 from megatron_rl.types import Outcome
 
 CARDS = "JQK"  # the cards (jack, queen, king), from lowest to highest
@@ -82,12 +82,12 @@ class KuhnPoker(Environment):
     def speaking_roles(self) -> Collection[str]:
         return (self.first, self.second)
 
-    def told(self, card: str, said: Actions) -> str:
-        """Returns the message that asks the next agent for its action. `card`: card of this agent. `said`: actions of
-        the hand so far.
+    def told(self, card: str, actions: Actions) -> str:
+        """Returns the message that asks the next agent for its action. `card`: card of this agent. `actions`: actions
+        of the hand so far.
         """
-        agent, opening = AGENTS[len(said) % 2], len(said) < 2
-        values = {"said": said[-1] if said else "nothing", "actions": ", ".join(legal_actions(said))}
+        agent, opening = AGENTS[len(actions) % 2], len(actions) < 2
+        values = {"said": actions[-1] if actions else "nothing", "actions": ", ".join(legal_actions(actions))}
         return fill(self._template if opening else self.answered, agent=agent, card=card, **values)
 
     def _ask(self) -> Sequence[NextRequest]:
@@ -116,19 +116,19 @@ def deal(seed: int) -> tuple[str, str]:
     return first, second
 
 
-def legal_actions(said: Actions) -> tuple[str, str]:
+def legal_actions(actions: Actions) -> tuple[str, str]:
     """Returns the two legal actions of the agent that acts next. The second action (bet or call) costs a chip."""
-    return ("fold", "call") if said[-1:] == ("bet",) else ("check", "bet")
+    return ("fold", "call") if actions[-1:] == ("bet",) else ("check", "bet")
 
 
-def chips_won(cards: Sequence[str], said: Actions) -> int | None:
+def chips_won(cards: Sequence[str], actions: Actions) -> int | None:
     """Returns the chips that the first agent wins (the second agent loses the same number), or None if the hand is not
     over.
     """
-    if said[-1:] == ("fold",):
+    if actions[-1:] == ("fold",):
         # the last action was a fold: after an even number of actions, the second agent folded and the first agent wins
-        return 1 if len(said) % 2 == 0 else -1
-    if said[-1:] != ("call",) and said != ("check", "check"):
+        return 1 if len(actions) % 2 == 0 else -1
+    if actions[-1:] != ("call",) and actions != ("check", "check"):
         return None
-    stake = 2 if said[-1] == "call" else 1
+    stake = 2 if actions[-1] == "call" else 1
     return stake if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -stake

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.texts.tags import boxed
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:

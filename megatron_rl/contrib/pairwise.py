@@ -65,9 +65,9 @@ class Pairwise(Recipe):
 
     def roles(self) -> Mapping[str, RecipeRole]:
         orders, others = 1 + self.both_orders, self.group_size - 1
-        asked = self.judgements * orders
+        num_judgements = self.judgements * orders
         trained, alike = self.judge_warmup + self.judge_iterations > 0, {JUDGE: self.judgements}
-        judge = RecipeRole(trained=trained, samples=asked, drawn={JUDGE: asked}, per_prompt=alike)
+        judge = RecipeRole(trained=trained, samples=num_judgements, drawn={JUDGE: num_judgements}, per_prompt=alike)
         drawn, alike = {GENERATOR: self.group_size, JUDGE: others * orders}, {GENERATOR: self.group_size}
         return {GENERATOR: RecipeRole(samples=others, drawn=drawn, per_prompt=alike), JUDGE: judge}
 
@@ -77,10 +77,13 @@ class Pairwise(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return question_text(self.generator_template, payload)
 
+    def reads_answers(self) -> Mapping[str, str]:
+        return dict.fromkeys((GENERATOR, JUDGE), "the judge reads answers without thoughts")
+
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
-        asked = sampling_for(context, iteration, JUDGE, self.judgements if iteration.role == JUDGE else 1)
+        judge_sampling = sampling_for(context, iteration, JUDGE, self.judgements if iteration.role == JUDGE else 1)
         compared = Comparisons(
-            context, self.judge_template, asked, lambda place: self._orders(context, iteration, place)
+            context, self.judge_template, judge_sampling, lambda place: self._orders(context, iteration, place)
         )
         if iteration.role == JUDGE:
             return {JUDGE: self._judge_iteration(iteration, source.take(), context, compared)}
@@ -100,20 +103,20 @@ class Pairwise(Recipe):
         The metric win_rate is how often the judge prefers the generator's response to `answer`. The metric accuracy is
         how often the judge prefers `answer` to `rejected`. A comparison that cannot be parsed counts as lost.
         """
-        known = [prompt for prompt in prompts if "rejected" in prompt.payload]
-        if not known:
+        comparable = [prompt for prompt in prompts if "rejected" in prompt.payload]
+        if not comparable:
             return {}
         texts = _texts(
-            context, sample(context, GENERATOR, known, greedy(context.samplings[GENERATOR], seed=context.seed))
+            context, sample(context, GENERATOR, comparable, greedy(context.samplings[GENERATOR], seed=context.seed))
         )
         judge = greedy(context.samplings[JUDGE], seed=context.seed)
         compared = Comparisons(context, self.judge_template, judge, lambda place: BOTH)
-        for i, (prompt, text) in enumerate(zip(known, texts, strict=True)):
+        for i, (prompt, text) in enumerate(zip(comparable, texts, strict=True)):
             answer, rejected = str(prompt.payload["answer"]), str(prompt.payload["rejected"])
             compared.add(2 * i, prompt, text, answer)
             compared.add(2 * i + 1, prompt, answer, rejected)
         metrics = {f"{JUDGE}/{name}": value for name, value in comparison_metrics(compared.finish()).items()}
-        won = [float((compared.margin(place) or 0.0) > 0) for place in range(2 * len(known))]
+        won = [float((compared.margin(place) or 0.0) > 0) for place in range(2 * len(comparable))]
         return metrics | {f"{GENERATOR}/win_rate": fmean(won[::2]), f"{JUDGE}/accuracy": fmean(won[1::2])}
 
     def _orders(self, context: RolloutContext, iteration: Iteration, place: int) -> Sequence[bool]:
@@ -143,15 +146,15 @@ class Pairwise(Recipe):
         ungraded = alike = 0
         for i, reference in enumerate(references):
             margins = {j: compared.margin(i * n + j) for j in _others(n, reference)}
-            own = [
+            scored = [
                 groups[i][j].with_rewards(outcome=1.0 if margin > 0 else -1.0, margin=margin)
                 for j, margin in margins.items()
                 if margin is not None
             ]
-            ungraded += len(margins) - len(own)
-            differ = any(rollout.rewards["outcome"] != own[0].rewards["outcome"] for rollout in own)
+            ungraded += len(margins) - len(scored)
+            differ = any(rollout.rewards["outcome"] != scored[0].rewards["outcome"] for rollout in scored)
             alike += not differ
-            learned += own if differ else []
+            learned += scored if differ else []
         context.add_metrics(GENERATOR, metrics | {"ungraded": float(ungraded), "groups_alike": float(alike)})
         return learned
 

@@ -43,7 +43,7 @@ class AnswerRule:
         self._pool: GradePool | None = None
         if target is not None:
             find_function(target)
-            self._pool = GradePool(Reward(target=target, workers=workers))
+            self._pool = GradePool(Reward(target=target, workers=workers, cut_off="drop"))
             weakref.finalize(self, self._pool.close)
 
     def correct(
@@ -56,5 +56,5 @@ class AnswerRule:
             return dict.fromkeys(answers, True)
         graded = self._pool.grade(list(answers.values()), [payloads[i] for i in answers])
         check_failures(graded, max_failure_share)
-        known = [one.correct if one.outcome is Outcome.SCORE else None for one in graded]
-        return dict(zip(answers, known, strict=True))
+        verdicts = [grading.correct if grading.outcome is Outcome.SCORE else None for grading in graded]
+        return dict(zip(answers, verdicts, strict=True))

@@ -51,7 +51,7 @@ class Remax(Dapo):
         groups, metrics = super()._draw(iteration, context, number, prompts)
         likeliest = replace(greedy(context.samplings[GENERATOR], seed=context.seed), logprobs=False)
         ones, _ = solve_groups(context, GENERATOR, [group.prompt for group in groups], likeliest)
-        return [_compared(group, one) for group, one in zip(groups, ones, strict=True)], metrics
+        return [_compared(group, greedy_group) for group, greedy_group in zip(groups, ones, strict=True)], metrics
 
     def reward(self, role: str) -> dict[str, float]:
         return {**super().reward(role), BASELINE: -1.0}

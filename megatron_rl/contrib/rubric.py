@@ -18,8 +18,8 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields, question_text, sampling_for
 from megatron_rl.rewards.grading_pool import Graded, check_failures
-from megatron_rl.rewards.tags import boxed
 from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.texts.tags import boxed
 from megatron_rl.training.iteration import (
     Iteration,
     PromptSource,
@@ -53,10 +53,10 @@ class Criterion:
 
         The score is read from the last \boxed{}, which contains the index of a tier, or yes (best) or no (worst).
         """
-        said, top = (boxed(answer) or "").lower(), len(self.tiers) - 1
-        if said.isascii() and said.isdigit() and len(said) < 4 and int(said) <= top:
-            return int(said) / top
-        return _WORDS.get(said)
+        verdict, top = (boxed(answer) or "").lower(), len(self.tiers) - 1
+        if verdict.isascii() and verdict.isdigit() and len(verdict) < 4 and int(verdict) <= top:
+            return int(verdict) / top
+        return _WORDS.get(verdict)
 
 
 def read_rubric(payload: Mapping[str, Any]) -> list[Criterion]:
@@ -66,18 +66,18 @@ def read_rubric(payload: Mapping[str, Any]) -> list[Criterion]:
     rows = payload.get("rubric")
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
         raise ValueError(f"the problem's rubric is {rows!r}: it is a list of criteria; name its column by data.fields")
-    found = []
+    criteria = []
     for number, row in enumerate(rows):
         try:
-            found.append(_criterion(row))
+            criteria.append(_criterion(row))
         except (TypeError, ValueError) as error:
             raise ValueError(f"criterion {number} of the rubric, {row!r}, cannot be used: {error}") from None
-    return found
+    return criteria
 
 
 def vetoed(criteria: Sequence[Criterion], scores: Sequence[float]) -> bool:
     """Returns whether a response fails a veto: whether its score on any criterion with `veto` is below PASS."""
-    return any(one.veto and score < PASS for one, score in zip(criteria, scores, strict=True))
+    return any(criterion.veto and score < PASS for criterion, score in zip(criteria, scores, strict=True))
 
 
 def rubric_reward(criteria: Sequence[Criterion], scores: Sequence[float]) -> float:
@@ -86,7 +86,7 @@ def rubric_reward(criteria: Sequence[Criterion], scores: Sequence[float]) -> flo
     """
     if vetoed(criteria, scores):
         return 0.0
-    return math.fsum(one.weight * saturated(score, one.saturation) for one, score in zip(criteria, scores, strict=True))
+    return math.fsum(c.weight * saturated(score, c.saturation) for c, score in zip(criteria, scores, strict=True))
 
 
 def saturated(score: float, threshold: float) -> float:
@@ -103,14 +103,14 @@ def _criterion(row: Mapping[str, Any]) -> Criterion:
     """Returns the criterion of a mapping. Raises TypeError or ValueError if it is invalid."""
     if not isinstance(row, Mapping):
         raise TypeError(f"it is a mapping with {', '.join(field.name for field in fields(Criterion))}")
-    one = Criterion(**{name: value for name, value in row.items() if value is not None})
-    if not isinstance(one.criterion, str) or not one.criterion or not isinstance(one.veto, bool):
+    criterion = Criterion(**{name: value for name, value in row.items() if value is not None})
+    if not isinstance(criterion.criterion, str) or not criterion.criterion or not isinstance(criterion.veto, bool):
         raise ValueError("its criterion is a text, and its veto true or false")
-    if not (0 <= one.weight < math.inf and 0 < one.saturation <= 1):
+    if not (0 <= criterion.weight < math.inf and 0 < criterion.saturation <= 1):
         raise ValueError("give a weight of at least 0, and a saturation above 0 up to 1")
-    if isinstance(one.tiers, str) or len(one.tiers) < 2:
+    if isinstance(criterion.tiers, str) or len(criterion.tiers) < 2:
         raise ValueError("give at least two tiers, the worst first")
-    return one
+    return criterion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,10 +167,10 @@ class Rubric(Recipe):
             raise ConfigError(f"recipe.args.format_weight = {self.format_weight}: give more than 0, or 0 with labels")
 
     def roles(self) -> Mapping[str, RecipeRole]:
-        asked = self.group_size * self.criteria * self.judgements
-        drawn = {GENERATOR: self.group_size, JUDGE: asked}
+        num_judgements = self.group_size * self.criteria * self.judgements
+        drawn = {GENERATOR: self.group_size, JUDGE: num_judgements}
         alike = {GENERATOR: self.group_size, JUDGE: self.judgements}
-        judge = RecipeRole(trained=self.train_judge, samples=asked, drawn=drawn, per_prompt=alike)
+        judge = RecipeRole(trained=self.train_judge, samples=num_judgements, drawn=drawn, per_prompt=alike)
         return {GENERATOR: RecipeRole(samples=self.group_size, drawn=drawn, per_prompt=alike), JUDGE: judge}
 
     def schedule(self) -> Schedule:
@@ -182,10 +182,13 @@ class Rubric(Recipe):
     def check(self, spec: RunSpec) -> None:
         check_fields(spec, GENERATOR, {"rubric": "the judge"}, held_out=True)
 
+    def reads_answers(self) -> Mapping[str, str]:
+        return dict.fromkeys((GENERATOR, JUDGE), "the judge reads answers without thoughts")
+
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
-        own = sampling_for(context, iteration, GENERATOR, self.group_size)
-        asked = sampling_for(context, iteration, JUDGE, self.judgements)
-        graded, answers, metrics = self._judged(context, source.take(), own, asked)
+        sampling = sampling_for(context, iteration, GENERATOR, self.group_size)
+        judge_sampling = sampling_for(context, iteration, JUDGE, self.judgements)
+        graded, answers, metrics = self._judged(context, source.take(), sampling, judge_sampling)
         context.add_metrics(GENERATOR, metrics)
         learned: dict[str, Sequence[Rollout]] = {GENERATOR: graded}
         if self.train_judge:
@@ -193,8 +196,8 @@ class Rubric(Recipe):
             for answer in answers:
                 score, gold = answer.opinion, answer.item.gold
                 agrees = None if gold is None else 0.0 if score is None else 1.0 - abs(score - gold)
-                told = {"form": float(score is not None), "agrees": agrees, "weight": self.format_weight}
-                judged.append(judge_rollout(context, answer, **told))
+                parts = {"form": float(score is not None), "agrees": agrees, "weight": self.format_weight}
+                judged.append(judge_rollout(context, answer, **parts))
             learned[JUDGE] = judged
         return learned
 
@@ -207,22 +210,22 @@ class Rubric(Recipe):
         (mean of the outcomes), fulfilled, vetoed and, if the setting `rules` is True, rules. A response that could not
         be graded counts as 0 in these means, and is counted in the metric ungraded.
         """
-        own, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
-        found: dict[str, float] = {}
-        samplings = {"": evaluated(own, context.evaluation, seed=context.seed)}
-        samplings |= {"_greedy": greedy(own, seed=context.seed)} if context.evaluation.also_greedy else {}
+        base, judge = context.samplings[GENERATOR], greedy(context.samplings[JUDGE], seed=context.seed)
+        all_metrics: dict[str, float] = {}
+        samplings = {"": evaluated(base, context.evaluation, seed=context.seed)}
+        samplings |= {"_greedy": greedy(base, seed=context.seed)} if context.evaluation.also_greedy else {}
         for suffix, sampling in samplings.items():
             graded, _, metrics = self._judged(context, prompts, sampling, judge)
             # name of the metric -> name of the reward
             names = {"reward": "outcome", "fulfilled": "fulfilled", "vetoed": "vetoed"}
             names |= {"rules": "rules"} if self.rules else {}
             count = len(prompts) * sampling.n
-            metrics |= {metric: sum(r.rewards[own] for r in graded) / count for metric, own in names.items()}
-            found |= {f"{GENERATOR}/{metric}{suffix}": value for metric, value in metrics.items()}
-        return found
+            metrics |= {metric: sum(r.rewards[reward] for r in graded) / count for metric, reward in names.items()}
+            all_metrics |= {f"{GENERATOR}/{metric}{suffix}": value for metric, value in metrics.items()}
+        return all_metrics
 
     def _judged(
-        self, context: RolloutContext, prompts: Sequence[Prompt], own: Sampling, asked: Sampling
+        self, context: RolloutContext, prompts: Sequence[Prompt], sampling: Sampling, judge_sampling: Sampling
     ) -> tuple[list[Rollout], list[Answer], dict[str, float]]:
         """Samples responses and asks the judge about each response as soon as it is generated. Returns the graded
         responses with rewards, all answers of the judge (both in the order of the prompts), and metrics.
@@ -230,21 +233,21 @@ class Rubric(Recipe):
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
         # Index of the first claim of each problem. The indices are computed here, before any response arrives, so that
         # they do not depend on the order of arrival.
-        first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]
+        first = [0, *accumulate(sampling.n * len(rubric) for rubric in rubrics)]
         question = Question[Claim, float | None](
             prompt=lambda claim: self._ask(context, claim), read=Claim.read, answer_only=True
         )
-        judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], asked, question)
+        judging = Judging(context.engines[JUDGE], context.tokenizers[JUDGE], judge_sampling, question)
         claims = dict[int, Claim]()
         with context.watch("rollout"):
-            for i, group in drawn(context, GENERATOR, prompts, own):
-                for key, claim in enumerate(self._claims(context, i * own.n, group, rubrics[i]), start=first[i]):
+            for i, group in drawn(context, GENERATOR, prompts, sampling):
+                for key, claim in enumerate(self._claims(context, i * sampling.n, group, rubrics[i]), start=first[i]):
                     claims[key] = claim
                     if claim.text is not None:
                         judging.ask(key, claim)
                 context.watch.beat()
-        found = judging.collect(context.watch)
-        rows = [(claim, found.get(key, [])) for key, claim in sorted(claims.items())]
+        judgements = judging.collect(context.watch)
+        rows = [(claim, judgements.get(key, [])) for key, claim in sorted(claims.items())]
         responses = [list(part) for _, part in groupby(rows, key=lambda row: row[0].place)]
         gradings = self._check_rules(context, [rows[0][0] for rows in responses])
         graded = [rollout for rollout in map(_rewarded, responses, gradings) if rollout is not None]
@@ -252,7 +255,7 @@ class Rubric(Recipe):
         metrics = {
             "ungraded": len(responses) - len(graded),  # number of responses without a grade
             # number of criteria whose prompt is too long for the judge
-            "unasked": sum(claim.text is not None for claim, _ in rows) - len(found),
+            "unasked": sum(claim.text is not None for claim, _ in rows) - len(judgements),
             "unreadable": sum(answer.opinion is None for answer in answers),  # number of unreadable answers
         }
         return graded, answers, {name: float(count) for name, count in metrics.items()}
@@ -268,7 +271,7 @@ class Rubric(Recipe):
             gold = (
                 [None] * len(rubric) if self.labels is None else find_function(self.labels)(text or "", rollout.payload)
             )
-            claims += [Claim(place + j, rollout, text, one, known) for one, known in zip(rubric, gold, strict=True)]
+            claims += [Claim(place + j, rollout, text, c, label) for c, label in zip(rubric, gold, strict=True)]
         return claims
 
     def _check_rules(self, context: RolloutContext, claims: Sequence[Claim]) -> list[Graded | None]:
@@ -301,7 +304,8 @@ def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]], rules: Graded | No
     ]
     if not all(read) or (rules is not None and rules.outcome is not Outcome.SCORE):
         return None
-    rollout, criteria, scores = rows[0][0].rollout, [claim.criterion for claim, _ in rows], [fmean(own) for own in read]
+    rollout, criteria = rows[0][0].rollout, [claim.criterion for claim, _ in rows]
+    scores = [fmean(opinions) for opinions in read]
     rewards = {
         "outcome": rubric_reward(criteria, scores),
         "fulfilled": fmean(float(score >= PASS) for score in scores),

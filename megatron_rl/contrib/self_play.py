@@ -18,7 +18,7 @@ from megatron_rl.contrib.judged import put, quoted
 from megatron_rl.contrib.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.answers import accuracies_of_fitting
 from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for, solve
-from megatron_rl.text import decode_all, fill, read_template
+from megatron_rl.texts.text import decode_all, fill, read_template
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -121,45 +121,49 @@ class SelfPlay(Recipe):
         count = self.proposals if PROPOSER in iteration.roles else 1
         proposed = sample(context, PROPOSER, source.take(), sampling_for(context, iteration, PROPOSER, count))
         texts = decode_all(context.tokenizers[PROPOSER], [rollout.response for rollout in proposed])
-        found = {i: pair for i, text in enumerate(texts) if (pair := read_proposal(text))}
-        payloads = {i: {**proposed[i].payload, "question": question} for i, (question, _) in found.items()}
+        pairs = {i: pair for i, text in enumerate(texts) if (pair := read_proposal(text))}
+        payloads = {i: {**proposed[i].payload, "question": question} for i, (question, _) in pairs.items()}
         checked = self._rule.correct(
-            {i: answer for i, (_, answer) in found.items()}, payloads, context.max_failure_share
+            {i: answer for i, (_, answer) in pairs.items()}, payloads, context.max_failure_share
         )
-        asked = {i: self._ask(context, i, {**payloads[i], "answer": found[i][1]}) for i in found if checked[i]}
-        prompts = {i: prompt for i, prompt in asked.items() if prompt is not None}
+        solver_prompts = {i: self._ask(context, i, {**payloads[i], "answer": pairs[i][1]}) for i in pairs if checked[i]}
+        prompts = {i: prompt for i, prompt in solver_prompts.items() if prompt is not None}
         sampling = sampling_for(context, iteration, SOLVER, self.answers)
         solved, metrics = solve(context, SOLVER, list(prompts.values()), sampling, voted=self.key == "majority")
         correct: dict[int, list[bool]] = defaultdict(list)
         for solution in solved:
             correct[_place(solution.rollout)].append(solution.correct)
-        accuracy = {i: fmean(own) for i, own in correct.items()}
-        teaching = {i for i, own in accuracy.items() if self.least_accuracy <= own <= self.most_accuracy}
-        counts = {"questions": len(found), "correct": sum(map(bool, checked.values())), "played": len(accuracy)}
+        accuracy = {i: fmean(flags) for i, flags in correct.items()}
+        teaching = {i for i, share in accuracy.items() if self.least_accuracy <= share <= self.most_accuracy}
+        counts = {"questions": len(pairs), "correct": sum(map(bool, checked.values())), "played": len(accuracy)}
+        counts |= {"unchecked": unchecked} if (unchecked := sum(flag is None for flag in checked.values())) else {}
         context.add_metrics(PROPOSER, {name: float(number) for name, number in counts.items()})
         context.add_metrics(SOLVER, metrics | {"learned_from": float(len(teaching))})
-        out: dict[str, list[Rollout]] = {}
+        learned: dict[str, list[Rollout]] = {}
         if PROPOSER in iteration.roles:
             # a proposal is left out if its answer could not be checked, or no answer of the solver could be graded
             unplayed = {i for i in range(len(proposed)) if i not in prompts and checked.get(i, False) is not None}
             earned = dict.fromkeys(unplayed, self.unparseable) | {i: aimed(self.aim, a) for i, a in accuracy.items()}
-            alike = self._alike(context, [found.get(i, ("", ""))[0] for i in range(len(proposed))])
+            alike = self._alike(context, [pairs.get(i, ("", ""))[0] for i in range(len(proposed))])
             rewarded = [proposed[i].with_rewards(total=earned[i] - alike[i]) for i in sorted(earned)]
-            out[PROPOSER] = rewarded
+            learned[PROPOSER] = rewarded
         if SOLVER in iteration.roles:
-            out[SOLVER] = [s.rollout for s in solved if _place(s.rollout) in teaching]
-        return out
+            learned[SOLVER] = [s.rollout for s in solved if _place(s.rollout) in teaching]
+            if self.rule is None:  # agreement with an answer that the proposer wrote is no accuracy
+                learned[SOLVER] = [replace(r, payload={**r.payload, "correct": None}) for r in learned[SOLVER]]
+        return learned
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
-        credited = super().credit(iteration, {role: own for role, own in rollouts.items() if role == SOLVER}, context)
-        return {role: self._compared(own) if role == PROPOSER else credited[role] for role, own in rollouts.items()}
+        of_solver = {role: group for role, group in rollouts.items() if role == SOLVER}
+        credited = super().credit(iteration, of_solver, context)
+        return {role: self._compared(group) if role == PROPOSER else credited[role] for role, group in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Evaluates the solver on the problems whose prompt is not too long. The metric solver/too_long is the number
         of problems whose prompt is too long.
         """
-        own = [put(context, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
-        return accuracies_of_fitting(context, SOLVER, prompts, own)
+        encoded = [put(context, SOLVER, question_text(self.solver_template, prompt.payload)) for prompt in prompts]
+        return accuracies_of_fitting(context, SOLVER, prompts, encoded)
 
     def state_dict(self) -> dict[str, Any]:
         return {"baselines": dict(self._baselines.values)}

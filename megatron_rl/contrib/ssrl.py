@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, sampling_for, solve
-from megatron_rl.rewards.tags import block_spans
-from megatron_rl.text import decode
+from megatron_rl.texts.tags import block_spans
+from megatron_rl.texts.text import decode
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of_tokens
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards import exact_match
-from megatron_rl.rewards.tags import block_texts
+from megatron_rl.texts.tags import block_texts
 
 TURNS = 2  # number of thoughts (<think> blocks) required for the full format score
 MAX_TURNS = 8  # maximum number of thoughts; the format score is 0 above it
@@ -39,7 +39,7 @@ def search_format(response: str) -> float:
     response = response.strip()
     tags = _TAG.findall(response)
     bracketed = (part.partition("<")[2] for part in response.split(">")[:-1])  # the texts between < and >
-    if any(found.removeprefix("/") not in _NAMES for found in bracketed if found):
+    if any(tag.removeprefix("/") not in _NAMES for tag in bracketed if tag):
         return 0.0
     if len(tags) < 4 or not _kept(response):
         return 0.0

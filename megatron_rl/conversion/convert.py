@@ -14,11 +14,13 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.config.base import ConfigError, read_object, refusing
-from megatron_rl.conversion.output_directory import copy_side_files, describe_head, fresh
+from megatron_rl.config.model import Model
 from megatron_rl.conversion.weight_source import WeightSource
 from megatron_rl.models.blocks import EMBEDDING
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.file_checksums import write_sums
+from megatron_rl.session.output_directory import copy_side_files, describe_head, fresh
+from megatron_rl.spec.model_gate import LoadedModel, check_model
 from megatron_rl.weights import hf_model, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
@@ -57,9 +59,8 @@ def to_hf(
     comparison fails.
     """
     sizes = source.sizes
-    if source.checkpoint is None:
-        hf_model.check(source.path, sizes, cast=dtype is not None)
-    planned, said = _planned(source, sizes, dtype), ""
+    _check_model(source, cast=dtype is not None)
+    planned, comparison = _planned(source, sizes, dtype), ""
     with fresh(target, wanted_bytes=sum(t.nbytes for t in planned)) as folder:
         steps = track(source.tensors(), description="tensors", total=len(planned), transient=True)
         kept, lacks = kept_float32(sizes), "which the model's config.json asks for"
@@ -75,8 +76,8 @@ def to_hf(
         if verify:
             _verify(source, hf_model.DirectoryTensors(folder), dtype)
             compare = _compare_logits if source.adapter is None else _compare_merged
-            said = compare(source, sizes, folder, exact=dtype is None)
-    return said
+            comparison = compare(source, sizes, folder, exact=dtype is None)
+    return comparison
 
 
 def to_megatron(
@@ -98,11 +99,11 @@ def to_megatron(
     if source.adapter is not None:
         raise ConfigError(f"{source.adapter} is an adapter: merge it by to-hf first, and give what that writes")
     sizes = source.sizes
-    hf_model.check(source.path, sizes, cast=dtype is not None)
+    _check_model(source, cast=dtype is not None)
     tensors, names = hf_model.DirectoryTensors(source.path), whole_names(sizes)
     dtypes = (hf_model.DTYPES[stored.dtype] for stored in tensors.stored.values())
-    wanted = sum(math.prod(shape) for shape in hf_shapes(sizes).values()) * (dtype or next(dtypes)).itemsize
-    with fresh(target, wanted_bytes=wanted) as folder, DistWriter(folder, file_bytes=file_bytes) as writer:
+    num_bytes = sum(math.prod(shape) for shape in hf_shapes(sizes).values()) * (dtype or next(dtypes)).itemsize
+    with fresh(target, wanted_bytes=num_bytes) as folder, DistWriter(folder, file_bytes=file_bytes) as writer:
         copy_side_files(source.path, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
         for name in track(names, description="parameters", transient=True):
@@ -121,18 +122,27 @@ def to_megatron(
             _verify(WeightSource(folder, folder, DistCheckpoint(folder)), tensors, None, cast=dtype)
 
 
+def _check_model(source: WeightSource, *, cast: bool) -> None:
+    """Raises ConfigError if the model directory of `source` is not one that other commands would load. `cast`: whether
+    the tensors are cast to one dtype."""
+    model = LoadedModel(
+        model=Model(path=str(source.model)), head=source.head, trained=True, has_weights=source.checkpoint is None
+    )
+    check_model(model, cast=cast)
+
+
 def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
     """Returns name, shape and dtype of the tensors to write, in the order in which `source` yields them."""
     kept = kept_float32(sizes)
     if source.checkpoint is not None:
-        one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
-        of = {name: source.checkpoint.dtype(name) if name in kept else one for name in whole_names(sizes)}
+        common = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
+        of = {name: source.checkpoint.dtype(name) if name in kept else common for name in whole_names(sizes)}
         names = {rect.tensor: kind for name, kind in of.items() for rect in megatron(sizes, name, WHOLE)[1]}
     else:
         stored = read_directory(source.path)
         # the head of an adapter has the dtype of the base model
-        own = {name: hf_model.DTYPES[stored.get(name, stored[EMBEDDING]).dtype] for name in hf_shapes(sizes)}
-        names = {name: kind if dtype is None or name in kept else dtype for name, kind in own.items()}
+        dtypes = {name: hf_model.DTYPES[stored.get(name, stored[EMBEDDING]).dtype] for name in hf_shapes(sizes)}
+        names = {name: kind if dtype is None or name in kept else dtype for name, kind in dtypes.items()}
     return plan_tensors(sizes, names)
 
 
@@ -171,30 +181,30 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
 
 def _verify(
     source: WeightSource,
-    other: hf_model.DirectoryTensors,
+    reference: hf_model.DirectoryTensors,
     dtype: torch.dtype | None,
     *,
     cast: torch.dtype | None = None,
 ) -> None:
-    """Compares every tensor of `source` with the tensor of the same name in `other`, bit for bit.
+    """Compares every tensor of `source` with the tensor of the same name in `reference`, bit for bit.
 
     `dtype`: the dtype to which the tensors of `source` are cast before the comparison. None: they are not cast.
-    `cast`: the dtype to which the tensors of `other` are cast before the comparison. None: they are not cast.
+    `cast`: the dtype to which the tensors of `reference` are cast before the comparison. None: they are not cast.
 
     Raises ConfigError if a tensor differs or is missing.
     """
-    wanted, names, kept = hf_shapes(source.sizes).keys(), set(), kept_float32(source.sizes)
-    for name, tensor in track(source.tensors(), description="verify", total=len(wanted), transient=True):
-        if name not in wanted:
+    expected, names, kept = hf_shapes(source.sizes).keys(), set(), kept_float32(source.sizes)
+    for name, tensor in track(source.tensors(), description="verify", total=len(expected), transient=True):
+        if name not in expected:
             continue
-        a, b = tensor, other.whole(name)
+        a, b = tensor, reference.whole(name)
         if name not in kept:
             a, b = a if dtype is None else a.to(dtype), b if cast is None else b.to(cast)
         if a.dtype != b.dtype or not torch.equal(a, b):
             raise ConfigError(f"{name} does not read back as it was written: is the disk failing?")
         names.add(name)
-    if names != wanted:
-        raise ConfigError(f"the tensors written are not the model's: {sorted(names ^ wanted)[:5]} differ")
+    if names != expected:
+        raise ConfigError(f"the tensors written are not the model's: {sorted(names ^ expected)[:5]} differ")
 
 
 def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
@@ -236,9 +246,9 @@ def _compare_merged(source: WeightSource, sizes: Sizes, folder: Path, *, exact: 
     theirs, most = parity.merged_by_peft(source.path, source.adapter, sizes), 0.0
     ours = hf_model.DirectoryTensors(folder)
     for name in ours.stored:
-        own = ours.whole(name)
-        gap, largest = float((own.float() - theirs[name]).abs().max()), float(theirs[name].abs().max())
-        if exact and not gap <= max(MERGED, 2 * torch.finfo(own.dtype).eps) * largest:
+        merged = ours.whole(name)
+        gap, largest = float((merged.float() - theirs[name]).abs().max()), float(theirs[name].abs().max())
+        if exact and not gap <= max(MERGED, 2 * torch.finfo(merged.dtype).eps) * largest:
             raise ConfigError(
                 f"{name} differs from what peft makes of {source.adapter} when it loads it by {gap:.2e}; its largest "
                 f"number is {largest:.2e}: the adapter is no plain LoRA adapter"

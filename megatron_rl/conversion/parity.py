@@ -32,9 +32,9 @@ def obstacle(sizes: Sizes) -> str | None:
     example, too little memory), or None if they can be compared."""
     if dist.is_initialized():
         return "this process is a rank of something else"
-    wanted = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
-    if wanted > (free := psutil.virtual_memory().available):
-        return f"both models take {wanted / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB of memory are free"
+    needed = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
+    if needed > (free := psutil.virtual_memory().available):
+        return f"both models take {needed / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB of memory are free"
     return None
 
 
@@ -82,7 +82,7 @@ def _logits(checkpoint: Path, role: RoleConfig, tokens: torch.Tensor) -> torch.T
     groups = parallel.create(Layout())
     policy = MegatronPolicy(role, groups, trainable=False)
     policy.state.load(checkpoint)
-    own = Rollout(
+    rollout = Rollout(
         role="model",
         group="0",
         tokens=tokens.numpy(),
@@ -92,7 +92,7 @@ def _logits(checkpoint: Path, role: RoleConfig, tokens: torch.Tensor) -> torch.T
     )
     like = next(policy.chunks[0].parameters())
     micro = pipeline_pass.make_micro_batch(
-        pack([own]), RotaryTable(policy.arch), cut=pipeline_pass.RankPart(), like=like
+        pack([rollout]), RotaryTable(policy.arch), cut=pipeline_pass.RankPart(), like=like
     )
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)

@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.model import Layout
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
-from megatron_rl.conversion.output_directory import copy_side_files, fresh
 from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
 from megatron_rl.models.blocks import OUTPUT, VALUE_HEAD
 from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal
+from megatron_rl.session.output_directory import copy_side_files, fresh
 from megatron_rl.weights import rank_layouts, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 from megatron_rl.weights.dist_names import OPTIMIZER, Piece, counts, is_padded, pieces, spellings, stored_shape
@@ -100,25 +100,25 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
     checked = Layout(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=etp, sequence_parallel=layout.tp > 1)
     problems = trainer_problems(sizes, checked, str(source.model))
     refuse(*(f"no run reads such a checkpoint: {line}" for line in problems))
-    cuts, left, constant = _cuts(sizes, layout), set(checkpoint.shapes), kept_float32(sizes)
+    cuts, extra, constant = _cuts(sizes, layout), set(checkpoint.shapes), kept_float32(sizes)
     with DistWriter(folder) as writer:
         for name in track(cuts, description="parameters", transient=True):
             weight: Tensor | None = None
             for prefix in ("", *(() if name in constant else checkpoint.optimizer_states)):
-                whole = checkpoint.checked(sizes, name, prefix)
-                left -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(sizes, name))}
-                weight = whole if prefix == "" else weight
+                tensor = checkpoint.checked(sizes, name, prefix)
+                extra -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(sizes, name))}
+                weight = tensor if prefix == "" else weight
                 if prefix == MASTER and weight is not None:
-                    _check_master(checkpoint, sizes, name, weight, whole)
-                _write(writer, sizes, layout.tp, (prefix, name, cuts[name]), whole)
-        for key in sorted(key for key in left if key.endswith(VALUE_HEAD)):  # not a parameter of the family
+                    _check_master(checkpoint, sizes, name, weight, tensor)
+                _write(writer, sizes, layout.tp, (prefix, name, cuts[name]), tensor)
+        for key in sorted(key for key in extra if key.endswith(VALUE_HEAD)):  # not a parameter of the family
             prefix = key.removesuffix(VALUE_HEAD)
-            whole, last = checkpoint.parameter(VALUE_HEAD, prefix), max(at for own in cuts.values() for at, _ in own)
-            writer.add(key, tuple(whole.shape), (0,) * whole.dim(), whole, rank=last)
-            left.remove(key)
-        if left:
+            tensor, last = checkpoint.parameter(VALUE_HEAD, prefix), max(at for cut in cuts.values() for at, _ in cut)
+            writer.add(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor, rank=last)
+            extra.remove(key)
+        if extra:
             raise ConfigError(
-                f"{checkpoint.directory} holds {sorted(left)[0]}, for which a {sizes.family} model has no place"
+                f"{checkpoint.directory} holds {sorted(extra)[0]}, for which a {sizes.family} model has no place"
             )
         for key, data in checkpoint.objects():
             writer.add_bytes(key, data)
@@ -128,7 +128,7 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
 
 def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
     """Returns the pieces into which `layout` splits every parameter, each with the lowest rank that holds the piece."""
-    found: Cuts = {}
+    cuts: Cuts = {}
     for holding in rank_layouts.trainer(sizes, layout):
         rank = holding.ranks[0]
         for name in dict.fromkeys(name for name, _ in holding.parameters):
@@ -137,28 +137,28 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
             expert = ".experts." in name
             position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
             shard = Shard(expert_tp=layout.etp, expert_rank=position) if expert else Shard(layout.tp, position)
-            known = found.setdefault(name, [])
-            known += [(rank, piece) for piece in pieces(sizes, name, shard) if piece not in [p for _, p in known]]
-    return found
+            held = cuts.setdefault(name, [])
+            held += [(rank, piece) for piece in pieces(sizes, name, shard) if piece not in [p for _, p in held]]
+    return cuts
 
 
 def _write(
-    writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
+    writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], tensor: Tensor
 ) -> None:
-    """Writes the pieces of the tensor `whole`, with vocabulary padding. `what`: (prefix, name of the parameter,
+    """Writes the pieces of `tensor`, with vocabulary padding. `what`: (prefix, name of the parameter,
     pieces). The prefix names the optimizer state that is written; "" means the weight itself."""
     prefix, name, cuts = what
-    matrix = whole if whole.dim() > 1 else whole[:, None]
+    matrix = tensor if tensor.dim() > 1 else tensor[:, None]
     shape = stored_shape(sizes, name, tp)
     rows = megatron(sizes, name, WHOLE)[0][0]
     for rank, piece in cuts:
-        own = matrix[piece.row : min(rows, piece.row + piece.rows), piece.column : piece.column + piece.columns]
-        if is_padded(sizes, name) and len(own) < piece.rows:
-            own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
-        own = own if whole.dim() > 1 else own[:, 0]
-        size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]
+        part = matrix[piece.row : min(rows, piece.row + piece.rows), piece.column : piece.column + piece.columns]
+        if is_padded(sizes, name) and len(part) < piece.rows:
+            part = torch.cat([part, part.new_zeros(piece.rows - len(part), piece.columns)])
+        part = part if tensor.dim() > 1 else part[:, 0]
+        size, offsets = shape[: tensor.dim()], (piece.row, piece.column)[: tensor.dim()]
         for place in spellings(sizes, name):
-            stacked = own[(None,) * len(place.at)]
+            stacked = part[(None,) * len(place.at)]
             writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
 
 

@@ -62,28 +62,28 @@ class WeightSource:
         scores = [
             name for name in read_object(self.model / "config.json").get("architectures") or () if "Sequence" in name
         ]
-        told = _settings_of(self.adapter.parent if self.adapter else self.path).get("head")
-        return told if told in get_args(Head) else "score" if scores else "value"
+        stated_head = _settings_of(self.adapter.parent if self.adapter else self.path).get("head")
+        return stated_head if stated_head in get_args(Head) else "score" if scores else "value"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor), loading one tensor at a time. If there is an adapter, it is merged
         into the tensors."""
         if self.checkpoint is not None:
             return self.checkpoint.tensors(self.sizes)
-        found = hf_model.read_tensors(self.path)
+        base = hf_model.read_tensors(self.path)
         if self.adapter is None:
-            return found
+            return base
         settings = lora_adapters.read_settings(self.adapter)
-        return lora_adapters.merged(found, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
+        return lora_adapters.merged(base, self.sizes, settings, lora_adapters.read(self.adapter, self.sizes, settings))
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns {name: (shape, dtype)} of every stored tensor. For a checkpoint, the names are Megatron's and include
         the optimizer state."""
         if self.checkpoint is not None:
-            found = self.checkpoint.shapes.items()
-            return {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in found}
+            stored_shapes = self.checkpoint.shapes.items()
+            return {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in stored_shapes}
         stored = safetensors_headers.read_directory(self.path).items()
-        return {name: (own.shape, own.dtype) for name, own in stored}
+        return {name: (entry.shape, entry.dtype) for name, entry in stored}
 
 
 def read_sizes(model: Path) -> Sizes:
@@ -117,8 +117,8 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
         return _adapted(path, model or lora_adapters.base_of(path))
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not (path / safetensors_headers.INDEX).is_file():
-            other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
-            raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
+            pickled = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
+            raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{pickled}")
         refuse(wrong_of(path))
         return WeightSource(path, path, None)
     path = iteration_directory(path)
@@ -138,8 +138,8 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
 def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
     """Returns the weights in one role's directory of a checkpoint. First checks the files against the checksums that
     the run recorded, and raises ConfigError if a file differs."""
-    known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
-    refuse(wrong(path.parent, known))
+    digests = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
+    refuse(wrong(path.parent, digests))
     if (path / lora_adapters.DIRECTORY).is_dir():
         return _adapted(path / lora_adapters.DIRECTORY, model or _model_of(path))
     return WeightSource(path, model, DistCheckpoint(path, trust=trust))
@@ -149,8 +149,8 @@ def _adapted(path: Path, base: Path) -> WeightSource:
     """Returns the weights of the base model `base` with the adapter at `path` merged. Raises ConfigError if the adapter
     was trained on a different model."""
     refuse(wrong_of(base))
-    if (path / lora_adapters.BASE).is_file() and (other := lora_adapters.other_base(path, base)):
-        raise ConfigError(other)
+    if (path / lora_adapters.BASE).is_file() and (mismatch := lora_adapters.other_base(path, base)):
+        raise ConfigError(mismatch)
     return WeightSource(base, base, None, path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.schema import ConfigError, PromptSet
 from megatron_rl.data.problems import Problem, read_rows
 from megatron_rl.data.rows import DataError
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.texts.tags import boxed
 
 DataRow = Mapping[str, Any]
 Values = Mapping[str, Any]
@@ -100,11 +100,11 @@ def benchmark(name: str) -> Benchmark:
     """Returns the benchmark with this name. Raises ConfigError for an unknown name."""
     table = benchmarks()
     if name not in table:
-        raise ConfigError(f"sets: {name!r} is not known; there are {', '.join(table)}; a set of your own has a `path`")
+        raise ConfigError(f"sets: {name!r} is unknown; known are {', '.join(table)}; a set of your own has a `path`")
     return table[name]
 
 
-def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
+def source_of(bench: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
     """Returns the location from which a benchmark's rows are read.
 
     Without `data_dir`, the location is the data set on the hub. Otherwise it is the first of these that exists in
@@ -112,31 +112,31 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     created by `megatron-rl fetch`. If none exists, the location is NAME.jsonl. Raises ConfigError if `data_dir` is None
     and the benchmark is not on the hub. `limit`: maximum number of problems.
     """
-    name = found.folder or found.name
+    name = bench.folder or bench.name
     if data_dir is None:
-        if found.hub is None:
+        if bench.hub is None:
             raise ConfigError(
-                f"{found.name} is not on the hub: put {name}.jsonl into a directory, and name it data_dir"
+                f"{bench.name} is not on the hub: put {name}.jsonl into a directory, and name it data_dir"
             )
-        return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
+        return PromptSet(path=bench.hub, split=bench.split, subset=bench.subset, file=bench.file, limit=limit)
     base = Path(data_dir)
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
-    places += [] if found.hub is None else [base / found.hub]
+    places += [] if bench.hub is None else [base / bench.hub]
     place = next((p for p in places if p.exists()), None)
     if place is None:  # no error: another job may write the file later, or it may be on another host
-        return PromptSet(path=str(places[1]), split=found.split, subset=found.subset, file=found.file, limit=limit)
+        return PromptSet(path=str(places[1]), split=bench.split, subset=bench.subset, file=bench.file, limit=limit)
     # Only a folder from `megatron-rl fetch` is known to have the split names of the hub. In any other folder, the files
     # whose names begin with `test` are read, if there are any.
-    own = place.is_dir() and (found.hub is None or place != base / found.hub)
-    tests = own and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
-    split = "test" if tests else found.split
-    return PromptSet(path=str(place), split=split, subset=found.subset, file=found.file, limit=limit)
+    not_from_hub = place.is_dir() and (bench.hub is None or place != base / bench.hub)
+    tests = not_from_hub and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
+    split = "test" if tests else bench.split
+    return PromptSet(path=str(place), split=split, subset=bench.subset, file=bench.file, limit=limit)
 
 
-def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:
+def read_benchmark(bench: Benchmark, source: PromptSet) -> list[Problem]:
     """Reads all problems of a benchmark from `source`, the location of its rows. Raises the errors of
     data.problems.read_rows."""
-    return read_rows(source, found.read)
+    return read_rows(source, bench.read)
 
 
 def solution(row: DataRow) -> Values:
@@ -282,9 +282,9 @@ def _table(row: DataRow) -> Values | None:
 
 
 def _crux(row: DataRow, ask: str) -> Values:
-    code, given, output = (_first(row, name) for name in ("code", "input", "output"))
-    question = f"Here is a Python function.\n\n{code}\n\n{ask.format(input=given, output=output)}"
-    return {"question": question, "answer": output, "code": code, "input": given}
+    code, argument, output = (_first(row, name) for name in ("code", "input", "output"))
+    question = f"Here is a Python function.\n\n{code}\n\n{ask.format(input=argument, output=output)}"
+    return {"question": question, "answer": output, "code": code, "input": argument}
 
 
 def _one_of(value: Any, choices: Iterable[str]) -> str:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.chat_template import ASSISTANT, SYSTEMS, TOOL, USER, WEIGHT, Message, last_user, system_of, with_system
 from megatron_rl.config.schema import PromptSet
+from megatron_rl.data.columns import SYSTEM, lost_columns
 from megatron_rl.data.rows import DataError, NotThere, encodable, not_json, reach, reject
+from megatron_rl.texts.chat_template import (
+    ASSISTANT,
+    SYSTEMS,
+    TOOL,
+    USER,
+    WEIGHT,
+    Message,
+    last_user,
+    system_of,
+    with_system,
+)
 from megatron_rl.types import AGENT, EPISODE, SOURCE, TEMPLATE, WRITTEN_BY
 
 MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # names of the fields of a problem
@@ -22,8 +33,6 @@ _OF_VERL = ("data_source", "extra_info")  # verl's columns for the reward functi
 _OF_RUN = (SOURCE, TEMPLATE, AGENT, EPISODE, WRITTEN_BY, "correct", "grading", "review", "verdicts")
 # Names of columns that built-in reward functions read. Such a column is passed on only if data.fields names it.
 _OF_REWARDS = ("answers",)
-_SYSTEM = "system"  # column with the system message of a conversation, as in ShareGPT
-_UNREAD = ("chat_template_kwargs", "images", "videos", "audios")  # columns that are not supported
 # Keys of a message that determine whether its turn is trained: the keys of OpenAI, axolotl and ms-swift, in this order.
 _TRAINED = (WEIGHT, "train", "loss")
 _SHAREGPT = {"human": USER, "gpt": ASSISTANT, "function_response": TOOL}
@@ -52,8 +61,8 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
         # of a conversation is its last user message.
         fields.pop(QUESTION, None)
     if ANSWER not in fields:
-        found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
-        fields |= {ANSWER: found[0]} if found else {}
+        answer_keys = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
+        fields |= {ANSWER: answer_keys[0]} if answer_keys else {}
     return fields
 
 
@@ -89,45 +98,46 @@ def read_messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, (list, tuple)) or not value:
         shown = "not there" if isinstance(value, NotThere) else f"{_shown(value)}, not a list of messages"
         raise DataError(f"{key!r} is {shown}: name a conversation by data.fields")
-    return [_message(one, f"{key}.{place}") for place, one in enumerate(value)]
+    return [_message(message, f"{key}.{place}") for place, message in enumerate(value)]
 
 
 def without_nulls(value: Any) -> Any:
     """Returns a value of a row without null entries in its mappings, which Parquet adds."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [without_nulls(one) for one in value]
+        return [without_nulls(entry) for entry in value]
     return value
 
 
-def with_columns(row: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
-    """Returns a row's conversation with the text of its column `system`, if any, as the system message.
+def with_columns(row: Mapping[str, Any], messages: Sequence[Message], named: Collection[str] = ()) -> list[Message]:
+    """Returns a row's conversation with the text of its column `system`, if any, as the system message. `named`: the
+    keys that the settings of the data name.
 
-    Raises DataError if the conversation has a different system message, or the row has unsupported columns.
+    Raises DataError if the conversation has a different system message, or the row has columns with content that would
+    be lost (see `lost_columns`).
     """
-    reject(
-        *(f"{key!r} is not read: leave the column out, and the rows that need it" for key in _UNREAD if row.get(key))
-    )
-    system = row.get(_SYSTEM)
+    reject(*lost_columns(row, named))
+    system = row.get(SYSTEM)
     if not isinstance(system, str) or not system.strip():
         return [*messages]
     if system_of(messages) not in (None, system):
-        raise DataError(f"{_SYSTEM!r} and the first message are two system messages: leave one of them out")
+        raise DataError(f"{SYSTEM!r} and the first message are two system messages: leave one of them out")
     return with_system(messages, system)
 
 
 def prompt_messages(
-    row: Mapping[str, Any], value: Any, key: str, *, continued: bool, system: str | None
+    row: Mapping[str, Any], value: Any, key: str, *, continued: bool, system: str | None, named: Collection[str]
 ) -> list[Message]:
     """Returns the messages of a row's prompt, with the system message `system` if the messages contain none.
 
     `value`, `key`: the messages in the row and their key. `continued`: whether the last message may be an assistant's,
-    which the model then continues. Raises DataError if a message is malformed, if the row has unsupported columns or a
-    second system message, and if the conversation does not end with a message that a model can answer.
+    which the model then continues. `named`: the keys that the settings name. Raises DataError if a message is
+    malformed, if the row has unsupported columns or a second system message, and if the conversation does not end with
+    a message that a model can answer.
     """
-    read = [{name: one for name, one in message.items() if name != WEIGHT} for message in read_messages(value, key)]
-    messages = with_columns(row, read)
+    read = [{name: field for name, field in message.items() if name != WEIGHT} for message in read_messages(value, key)]
+    messages = with_columns(row, read, named)
     reject(*_faults_of_prompt(messages, key, continued))
     return with_system(messages, system)
 
@@ -159,10 +169,10 @@ def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(message["role"] for message in values.get(MESSAGES, ()))
 
 
-def _message(one: Any, key: str) -> Message:
-    if not isinstance(one, Mapping):
-        raise DataError(f"{key} is {_shown(one)}, not a message with role and content")
-    message = without_nulls(one)
+def _message(message_value: Any, key: str) -> Message:
+    if not isinstance(message_value, Mapping):
+        raise DataError(f"{key} is {_shown(message_value)}, not a message with role and content")
+    message = without_nulls(message_value)
     if "from" in message and "role" not in message:
         role = message.pop("from")
         message = {"role": _SHAREGPT.get(role, role), "content": message.pop("value", None), **message}
@@ -171,8 +181,8 @@ def _message(one: Any, key: str) -> Message:
     reject(*_faults({**message, **text}, key))
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{key}.tool_calls")
-    told = [message.pop(name) for name in _TRAINED if name in message]
-    return {**message, **text} | ({WEIGHT: 0} if told and not all(told) else {})
+    flags = [message.pop(name) for name in _TRAINED if name in message]
+    return {**message, **text} | ({WEIGHT: 0} if flags and not all(flags) else {})
 
 
 def _faults(message: Mapping[str, Any], key: str) -> Iterator[str]:
@@ -198,7 +208,7 @@ def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
     DataError for a malformed call."""
     if not isinstance(calls, list) or any(not isinstance(call, Mapping) for call in calls):
         raise DataError(f"{key} is {_shown(calls)}, not a list of calls of tools")
-    out = []
+    parsed_calls = []
     for place, call in enumerate(calls):
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -208,9 +218,9 @@ def _calls(calls: Any, key: str) -> list[dict[str, Any]]:
             arguments = parsed(arguments or "{}", f"{key}.{place}: the arguments {arguments[:60]!r} are")
         if not isinstance(arguments, Mapping):
             raise DataError(f"{key}.{place}: the arguments {_shown(arguments)} are no JSON object")
-        own = {**function, "arguments": arguments}
-        out.append({**call, "function": own} if "function" in call else own)
-    return out
+        parsed_function = {**function, "arguments": arguments}
+        parsed_calls.append({**call, "function": parsed_function} if "function" in call else parsed_function)
+    return parsed_calls
 
 
 def parsed(text: str, what: str) -> Any:

@@ -31,16 +31,16 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
     even with other seeds, settings or data sets. The split `all` has all problems. Raises ConfigError if the data set
     cannot be made, and DataError if too few draws belong to the split.
     """
-    made = source.generated or Generated()
+    settings = source.generated or Generated()
     name = generated_name(source.path) or ""
-    refuse(*(f"data.generated.args.{one}: set data.generated.{one} instead" for one in GIVEN if one in made.args))
-    draws = made.size if source.split not in _DRAWS else made.size * _DRAWS[source.split] + _MORE
-    args = {**made.args, "size": draws, "seed": made.seed}
+    refuse(*(f"data.generated.args.{key}: set data.generated.{key} instead" for key in GIVEN if key in settings.args))
+    draws = settings.size if source.split not in _DRAWS else settings.size * _DRAWS[source.split] + _MORE
+    args = {**settings.args, "size": draws, "seed": settings.seed}
     dataset = open_dataset(name, args)
     parts = dataset.datasets.values() if name == COMPOSITE else [dataset]
     # If a data set has no answers, the field `answer` is left out of all rows.
     answered = all(_draw(part, 0, source.path)["answer"] is not None for part in parts)
-    found = 0
+    yielded = 0
     for index in range(draws):
         item = _draw(dataset, index, source.path)
         question = item["question"]
@@ -52,12 +52,13 @@ def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{source.path}[{index}]",
             {"question": question, **answer, "entry": reference(name, args, index, question)},
         )
-        found += 1
-        if found == made.size:
+        yielded += 1
+        if yielded == settings.size:
             return
     raise DataError(
-        f"only {found} of {draws} problems that {source.path} makes are of the split {source.split!r}, fewer than "
-        f"data.generated.size = {made.size}: its questions repeat; give a smaller size, or settings with more problems"
+        f"only {yielded} of {draws} problems that {source.path} makes are of the split {source.split!r}, fewer than "
+        f"data.generated.size = {settings.size}: its questions repeat; give a smaller size, or settings with more "
+        "problems"
     )
 
 

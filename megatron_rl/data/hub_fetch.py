@@ -74,7 +74,7 @@ class Wanted:
 class Fetched:
     """A repository of the hub that was downloaded completely into a folder."""
 
-    wanted: Wanted
+    repo: Wanted
     folder: Path
     commit: str
     files: Mapping[str, Mapping[str, Any]]  # {name: {bytes, sha256}}
@@ -91,10 +91,10 @@ def parse(word: str) -> Wanted:
     ConfigError for any other text."""
     kind, colon, rest = word.partition(":")
     name, _, revision = (rest if colon else word).partition("@")
-    own = KINDS.get(kind) if colon else None
-    if (colon and own is None) or name.count("/") != 1:
+    known_kind = KINDS.get(kind) if colon else None
+    if (colon and known_kind is None) or name.count("/") != 1:
         raise ConfigError(f"{word!r}: give OWNER/NAME of the hub, model:OWNER/NAME, dataset:OWNER/NAME, or a YAML file")
-    return Wanted(name=name, kind=own, revision=revision or None)
+    return Wanted(name=name, kind=known_kind, revision=revision or None)
 
 
 def wanted_by(config: Config) -> list[Wanted]:
@@ -103,13 +103,13 @@ def wanted_by(config: Config) -> list[Wanted]:
 
     If an endpoint serves a model, or the model starts with random weights, only its config and tokenizer are wanted.
     """
-    found: dict[tuple[str, Kind], Wanted] = {}
+    repositories: dict[tuple[str, Kind], Wanted] = {}
     for key, name, kind, weights in _named(config):
         if not on_hub(name):
             continue
-        old = found.get((name, kind), Wanted(name=name, kind=kind, weights=False))
-        found[name, kind] = dataclasses.replace(old, weights=old.weights or weights, keys=(*old.keys, key))
-    return [*found.values()]
+        old = repositories.get((name, kind), Wanted(name=name, kind=kind, weights=False))
+        repositories[name, kind] = dataclasses.replace(old, weights=old.weights or weights, keys=(*old.keys, key))
+    return [*repositories.values()]
 
 
 def on_hub(name: str) -> bool:
@@ -119,7 +119,7 @@ def on_hub(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name and not is_file
 
 
-def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
+def fetch(repo: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
     """Downloads a model to TO/owner/name or a data set to TO/datasets/owner/name, and verifies all checksums.
 
     Existing files are kept, and broken connections are retried. An interrupted download continues with the same commit.
@@ -127,82 +127,82 @@ def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
     default HF_ENDPOINT. Raises ConfigError if the repository does not exist or requires consent, the hub cannot be
     reached, the disk is full, or a checksum differs from the hub's.
     """
-    kinds: Sequence[Kind] = (wanted.kind,) if wanted.kind else ("model", "dataset")
+    kinds: Sequence[Kind] = (repo.kind,) if repo.kind else ("model", "dataset")
     for kind in kinds:
-        own = dataclasses.replace(wanted, kind=kind)
-        if there := _there(own, _folder(own, to)):
-            return there
-    with _explained(wanted):
+        candidate = dataclasses.replace(repo, kind=kind)
+        if fetched := _there(candidate, _folder(candidate, to)):
+            return fetched
+    with _explained(repo):
         for kind in kinds:
-            own = dataclasses.replace(wanted, kind=kind)
+            candidate = dataclasses.replace(repo, kind=kind)
             try:
-                return _download(own, _folder(own, to), HfApi(endpoint=endpoint))
+                return _download(candidate, _folder(candidate, to), HfApi(endpoint=endpoint))
             except RepositoryNotFoundError as error:
                 if isinstance(error, GatedRepoError) or kind == kinds[-1]:
                     raise
     raise AssertionError("the last kind returns or raises")
 
 
-def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
-    kind, known = wanted.kind, _record(folder)
+def _download(repo: Wanted, folder: Path, api: HfApi) -> Fetched:
+    kind, record_before = repo.kind, _record(folder)
     assert kind is not None
-    before = {str(file.relative_to(folder / BROUGHT)) for file in (folder / BROUGHT).rglob("*.metadata")}
-    before = {name.removesuffix(".metadata") for name in before}
-    if any(name.endswith(".safetensors") for name in before):
-        # Weights that were downloaded before are kept, even if they are not wanted now
-        wanted = dataclasses.replace(wanted, weights=True)
+    brought = {str(file.relative_to(folder / BROUGHT)) for file in (folder / BROUGHT).rglob("*.metadata")}
+    brought = {name.removesuffix(".metadata") for name in brought}
+    if any(name.endswith(".safetensors") for name in brought):
+        # Weights that were downloaded before are kept, even if no weights are requested now
+        repo = dataclasses.replace(repo, weights=True)
     ask = api.model_info if kind == "model" else api.dataset_info
-    info = ask(wanted.name, revision=wanted.revision or known.get("commit"), files_metadata=True)
+    info = ask(repo.name, revision=repo.revision or record_before.get("commit"), files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
-    patterns = [p for p in FILES[kind] if wanted.weights or p != WEIGHTS]
+    patterns = [p for p in FILES[kind] if repo.weights or p != WEIGHTS]
     left_out = [*LEFT_OUT[kind], RECORD]  # a file with this name in the repository would replace the record
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
-    weightless = wanted.weights and not any(name.endswith(".safetensors") for name in names)
+    weightless = repo.weights and not any(name.endswith(".safetensors") for name in names)
     if kind == "model" and ("config.json" not in names or weightless):
         lacks = "*.safetensors" if "config.json" in names else "config.json"
         raise ConfigError(
-            f"{wanted.name} has no {lacks}: name a model of transformers, or a revision that has it, as "
-            f"{wanted.name}@REVISION"
+            f"{repo.name} has no {lacks}: name a model of transformers, or a revision that has it, as "
+            f"{repo.name}@REVISION"
         )
     if kind == "dataset" and not {*names} - {"README.md"}:
-        raise ConfigError(f"{wanted.name} has no Parquet, JSON or CSV files: it is made by a program, which is not run")
+        raise ConfigError(f"{repo.name} has no Parquet, JSON or CSV files: it is made by a program, which is not run")
     folder.mkdir(parents=True, exist_ok=True)
     missing = sum(listed[name].size or 0 for name in names if not (folder / name).is_file())
     if missing > (free := shutil.disk_usage(folder).free):
-        raise ConfigError(f"{folder} has {free / 1e9:.1f} GB free, {wanted.name} needs {missing / 1e9:.1f}: make room")
-    record = {"repository": wanted.name, "type": kind, "commit": info.sha, "hub": api.endpoint}
+        raise ConfigError(f"{folder} has {free / 1e9:.1f} GB free, {repo.name} needs {missing / 1e9:.1f}: make room")
+    record = {"repository": repo.name, "type": kind, "commit": info.sha, "hub": api.endpoint}
     write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     snapshot_download(
-        wanted.name, repo_type=kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
+        repo.name, repo_type=kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
         allow_patterns=patterns, ignore_patterns=left_out,
     )  # fmt: skip
-    found = digests(folder, names)
-    if wrong := [name for name in names if not _as_listed(folder / name, found[name], listed[name])]:
+    checksums = digests(folder, names)
+    if wrong := [name for name in names if not _as_listed(folder / name, checksums[name], listed[name])]:
         for name in wrong:
             (folder / name).unlink()
         raise ConfigError(f"{folder}: {', '.join(wrong)} came damaged and was removed; {AGAIN}")
     # Removes files of an earlier commit, because the library `datasets` would load their rows as well
-    for name in before.difference(names):
+    for name in brought.difference(names):
         (folder / name).unlink(missing_ok=True)
         (folder / BROUGHT / f"{name}.metadata").unlink()
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
-    keep(folder, found)
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": checksums[name]} for name in names}
+    keep(folder, checksums)
     write_text(folder / RECORD, json.dumps({**record, "files": files}, indent=1) + "\n")
-    return Fetched(wanted=wanted, folder=folder, commit=str(info.sha), files=files, new=True)
+    return Fetched(repo=repo, folder=folder, commit=str(info.sha), files=files, new=True)
 
 
-def _there(wanted: Wanted, folder: Path) -> Fetched | None:
+def _there(repo: Wanted, folder: Path) -> Fetched | None:
     """Returns the repository as a Fetched if all of its files are already in `folder`, otherwise None. Needs no
     network."""
-    known = _record(folder)
-    files, commit = known.get("files", {}), known.get("commit", "")
-    if not files or wanted.revision not in (None, commit):
+    record = _record(folder)
+    files, commit = record.get("files", {}), record.get("commit", "")
+    if not files or repo.revision not in (None, commit):
         return None
-    if wanted.kind == "model" and wanted.weights and not any(name.endswith(".safetensors") for name in files):
+    if repo.kind == "model" and repo.weights and not any(name.endswith(".safetensors") for name in files):
         return None
     if any(not (folder / n).is_file() or (folder / n).stat().st_size != facts["bytes"] for n, facts in files.items()):
         return None
-    return Fetched(wanted=wanted, folder=folder, commit=commit, files=files, new=False)
+    return Fetched(repo=repo, folder=folder, commit=commit, files=files, new=False)
 
 
 def _as_listed(file: Path, sha256: str, listed: Any) -> bool:
@@ -232,29 +232,29 @@ def _named(config: Config) -> Iterator[tuple[str, str, Kind, bool]]:
         yield f"{key}.path", source.path, "dataset", True
 
 
-def _folder(wanted: Wanted, to: Path) -> Path:
-    return to / wanted.name if wanted.kind == "model" else to / DATASETS / wanted.name
+def _folder(repo: Wanted, to: Path) -> Path:
+    return to / repo.name if repo.kind == "model" else to / DATASETS / repo.name
 
 
 def _record(folder: Path) -> dict[str, Any]:
     """Returns the contents of RECORD in a folder; an empty dict if the file is missing or damaged."""
     try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 @contextlib.contextmanager
-def _explained(wanted: Wanted) -> Iterator[None]:
-    """Context manager that converts errors of the hub's library to ConfigErrors with instructions for the user."""
-    name, what = wanted.name, {"model": "model", "dataset": "data set", None: "model and no data set"}[wanted.kind]
+def _explained(repo: Wanted) -> Iterator[None]:
+    """Context manager that converts errors of the hub's library to a ConfigError with instructions for the user."""
+    name, what = repo.name, {"model": "model", "dataset": "data set", None: "model and no data set"}[repo.kind]
     cures: dict[type[BaseException], str] = {  # {error: instruction}; the first match is used
         GatedRepoError: f"{name} asks for consent: accept its terms on its page at the hub, then log in by "
         "`hf auth login` or set HF_TOKEN to a token of that account",
         RepositoryNotFoundError: f"the hub shows no {what} {name}: look at the spelling; a private one is shown to its "
         "owner's token alone (`hf auth login`, or HF_TOKEN)",
-        RevisionNotFoundError: f"{name} has no revision {wanted.revision!r}: give a branch, a tag or a commit",
+        RevisionNotFoundError: f"{name} has no revision {repo.revision!r}: give a branch, a tag or a commit",
         OfflineModeIsEnabled: f"{name} is not here, and HF_HUB_OFFLINE forbids to fetch it: unset it, on a host with a "
         "network",
         HFValidationError: f"{name!r} is no name of the hub: ",

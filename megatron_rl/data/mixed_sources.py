@@ -37,17 +37,17 @@ class MixedReader:
         by the next prompt of the same source. A source is omitted until the end of the call if a curriculum skips all
         of its problems. Raises NothingLeft if no source is left, and DataError if all prompts of a source are too long.
         """
-        left = {name: weight for name, weight in (draw.weights or self._weights).items() if weight > 0}
-        out: list[Prompt] = []
-        while len(out) < count:
-            name = self._draw(left)
+        weights = {name: weight for name, weight in (draw.weights or self._weights).items() if weight > 0}
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            name = self._draw(weights)
             try:
-                out += self._readers[name].take(1, fits, draw)
+                prompts += self._readers[name].take(1, fits, draw)
             except NothingLeft:
-                del left[name]
-                if not left:
+                del weights[name]
+                if not weights:
                     raise
-        return out
+        return prompts
 
     def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> MixedReader:
         """Returns a new reader over the same sources in other random orders (see PromptReader.beside)."""
@@ -73,7 +73,7 @@ class MixedReader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of draws and the position in each source as JSON values."""
-        return {"draws": self._draws, "sources": {name: own.state_dict() for name, own in self._readers.items()}}
+        return {"draws": self._draws, "sources": {name: reader.state_dict() for name, reader in self._readers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a saved position. A source that the saved position does not have begins with its first epoch."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.chat_template import SYSTEMS, ChatError, last_user
 from megatron_rl.config.base import refusing
 from megatron_rl.config.data_settings import generated_name, resolve
 from megatron_rl.config.schema import ConfigError, PromptSet
+from megatron_rl.data.columns import SYSTEM, TOOLS, lost_columns
 from megatron_rl.data.conversations import (
     ANSWER,
     MESSAGES,
@@ -30,6 +30,7 @@ from megatron_rl.data.conversations import (
     passed_on,
     prompt_fields,
     prompt_messages,
+    with_columns,
 )
 from megatron_rl.data.rows import (
     BadRow,
@@ -43,6 +44,7 @@ from megatron_rl.data.rows import (
     rows_of,
     text_at,
 )
+from megatron_rl.texts.chat_template import SYSTEMS, ChatError, last_user, with_system
 from megatron_rl.types import Prompt
 
 MEASURED = 10_000  # maximum number of problems of a set whose prompt lengths are checked before a run
@@ -72,23 +74,23 @@ def read_problems(source: PromptSet) -> list[Problem]:
     filters are bad, or if no row passes, and ConfigError if the path contains no data.
     """
     source = resolve(source)
-    said = f"data.answer_pattern = {source.answer_pattern!r} is not a regular expression"
-    with refusing(lambda error: f"{said}: {error}", re.error):
+    refusal = f"data.answer_pattern = {source.answer_pattern!r} is not a regular expression"
+    with refusing(lambda error: f"{refusal}: {error}", re.error):
         pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
 
     def read(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if not _passes(row, source):
             return None
-        if not found:
-            found.update(prompt_fields(source, row) or {})
-            put_as_text = source.chat is False if MESSAGES in found else not source.chat
-            if source.system is not None and found and put_as_text:  # plain texts have no system message
+        if not fields:
+            fields.update(prompt_fields(source, row) or {})
+            put_as_text = source.chat is False if MESSAGES in fields else not source.chat
+            if source.system is not None and fields and put_as_text:  # plain texts have no system message
                 raise ConfigError(
                     f"data.system = {source.system[:40]!r}, but the problems of {source.path} are put as texts: set "
                     "data.chat to true, or write it into the prompt template"
                 )
-        return _mapped(row, source, found or {QUESTION: QUESTION}, pattern)
+        return _mapped(row, source, fields or {QUESTION: QUESTION}, pattern)
 
     return read_rows(source, read)
 
@@ -98,9 +100,23 @@ def fields_of(source: PromptSet) -> dict[str, str]:
     has a prompt. Raises ConfigError if the path contains no data."""
     source = resolve(source)
     for _, row in _rows(source):
-        if not isinstance(row, BadRow) and _passes(row, source) and (found := prompt_fields(source, row)):
-            return found
+        if not isinstance(row, BadRow) and _passes(row, source) and (fields := prompt_fields(source, row)):
+            return fields
     return {}
+
+
+def columns_of(source: PromptSet, most: int) -> tuple[set[str], set[str]]:
+    """Returns (columns that are passed to templates, rewards and environments under their own names, columns that
+    nothing reads) of the first `most` rows of a problem set. The columns of `fields_of` are in neither set."""
+    source = resolve(source)
+    fields, passed, present = fields_of(source), set[str](), set[str]()
+    for _, row in itertools.islice(_rows(source), most):
+        if not isinstance(row, BadRow) and _passes(row, source):
+            present |= {str(key) for key, value in row.items() if value is not None}
+            passed |= passed_on(source, row, fields).keys()
+    keys = [*fields.values(), *source.filters, *([SYSTEM] if MESSAGES in fields or source.chat else [])]
+    read = {key.partition(".")[0] for key in keys}
+    return passed - read, present - passed - read
 
 
 def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> list[Problem]:
@@ -116,14 +132,14 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
         reject(*not_json(values or {}))
         return values
 
-    found, bad, count = read_all(_rows(source), checked, limit=source.limit)
-    if not (found or bad):
+    indexed, bad, count = read_all(_rows(source), checked, limit=source.limit)
+    if not (indexed or bad):
         raise DataError(
             f"none of the {count} rows of {source.path} passes the filters {source.filters}: look at data.filters and "
             "data.path"
         )
-    refuse(bad, len(found) + len(bad), source.max_bad_share, source.path)
-    return [Problem(index, values) for index, values in found]
+    refuse(bad, len(indexed) + len(bad), source.max_bad_share, source.path)
+    return [Problem(index, values) for index, values in indexed]
 
 
 def asked(values: Mapping[str, Any]) -> str:
@@ -200,9 +216,9 @@ class PromptReader:
 
     def first(self, count: int) -> list[Prompt]:
         """Returns the first `count` prompts of the stream. The position of this reader is not changed."""
-        other = copy.copy(self)
-        other._epoch, other._position, other._order = 0, 0, self._order_of(0)
-        return other.take(count)
+        reader = copy.copy(self)
+        reader._epoch, reader._position, reader._order = 0, 0, self._order_of(0)
+        return reader.take(count)
 
     def beside(self, name: object, taken: Collection[Prompt], state: Mapping[str, Any]) -> PromptReader:
         """Returns a second reader over the same problems in another random order. The order depends only on this
@@ -212,12 +228,12 @@ class PromptReader:
         `taken`: prompts that `self` returned earlier. `state`: what `self.state_dict()` returned after these prompts.
         `self` may have advanced since then: its position is neither used nor changed.
         """
-        other = copy.copy(self)
-        other._seed, other._shuffle, other.dropped = f"{self._seed}/{name}", True, 0
+        reader = copy.copy(self)
+        reader._seed, reader._shuffle, reader.dropped = f"{self._seed}/{name}", True, 0
         rows = {int(prompt.id.rpartition("/")[2]) for prompt in taken}
-        other._epoch, other._position = state["epoch"], 0
-        other._order = [i for i in other._order_of(other._epoch) if self._problems[i].row not in rows]
-        return other
+        reader._epoch, reader._position = state["epoch"], 0
+        reader._order = [i for i in reader._order_of(reader._epoch) if self._problems[i].row not in rows]
+        return reader
 
     def once(self, count: int | None = None) -> list[Prompt]:
         """Returns the first `count` prompts of the first epoch, without prompts that are too long. Returns all prompts
@@ -235,9 +251,9 @@ class PromptReader:
         Raises DataError if all prompts of an epoch are too long. `draw.weights` has no effect, because a PromptReader
         has only one source.
         """
-        out: list[Prompt] = []
+        prompts: list[Prompt] = []
         misses, longest = 0, min(self._max, draw.max_prompt_tokens)
-        while len(out) < count:
+        while len(prompts) < count:
             problem = self._next()
             tokens = self._tokens(problem)
             if len(tokens) > longest:
@@ -250,8 +266,8 @@ class PromptReader:
                 continue
             misses = 0
             prompt = Prompt(id=f"{self._prefix}{self._epoch}/{problem.row}", tokens=tokens, payload=problem.values)
-            out += [prompt] if fits(prompt) else []
-        return out
+            prompts += [prompt] if fits(prompt) else []
+        return prompts
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream as a dict of numbers and texts."""
@@ -348,16 +364,21 @@ def _mapped(
 def _asked(row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str]) -> dict[str, Any]:
     """Returns {"question": text}, with the key `messages` as well if the prompt is a conversation. Raises DataError if
     the question or the messages are invalid."""
+    named = source.fields.values()
+    if row.get(TOOLS) and TOOLS not in named:
+        raise DataError(
+            f"{TOOLS!r} is not read: prompts are put without tools, which an environment gives; leave the column out"
+        )
     if MESSAGES not in fields:
         question = _shortened(text_at(row, QUESTION, fields[QUESTION]), source)
-        return {QUESTION: question} | ({MESSAGES: as_conversation(question, source.system)} if source.chat else {})
+        if not source.chat:
+            reject(*lost_columns(row, named))
+            return {QUESTION: question}
+        messages = with_columns(row, as_conversation(question, None), named)
+        return {QUESTION: question, MESSAGES: with_system(messages, source.system)}
     key = fields[MESSAGES]
     continued = key == "prompt" or MESSAGES in source.fields
-    if row.get("tools") and "tools" not in source.fields.values():
-        raise DataError(
-            "'tools' is not read: prompts are put without tools, which an environment gives; leave the column out"
-        )
-    messages = prompt_messages(row, reach(row, key), key, continued=continued, system=source.system)
+    messages = prompt_messages(row, reach(row, key), key, continued=continued, system=source.system, named=named)
     place = last_user(messages)
     question = _shortened(messages[place]["content"], source)
     messages[place] = {**messages[place], "content": question}

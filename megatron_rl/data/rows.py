@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.chat_template import ChatError
 from megatron_rl.config.base import ConfigError, refusing
-from megatron_rl.lazy_import import LazyModule
+from megatron_rl.lib.lazy_import import LazyModule
+from megatron_rl.run.atomic_files import replacing
+from megatron_rl.texts.chat_template import ChatError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -86,9 +87,9 @@ def read_all(
     raises DataError or ChatError. Returns (list of (index, value), list of bad rows, number of rows read). The index
     of a value counts good and bad rows from 0, without skipped rows. The number of rows read includes skipped rows.
     """
-    found, bad, count = list[tuple[int, T]](), list[BadRow](), 0
+    values, bad, count = list[tuple[int, T]](), list[BadRow](), 0
     for where, row in rows:
-        if limit is not None and len(found) >= limit:
+        if limit is not None and len(values) >= limit:
             break
         count += 1
         if isinstance(row, BadRow):
@@ -100,8 +101,8 @@ def read_all(
             bad.append(BadRow(where, str(error)))
             continue
         if value is not None:
-            found.append((len(found) + len(bad), value))
-    return found, bad, count
+            values.append((len(values) + len(bad), value))
+    return values, bad, count
 
 
 def refuse(bad: Sequence[BadRow], total: int, max_share: float, path: str) -> None:
@@ -135,13 +136,13 @@ def not_json(value: Any, key: str = "") -> Iterator[str]:
     """Yields an error message, with the dotted key, for each value that JSON cannot represent, such as a timestamp or
     NaN. Reward functions, environments and the store of rollouts receive a problem's values as JSON."""
     if isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from not_json(one, f"{key}.{name}" if key else str(name))
+        for name, member in value.items():
+            yield from not_json(member, f"{key}.{name}" if key else str(name))
             if not isinstance(name, str):
                 yield f"{key} has the key {name!r}, and keys are texts: write it as text"
     elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            yield from not_json(one, f"{key}.{place}")
+        for place, member in enumerate(value):
+            yield from not_json(member, f"{key}.{place}")
     elif not isinstance(value, (str, int, float, type(None))) or (
         isinstance(value, float) and not math.isfinite(value)
     ):
@@ -162,9 +163,9 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
     if isinstance(value, NotThere):
         why = f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}"
     elif isinstance(value, (list, tuple, Mapping)):
-        other = ", or name a conversation by data.fields.messages" if name == "question" else ""
+        advice = ", or name a conversation by data.fields.messages" if name == "question" else ""
         why = f"the {name} (from {key!r}) is a {type(value).__name__}: reach inside it with a dotted key, such as "
-        why += f"{key}.0{other}"
+        why += f"{key}.0{advice}"
     elif not isinstance(value, str):
         large = isinstance(value, (int, float)) and abs(value) >= LARGEST  # Python cannot convert huge integers to text
         why = f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text"
@@ -193,11 +194,10 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """Writes a table to a Parquet file atomically."""
+    """Writes a table to a Parquet file atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(table, partial)
-    partial.replace(path)
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def _files_of(place: Path, split: str) -> list[Path]:
@@ -277,16 +277,16 @@ def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> It
 
     with refusing(say, OSError, ValueError, datasets.exceptions.DatasetsError):
         if _saved_by_datasets(Path(path)):
-            found: Any = datasets.load_from_disk(path)
+            loaded: Any = datasets.load_from_disk(path)
         else:
             files = None if file is None else {split: file}
-            found = datasets.load_dataset(path, subset, split=split, data_files=files)
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise ConfigError(f"{path} has no split {split!r}; there are {', '.join(map(str, found))}: set data.split")
-        found = found[split]
+            loaded = datasets.load_dataset(path, subset, split=split, data_files=files)
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise ConfigError(f"{path} has no split {split!r}; there are {', '.join(map(str, loaded))}: set data.split")
+        loaded = loaded[split]
     number = 0
-    for table in found.with_format("arrow").iter(batch_size=1024):  # Arrow tables
+    for table in loaded.with_format("arrow").iter(batch_size=1024):  # Arrow tables
         for row in table.to_pylist():
             number += 1
             yield f"{path}[{split}]:{number}", row

@@ -29,8 +29,8 @@ def scored_rollout(
     authors = np.full(length, Author.ENVIRONMENT, np.int32)
     authors[labels] = Author.POLICY
     columns = {name: np.zeros(length, np.float32) for name in values or ()}
-    for name, own in (values or {}).items():
-        columns[name][labels] = own
+    for name, numbers in (values or {}).items():
+        columns[name][labels] = numbers
     return Rollout(
         role=role,
         group=group,

@@ -1,6 +1,7 @@
 """ASGI middleware that rejects requests without the job's token. Only the health check routes are open.
 
-The module runs inside the server (vLLM's `--middleware`), so it imports only the standard library.
+The module runs inside the server (vLLM's `--middleware`), so it imports only the standard library and a
+module that does so too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.lib.regular_files import read_own
 
 # Name of the environment variable with the path of the token file. Only the owner of the token file may read the file.
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
@@ -25,16 +28,13 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 class Guard:
     """An ASGI application that wraps another application and checks the token of each request.
 
-    The constructor raises KeyError, OSError or ValueError if there is no token, and PermissionError if another user
-    owns the token file. A server therefore never starts unprotected by mistake.
+    The constructor raises KeyError, OSError or ValueError if there is no token, and UntrustedFile if another user owns
+    the token file or if it is a link. A server therefore never starts unprotected by mistake.
     """
 
     def __init__(self, app: Application) -> None:
         self._app = app
-        with Path(os.environ[TOKEN_FILE]).open("rb") as file:
-            if (owner := os.fstat(file.fileno()).st_uid) not in (os.geteuid(), 0):
-                raise PermissionError(f"{os.environ[TOKEN_FILE]} belongs to user {owner}: remove it")
-            self._token = file.read().strip()
+        self._token = read_own(Path(os.environ[TOKEN_FILE])).strip().encode()
         if not self._token:
             raise ValueError(f"{os.environ[TOKEN_FILE]} is empty: it must hold the job's token")
 

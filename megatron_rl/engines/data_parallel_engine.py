@@ -13,7 +13,7 @@ from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, SampleLog, Tokens, TopScores
-from megatron_rl.world import World
+from megatron_rl.messages.world import World
 
 
 class DataParallelEngine:

@@ -14,14 +14,14 @@ import aiohttp
 from yarl import URL
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.lib.user_code import one_line
+from megatron_rl.network.retries import asked_pause_s, is_wrong_request
 
 CONNECT_S = 5.0
 KEPT_S = 2.0  # seconds for which the client keeps an idle connection open; servers close it after five seconds
 CONTROL_S = 60.0  # default timeout in seconds of a request
 CONTROL_BYTES = 16 << 20  # default maximum size of a response in bytes
 SHOWN = 400  # maximum number of characters of a server's error text in a message
-BUSY = (408, 425, 429)  # HTTP statuses that report a temporary condition, not a wrong request
-TOO_MANY_S = 1.0  # default pause in seconds after HTTP status 429 without a Retry-After header
 JSON = "application/json"
 REFUSED = "refuses the job's token: was it started by another run?"
 ASKS = {"User-Agent": "megatron-rl", "Accept-Encoding": "identity"}
@@ -141,12 +141,10 @@ class Http:
         if status == 401:
             raise ConfigError(f"{self.url} {self._refused}")
         said = f"{self.url}{path} answered {status}: {_shown(data)}"
-        if 400 <= status < 500 and status not in BUSY:
+        if is_wrong_request(status):
             raise RequestRefused(said)
         if not 200 <= status < 300:
-            told = headers.get("Retry-After", "")
-            asked_s = float(told) if told.isdecimal() and len(told) < 7 else TOO_MANY_S * (status == 429)
-            raise ServerLost(said, retry_after_s=asked_s)
+            raise ServerLost(said, retry_after_s=asked_pause_s(status, headers))
         return data
 
     async def _answer(
@@ -175,7 +173,7 @@ class Http:
                         )
                 return response.status, response.headers, bytes(data)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded
-            why = " ".join(str(error).split())[:SHOWN] or type(error).__name__
+            why = one_line(error, SHOWN)
             if isinstance(error, aiohttp.ConnectionTimeoutError):
                 why = f"no connection within {limits.connect:g} s"
             elif isinstance(error, TimeoutError):

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.sampling import Completion as Completion
-from megatron_rl.sampling import Sampling as Sampling
-from megatron_rl.sampling import TandemSampling as TandemSampling
-from megatron_rl.sampling import TopScores as TopScores
-from megatron_rl.sampling import empty as empty
+from megatron_rl.algorithms.sampling import Completion as Completion
+from megatron_rl.algorithms.sampling import Sampling as Sampling
+from megatron_rl.algorithms.sampling import TandemSampling as TandemSampling
+from megatron_rl.algorithms.sampling import TopScores as TopScores
+from megatron_rl.algorithms.sampling import empty as empty
 
 Tokens = Sequence[int] | np.ndarray  # [T] token ids
 

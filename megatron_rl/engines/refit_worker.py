@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines import user_families
 from megatron_rl.refit.engine_side import SETUP_TIMEOUT_S, EngineSide, StagedEngineSide
 from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.store_messages import Setup
 from megatron_rl.refit.transport import Tensors
 from megatron_rl.weights.rank_layouts import differences, engine_parameters
 
@@ -61,7 +61,7 @@ def join(
     user_families.learn()
     rank = replica * tp + tp_rank
     store = RefitStore.join(address)
-    settings = RefitConfig(**store.get("setup", SETUP_TIMEOUT_S)["settings"])
+    settings = store.get("setup", Setup, SETUP_TIMEOUT_S).settings
     landing = landing_of("device" if settings.staging == "device" else "host" if settings.staged else "off")
     side = (StagedEngineSide if settings.staged else EngineSide)(store, rank, landing, device)
     wanted = engine_parameters(side.topology.sizes, side.topology.engines, rank)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl import processes
 from megatron_rl.engines import server_log, shared_memory_cleanup
 from megatron_rl.engines.kind import Command
 from megatron_rl.engines.protocol import EngineError
-from megatron_rl.run import atomic_files
+from megatron_rl.lib import processes
+from megatron_rl.lib.regular_files import read_own, regular
 from megatron_rl.run.parent_death import end_with_parent
 
 GRACE_S = 20.0  # seconds between SIGTERM and SIGKILL when a server is stopped
@@ -62,7 +62,7 @@ class ServerProcess:
         environment = {**kept, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": path, **command.environment}
         shared_memory_cleanup.clear()
         self._segments = shared_memory_cleanup.Segments()
-        with log.open("ab", buffering=0) as out:
+        with open(log, "ab", buffering=0, opener=regular) as out:
             out.write(server_log.start_line())
             try:
                 self._process = subprocess.Popen(
@@ -149,7 +149,7 @@ def make_token(path: Path) -> str:
     """Returns the job's token, a secret that servers require from clients. The first caller creates the file `path`
     with a random token. Only the owner of the file can read the file.
 
-    Raises PermissionError if the file belongs to another user.
+    Raises UntrustedFile if the file is a link or belongs to another user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -161,7 +161,7 @@ def make_token(path: Path) -> str:
             os.link(draft, path)  # atomic: the file either has the whole token or does not exist
     finally:
         draft.unlink()
-    return atomic_files.read_own(path).strip()
+    return read_own(path).strip()
 
 
 def _only_this_package(directory: Path, entry_points: str) -> Path:

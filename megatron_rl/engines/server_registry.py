@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from megatron_rl.run import atomic_files
+from megatron_rl.lib.regular_files import read_own
+from megatron_rl.run.atomic_files import write_text
 
 BEAT_S = 1.0
 _log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class ServerRegistry:
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-                found.append(Listing(**json.loads(atomic_files.read_own(path, *self._owners))))
+                found.append(Listing(**json.loads(read_own(path, *self._owners))))
         return found
 
     def has(self, listing: Listing) -> bool:
@@ -80,15 +81,14 @@ class ServerRegistry:
     def write(self, listing: Listing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         # The file name contains the incarnation, because a process id would not be unique across hosts.
-        draft = self.directory / f".{listing.name}.{listing.incarnation}"
-        draft.write_text(json.dumps(asdict(listing)))
-        draft.replace(self._path(listing))
+        # Not durable: no server outlives a power cut, and a slow disk must not delay a heartbeat.
+        write_text(self._path(listing), json.dumps(asdict(listing)), writer=listing.incarnation, durable=False)
 
     def remove(self, listing: Listing) -> None:
         """Removes the file of a listing, unless another incarnation (start) of the server has replaced it."""
         path = self._path(listing)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            if json.loads(path.read_text())["incarnation"] == listing.incarnation:
+            if json.loads(read_own(path, *self._owners))["incarnation"] == listing.incarnation:
                 path.unlink()
 
     def _path(self, listing: Listing) -> Path:

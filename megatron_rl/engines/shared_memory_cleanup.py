@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_rl import processes
+from megatron_rl.lib import processes
 
 SHARED_MEMORY = Path("/dev/shm")
 # prefix of the names of the list files; shared memory of weight syncs (refits) has another prefix

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.chat_template import Message, with_system
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling
 from megatron_rl.environments.dialogue import Dialogue, Exchange, Reply
 from megatron_rl.environments.episode_types import Tool
+from megatron_rl.texts.chat_template import Message, with_system
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import continued, from_completion
 from megatron_rl.types import Prompt, Rollout
@@ -29,7 +29,7 @@ class AgentConversation:
         self.answers = 0
         self.cuts = 0
         # One text for each non-empty answer: the messages that the agent received before the answer
-        self.told: list[str] = []
+        self.observations: list[str] = []
         self.last_key: int | None = None  # key of the agent's last request to the engine
         self._history: list[Message] = []
         self._heard: list[str] = []  # texts of the messages since the last answer
@@ -80,7 +80,7 @@ class AgentConversation:
         self._answer = completion.tokens
         self.answers += 1
         if len(completion.tokens):
-            self.told.append("\n".join(self._heard))
+            self.observations.append("\n".join(self._heard))
             self._heard = []
         reply = self._dialogue.read(self._context, completion.tokens, self._tools)
         self._history.append(reply.message)

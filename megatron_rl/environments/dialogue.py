@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat_template import ASSISTANT, QUOTED, USER, ChatError, Message, render
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.episode_types import Call, Tool
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import ASSISTANT, QUOTED, USER, ChatError, Message, render
+from megatron_rl.texts.control_tokens import ControlTokens
+from megatron_rl.texts.response_forms import check_form, read_response
+from megatron_rl.texts.text import decode
 
 TEXT, CHAT = "text", "chat"  # names of two kinds of dialogue; the third kind is `renderers:NAME`
 RENDERERS = "renderers:"
+THOUGHT_KEYS = ("reasoning_content", "thinking")  # keys of a message by which chat templates read a thought
 # Exceptions that a chat template or a renderer raises if it cannot process a message or an answer.
 # A `try` block that catches these exceptions must not call an engine, because an engine's exceptions must propagate.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, NotImplementedError)
@@ -72,16 +76,18 @@ class Dialogue(ABC):
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
         """Parses an answer of the model. `answer` [T]: the generated tokens. `prompt` [T]: all tokens before them."""
-        text = decode(self._tokenizer, answer).text
-        return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
+        content = decode(self._tokenizer, answer).text
+        text = read_response(self._tokenizer, prompt, answer).text
+        return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": content})
 
 
 def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
     """Returns a new Dialogue. `kind`: a value of the setting EpisodeSettings.dialogue. Raises ConfigError if this kind
-    is not available."""
+    is not available, or if the kind is "chat" and the form of the model's thoughts is unknown."""
     if kind == TEXT:
         return TextDialogue(tokenizer)
     if kind == CHAT:
+        check_form(tokenizer)
         return ChatDialogue(tokenizer)
     return RendererDialogue(tokenizer, _renderer_name(kind))
 
@@ -162,23 +168,45 @@ class ChatDialogue(Dialogue):
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         offered = _specifications(past.tools) or None
-        *earlier, said = map(self._control.spell_message, past.history)
+        *earlier, answer = map(self._control.spell_message, past.history)
         new = [self._control.spell_message(message) for message in new]
-        before = render(self._tokenizer, earlier, header=True, tools=offered)
-        held = before + _STAND_IN
+        opening = render(self._tokenizer, earlier, header=True, tools=offered)
+        held = opening + _STAND_IN
         short = [*earlier, {"role": ASSISTANT, "content": _STAND_IN}]
         ended = render(self._tokenizer, short, tools=offered)
         following = render(self._tokenizer, [*short, *new], header=True, tools=offered)
-        whole = render(self._tokenizer, [*earlier, said, *new], header=True, tools=offered)
-        shown = whole.removeprefix(before).lstrip()
-        if not (ended.startswith(held) and following.startswith(ended) and whole.startswith(before)):
+        full = render(self._tokenizer, [*earlier, answer, *new], header=True, tools=offered)
+        shown = full.removeprefix(opening).lstrip()
+        if not (ended.startswith(held) and following.startswith(ended) and full.startswith(opening)):
             return None
-        if not shown.startswith(str(said["content"]).strip()):
+        if not shown.startswith(str(answer["content"]).strip()):
             return None
         between = following[len(held) :]
         for token in past.answer[-1:].tolist():  # the model may have generated the end-of-turn token itself
             between = between.removeprefix(self._tokenizer.decode([token]))
         return _ids(self._tokenizer, between)
+
+    def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
+        """Parses an answer by the form of the model's responses. Tool calls are parsed if the form separates them by
+        special tokens, as OpenAI's harmony format does. The thought then becomes a key of the message, by the name that
+        the chat template reads, so that the template can render or drop it."""
+        response = read_response(self._tokenizer, prompt, answer)
+        if response.parts is None:
+            text = decode(self._tokenizer, answer).text
+            return Reply(text=response.text, calls=(), message={"role": ASSISTANT, "content": text})
+        thought, content = response.parts
+        message: dict[str, Any] = {"role": ASSISTANT, "content": content}
+        template = str(self._tokenizer.chat_template)
+        name = next((key for key in THOUGHT_KEYS if re.search(rf"\b{key}\b", template)), None)
+        calls = [Call(name=tool, arguments=_object(text)) for tool, text in response.calls]
+        if readable := [call for call in calls if call.arguments is not None]:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments or {})}}
+                for call in readable
+            ]
+        if thought and name is not None and not (readable and content):  # gpt-oss's template refuses all three
+            message[name] = thought
+        return Reply(text=response.text, calls=calls, message=message)
 
 
 class RendererDialogue(Dialogue):
@@ -200,18 +228,18 @@ class RendererDialogue(Dialogue):
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         prompt, answer = past.prompt.tolist(), past.answer.tolist()
-        before = [*prompt, *answer]
-        found = self._renderer.bridge_to_next_turn(prompt, answer, self._spelled(new), tools=_tools(past.tools))
-        if found is None or list(found.token_ids[: len(before)]) != before:
+        tokens = [*prompt, *answer]
+        bridged = self._renderer.bridge_to_next_turn(prompt, answer, self._spelled(new), tools=_tools(past.tools))
+        if bridged is None or list(bridged.token_ids[: len(tokens)]) != tokens:
             return None
-        return np.asarray(found.token_ids[len(before) :], np.int32)
+        return np.asarray(bridged.token_ids[len(tokens) :], np.int32)
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
         try:
             parsed = self._renderer.parse_response(answer.tolist(), tools=_tools(tools), prompt_ids=prompt.tolist())
         except UNREADABLE:  # e.g. a tool call whose JSON has a number of 5,000 digits, or 2,000 nested brackets
             return super().read(prompt, answer, tools)
-        calls = [_call(found) for found in parsed.tool_calls]
+        calls = [_call(parsed_call) for parsed_call in parsed.tool_calls]
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
@@ -247,8 +275,8 @@ def _ids(tokenizer: Any, text: str) -> np.ndarray:
 
 
 def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    own = ("name", "description", "parameters")
-    return [{key: getattr(tool, key) for key in own} for tool in tools] or None
+    names = ("name", "description", "parameters")
+    return [{key: getattr(tool, key) for key in names} for tool in tools] or None
 
 
 def _specifications(tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
@@ -262,11 +290,20 @@ def _call(parsed: Any) -> Call:
     return Call(name=_written_out(name), arguments=_written_out(parsed.arguments) if readable else None, id=parsed.id)
 
 
+def _object(text: str) -> Mapping[str, Any] | None:
+    """Returns the JSON object in a text, or None if the text is not a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return _written_out(value) if isinstance(value, dict) else None
+
+
 def _written_out(value: Any) -> Any:
     r"""Returns a JSON value with lone surrogates such as "\ud800" replaced. Tokenizers and UTF-8 files reject lone
     surrogates."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, dict):
-        return {_written_out(name): _written_out(one) for name, one in value.items()}
-    return [_written_out(one) for one in value] if isinstance(value, list) else value
+        return {_written_out(name): _written_out(member) for name, member in value.items()}
+    return [_written_out(entry) for entry in value] if isinstance(value, list) else value

@@ -96,6 +96,6 @@ class EngineAnswers:
         """Cancels the pending requests, and lets `ask` cancel all later requests."""
         with self._lock:
             self.over = True
-            left, self._waiting = list(self._waiting.values()), {}
-        for future in left:
+            pending, self._waiting = list(self._waiting.values()), {}
+        for future in pending:
             future.cancel()

@@ -148,8 +148,8 @@ class Environment(EpisodeMaker):
         numbers: Sequence[int] | None = None,
     ) -> list[Episode]:
         """Plays one episode of each task; see `EpisodeMaker.play`."""
-        own = range(len(tasks)) if numbers is None else numbers
-        return EpisodesPlay(self, context, samplings, settings).play(tasks, seeds, own)
+        indices = range(len(tasks)) if numbers is None else numbers
+        return EpisodesPlay(self, context, samplings, settings).play(tasks, seeds, indices)
 
     def copy(self) -> Self:
         """Returns a shallow copy of the environment for one episode."""
@@ -169,11 +169,11 @@ def problems(
     `maker.most_answers` gives no role more than one answer. `key`: name of the recipe's setting that lists the roles,
     which error messages contain.
     """
-    asked = maker.speaking_roles()
-    if asked is not None and set(asked) != set(roles):
+    speaking = maker.speaking_roles()
+    if speaking is not None and set(speaking) != set(roles):
         yield (
             f"recipe.args.{key} names {', '.join(roles)}, and {type(maker).__name__} (recipe.args.environment) asks "
-            f"{', '.join(dict.fromkeys(asked))}: name the same roles in both"
+            f"{', '.join(dict.fromkeys(speaking))}: name the same roles in both"
         )
     for role, text in settings.system.items():
         system = f"recipe.args.system.{role} = {text[:40]!r}"

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megatron_rl.chat_template import system_of
 from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.protocol import Completion, Sampling
 from megatron_rl.environments.agent_conversation import AgentConversation
@@ -22,10 +21,11 @@ from megatron_rl.environments.dialogue import UNREADABLE, Dialogue, dialogue_of
 from megatron_rl.environments.engine_answers import EngineAnswers
 from megatron_rl.environments.episode_types import EnvironmentFailure, Episode, EpisodeEnd, NextRequest, Said
 from megatron_rl.environments.validation import check_request, checked_end, checked_requests, failed, refused
-from megatron_rl.loop_thread import LoopThread
+from megatron_rl.lib.loop_thread import LoopThread
+from megatron_rl.lib.user_code import told
+from megatron_rl.texts.chat_template import system_of
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import AGENT, Outcome, Prompt
-from megatron_rl.user_code import told
 
 if TYPE_CHECKING:
     from megatron_rl.environments.environment import Environment, EpisodeSettings
@@ -54,9 +54,10 @@ class _Underway:
     # The pending requests, each with the future of its answer, in the order in which the environment expects the
     # answers. The future is None if the prompt was too long.
     expected: deque[tuple[NextRequest, Future[Completion] | None]] = field(default_factory=deque)
-    asked: int = 0  # number of requests so far
+    num_requests: int = 0  # number of requests so far
     calls: int = 0  # number of tool calls so far
     unasked: int = 0  # number of requests whose prompt was too long for an answer
+    too_long: str = ""  # description of the first prompt that was too long for an answer, with its number of tokens
 
 
 class EpisodesPlay:
@@ -144,13 +145,13 @@ class EpisodesPlay:
             except EnvironmentFailure as error:
                 return refused(error)
             except UNREADABLE as error:
-                return failed(error, before="its requests cannot be made: ")
+                return failed(error, prefix="its requests cannot be made: ")
             if not running.expected:
                 return EpisodeEnd(
                     outcome=Outcome.ERROR, why="its environment asked nobody, and did not end the episode"
                 )
-            said = await self._said(running)
-            method, result = "step", await self._call(lambda said=said: world.step(said))
+            answer = await self._said(running)
+            method, result = "step", await self._call(lambda answer=answer: world.step(answer))
         return result
 
     async def _call(self, job: Callable[[], object], limit: asyncio.Timeout | None = None) -> object:
@@ -188,21 +189,25 @@ class EpisodesPlay:
         """Sends requests of an episode to the engines. Raises EnvironmentFailure if a request is invalid."""
         for request in requests:
             spoke_as = {name: agent.role for name, agent in running.agents.items()}
-            check_request(request, self._samplings, spoke_as, [asked.agent for asked, _ in running.expected])
+            check_request(request, self._samplings, spoke_as, [pending.agent for pending, _ in running.expected])
             dialogue = self._dialogues[request.role]
             if request.agent not in running.agents:
                 system = self._system(running.task, request.role)
                 running.agents[request.agent] = AgentConversation(request.role, dialogue, request.tools, system=system)
             agent = running.agents[request.agent]
             sampling = self._sampling(running, request, agent, dialogue)
-            key = running.number * MOST_ANSWERS + running.asked
-            running.asked += 1
+            key = running.number * MOST_ANSWERS + running.num_requests
+            running.num_requests += 1
             room = self._context.max_prompt_tokens[request.role]
             texts = [text for message in request.messages if isinstance(text := message.get("content"), str)]
-            context = None if sum(map(len, texts)) > room * MOST_CHARACTERS else agent.listen(request.messages)
+            characters = sum(map(len, texts))
+            context = None if characters > room * MOST_CHARACTERS else agent.listen(request.messages)
             answer = None
             if context is None or len(context) > room:
                 running.unasked += 1
+                size = f"{characters} characters" if context is None else f"{len(context)} tokens"
+                setting = f"roles.{request.role}.max_prompt_tokens = {room}"
+                running.too_long = running.too_long or f"a prompt of agent {request.agent!r} has {size}, and {setting}"
             elif not len(context):
                 raise EnvironmentFailure(
                     f"agent {request.agent!r} was told an empty text: its first NextRequest needs one"
@@ -224,20 +229,22 @@ class EpisodesPlay:
         for other roles, the role's entry in the setting `system` is returned.
         """
         first = role == next(iter(self._samplings))
-        own = system_of(task.payload.get("messages", ())) if first else None
-        return self._settings.system.get(role) if own is None else own
+        system = system_of(task.payload.get("messages", ())) if first else None
+        return self._settings.system.get(role) if system is None else system
 
     def _sampling(
         self, running: _Underway, request: NextRequest, agent: AgentConversation, dialogue: Dialogue
     ) -> Sampling:
-        own = self._samplings[request.role]
+        sampling = self._samplings[request.role]
         return replace(
-            own,
+            sampling,
             n=1,
-            seed=self._context.seed_for("answer", own.seed, running.seed, running.number, request.agent, agent.answers),
-            max_tokens=min(own.max_tokens, request.max_tokens or own.max_tokens),
-            stop_strings=(*own.stop_strings, *request.stop),
-            stop_tokens=(*own.stop_tokens, *dialogue.stop_tokens),
+            seed=self._context.seed_for(
+                "answer", sampling.seed, running.seed, running.number, request.agent, agent.answers
+            ),
+            max_tokens=min(sampling.max_tokens, request.max_tokens or sampling.max_tokens),
+            stop_strings=(*sampling.stop_strings, *request.stop),
+            stop_tokens=(*sampling.stop_tokens, *dialogue.stop_tokens),
         )
 
     async def _said(self, running: _Underway) -> Said:
@@ -262,6 +269,8 @@ def _result(running: _Underway, over: EpisodeEnd) -> Episode:
         over = checked_end(over, {name: agent.answers for name, agent in running.agents.items()})
     except EnvironmentFailure as error:
         over = refused(error)
+    if over.outcome is not Outcome.SCORE and running.too_long:
+        over = replace(over, why=f"{over.why} ({running.too_long})")
     rollouts = []
     if over.outcome is Outcome.SCORE:
         for name, agent in running.agents.items():
@@ -282,5 +291,5 @@ def _result(running: _Underway, over: EpisodeEnd) -> Episode:
         turns=sum(agent.answers for agent in agents),
         tool_calls=running.calls,
         cuts=sum(agent.cuts for agent in agents),
-        told={name: tuple(agent.told) for name, agent in running.agents.items()},
+        observations={name: tuple(agent.observations) for name, agent in running.agents.items()},
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.chat_template import QUOTED, Message
+from megatron_rl.texts.chat_template import QUOTED, Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
 
 
@@ -162,4 +162,4 @@ class Episode:
     cuts: int = 0
     # {agent: texts of the messages that the agent received, one text before each non-empty answer of the agent}.
     # Agents whose messages are not known are left out.
-    told: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    observations: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.lib.regular_files import regular
+
 MARK = "MEGATRON_RL_EPISODES"  # environment variable by which the descendants of the process are found
 GRACE_S = 15.0  # seconds to wait for the exit status of a process that has closed its output or was killed
 LOOK_S = 0.2  # seconds between two checks of whether the process has ended
@@ -36,7 +38,7 @@ class LineProcess:
 
     async def start(self, words: Sequence[str]) -> None:
         """Starts a program. `words`: the program and its arguments. Raises OSError if the program does not exist."""
-        with self._log.open("ab") as errors:
+        with open(self._log, "ab", opener=regular) as errors:
             self._process = await asyncio.create_subprocess_exec(
                 *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
                 limit=MOST_BYTES,
@@ -69,8 +71,8 @@ class LineProcess:
             tail = self._log.read_bytes()[-SHOWN_BYTES:].decode(errors="replace").strip() or "(it is empty)"
             raise EOFError(f"it ended with status {self._process.returncode}; the end of its log:\n{tail}")
         with contextlib.suppress(ValueError):
-            if isinstance(said := json.loads(line), dict):
-                return said
+            if isinstance(message := json.loads(line), dict):
+                return message
         raise EOFError(f"it wrote {line.decode(errors='replace')[:200]!r}, which is no line of its protocol")
 
     async def end(self, grace_s: float) -> None:

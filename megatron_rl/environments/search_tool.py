@@ -18,6 +18,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share
 from megatron_rl.environments.episode_types import EnvironmentFailure, Tool
+from megatron_rl.run.atomic_files import push_tree
 
 KEPT = 4  # maximum number of search indices that a process keeps in memory
 INDEX = ".bm25"  # suffix of the index directory, which is appended to the name of the corpus
@@ -81,10 +82,10 @@ class SearchTool(Tool):
             return "error: give a query as text"
         self.load()
         assert self._loaded is not None
-        found = [self._loaded.document(number) for number in self._loaded.best(query, self.top_k)]
-        if not found:
+        documents = [self._loaded.document(number) for number in self._loaded.best(query, self.top_k)]
+        if not documents:
             return "No document has a word of this query."
-        lines = (f"Doc {place}(Title: {title}) {text}" for place, (title, text) in enumerate(found, start=1))
+        lines = (f"Doc {place}(Title: {title}) {text}" for place, (title, text) in enumerate(documents, start=1))
         return "\n".join(lines)[: self.max_characters]
 
 
@@ -116,10 +117,10 @@ class CorpusIndex:
     def scores(self, query: str) -> np.ndarray:
         """Returns the score of every document for a query, [documents] float32."""
         [words] = _words([query], self._stamp.stopwords, ids=False)
-        known = [word for word in words if word in self._scores.vocab_dict]
-        if not known:
+        indexed = [word for word in words if word in self._scores.vocab_dict]
+        if not indexed:
             return np.zeros(len(self._starts) - 1, np.float32)
-        return self._scores.get_scores(known)
+        return self._scores.get_scores(indexed)
 
     def best(self, query: str, count: int) -> list[int]:
         """Returns the indices of the `count` documents with the highest scores, best first.
@@ -152,16 +153,16 @@ def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
     builds a new index and does not save it."""
     library = _library()
     place = path.with_name(path.name + INDEX)
-    wanted = {**vars(stamp), "library": library.__version__}
+    full_stamp = {**vars(stamp), "library": library.__version__}
     if keep:
         with contextlib.suppress(OSError, ValueError, RecursionError):  # there is no saved index
-            if json.loads((place / _STAMP).read_text()) == wanted:
+            if json.loads((place / _STAMP).read_text()) == full_stamp:
                 return CorpusIndex(path, stamp, library.BM25.load(str(place), mmap=True), np.load(place / _STARTS))
     texts, starts = _read(path, stamp)
     scores = library.BM25(k1=stamp.k1, b=stamp.b, method="lucene")
     scores.index(_words(texts, stamp.stopwords, ids=True), show_progress=False)
     if keep:
-        _write(place, scores, starts, wanted)
+        _write(place, scores, starts, full_stamp)
     return CorpusIndex(path, stamp, scores, starts)
 
 
@@ -212,11 +213,12 @@ def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
 
 
 def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any]) -> None:
-    """Saves a search index atomically. Replaces an older index of the corpus."""
+    """Saves a search index atomically and durably. Replaces an older index of the corpus."""
     partial = place.with_name(f".{place.name}.{os.getpid()}")
     scores.save(str(partial))
     np.save(partial / _STARTS, starts)
     (partial / _STAMP).write_text(json.dumps(stamp))
+    push_tree(partial)
     shutil.rmtree(place, ignore_errors=True)
     try:
         partial.rename(place)

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling
 from megatron_rl.environments.engine_answers import EngineAnswers
-from megatron_rl.loop_thread import LoopThread
+from megatron_rl.lib.loop_thread import LoopThread
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout, Stop
@@ -129,12 +129,12 @@ class TokenRoute:
         if not agent or not place.isdecimal() or int(place) >= play.episodes:
             raise RouteRefusal(400, f"{SESSION} = {session!r}: it has the form play.episode.agent")
         try:
-            asked = _Request.model_validate_json(body)
+            request = _Request.model_validate_json(body)
         except pydantic.ValidationError as error:
             wrong = error.errors()[0]
-            place, given = ".".join(map(str, wrong["loc"])) or "the body", repr(wrong["input"])[:80]
-            raise RouteRefusal(400, f"{place} = {given}: {wrong['msg']}") from None
-        return await play.generate(int(place), agent, asked)
+            place, shown = ".".join(map(str, wrong["loc"])) or "the body", repr(wrong["input"])[:80]
+            raise RouteRefusal(400, f"{place} = {shown}: {wrong['msg']}") from None
+        return await play.generate(int(place), agent, request)
 
     async def _open(self) -> int:
         """Starts the server. Returns its port."""
@@ -162,8 +162,8 @@ class TokenRoute:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Returns the response to a request. Converts a RouteRefusal to an error response in the client's format."""
         try:
-            given, own = request.headers.get("Authorization", ""), f"Bearer {self.token}"
-            if not hmac.compare_digest(given.encode(errors="surrogateescape"), own.encode()):
+            header, expected = request.headers.get("Authorization", ""), f"Bearer {self.token}"
+            if not hmac.compare_digest(header.encode(errors="surrogateescape"), expected.encode()):
                 raise RouteRefusal(401, "the token is not this run's")
             self._strangers.pop(request.protocol, None)
             return web.json_response(await self._said(request))
@@ -172,11 +172,11 @@ class TokenRoute:
             return web.json_response({"error": error}, status=refusal.status)
 
     async def _said(self, request: web.BaseRequest) -> dict[str, Any]:
-        asked, length = f"{request.method} {request.path}", request.content_length
-        if asked == f"GET {MODELS}":
+        route, length = f"{request.method} {request.path}", request.content_length
+        if route == f"GET {MODELS}":
             return self.models()
-        if asked != f"POST {GENERATE}":
-            raise RouteRefusal(404, f"{asked}: there is GET {MODELS} and POST {GENERATE}")
+        if route != f"POST {GENERATE}":
+            raise RouteRefusal(404, f"{route}: there is GET {MODELS} and POST {GENERATE}")
         if length is None:
             raise RouteRefusal(411, "give a Content-Length")
         if length > MOST_BYTES:
@@ -215,17 +215,17 @@ class RoutedPlay(EngineAnswers):
         answers = list(self._answers.get((place, agent), ()))
         return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
 
-    async def generate(self, place: int, agent: str, asked: _Request) -> dict[str, Any]:
+    async def generate(self, place: int, agent: str, request: _Request) -> dict[str, Any]:
         """Forwards a request to the engine of its role, and returns the answer in the client's format.
 
         The seed of the answer is a function of the role's seed, the seed and index of the episode, the agent, the
         prompt, and the number of earlier requests of the agent with this prompt. Several programs of one agent may send
         requests at the same time. Raises RouteRefusal if the request is invalid or the engine fails.
         """
-        role, tokens = asked.model, np.array(asked.token_ids, np.int32)
+        role, tokens = request.model, np.array(request.token_ids, np.int32)
         if role not in self._samplings:
             raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._samplings)}")
-        if asked.features is not None or asked.content_parts is not None:
+        if request.features is not None or request.content_parts is not None:
             raise RouteRefusal(400, "features, content_parts: the roles' models read tokens of text alone")
         if len(tokens) > (longest := self.longest[role]):
             message = (
@@ -233,7 +233,7 @@ class RoutedPlay(EngineAnswers):
                 f"roles.{role}.max_prompt_tokens where it shall be taken"
             )
             raise RouteRefusal(400, message, "context_length_exceeded")
-        completion = await self._completion(place, agent, role, tokens, _forced(self._samplings[role], asked))
+        completion = await self._completion(place, agent, role, tokens, _forced(self._samplings[role], request))
         version = self._context.engines[role].version
         weight = self._context.partner_weights.get(role, 0.0)
         prompt = Prompt(id=agent, tokens=tokens)
@@ -249,9 +249,9 @@ class RoutedPlay(EngineAnswers):
         self._asked[place, agent, prompt] += 1
         number = self.numbers[place]
         key = self._context.seed_for("token route", self._seeds[place], number, agent, prompt.hex(), times)
-        before, self._last[place, agent] = self._last.get((place, agent)), key
+        previous, self._last[place, agent] = self._last.get((place, agent)), key
         try:
-            return await asyncio.wrap_future(self.ask(role, key, tokens, sampling, after=before))
+            return await asyncio.wrap_future(self.ask(role, key, tokens, sampling, after=previous))
         except asyncio.CancelledError:
             raise RouteRefusal(503, "the engine failed, or the play is over") from None
         except EngineError as error:
@@ -260,16 +260,18 @@ class RoutedPlay(EngineAnswers):
             raise RouteRefusal(400, str(error)) from error
 
 
-def _forced(own: Sampling, asked: _Request) -> Sampling:
+def _forced(sampling: Sampling, request: _Request) -> Sampling:
     """Returns the role's sampling parameters, with the request's `max_tokens` if it is lower, and with the request's
     stop tokens.
 
     The request's stop tokens are added to the role's, because the client's chat template may end a turn with a token
     that is not among the role's stop tokens.
     """
-    most, stops = asked.sampling_params.max_tokens, asked.sampling_params.stop_token_ids or ()
-    stop_tokens = tuple(dict.fromkeys([*own.stop_tokens, *stops]))
-    return replace(own, max_tokens=min(own.max_tokens, most or own.max_tokens), stop_tokens=stop_tokens, n=1)
+    most, stops = request.sampling_params.max_tokens, request.sampling_params.stop_token_ids or ()
+    stop_tokens = tuple(dict.fromkeys([*sampling.stop_tokens, *stops]))
+    return replace(
+        sampling, max_tokens=min(sampling.max_tokens, most or sampling.max_tokens), stop_tokens=stop_tokens, n=1
+    )
 
 
 def _choice(completion: Completion) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from megatron_rl.chat_template import TOOL, USER, UserText, problem_text
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, refuse
 from megatron_rl.environments.dialogue import RENDERERS
@@ -24,7 +23,8 @@ from megatron_rl.environments.episode_types import (
     Tool,
     quoting,
 )
-from megatron_rl.text import read_template
+from megatron_rl.texts.chat_template import TOOL, USER, UserText, problem_text
+from megatron_rl.texts.text import read_template
 
 
 @dataclass(kw_only=True)
@@ -86,8 +86,8 @@ class ToolTask(Environment):
         self._texts: list[str] = []
         self._made = 0  # number of calls and reminders
         self._run_calls = 0
-        asked = {"question": task["question"]} | ({"messages": task["messages"]} if "messages" in task else {})
-        text = problem_text(self._template, asked)
+        fields = {"question": task["question"]} | ({"messages": task["messages"]} if "messages" in task else {})
+        text = problem_text(self._template, fields)
         return self._ask(text.messages if isinstance(text, UserText) else [{"role": USER, "content": text}])
 
     def step(self, said: Said) -> Sequence[NextRequest] | EpisodeEnd:
@@ -126,14 +126,14 @@ class ToolTask(Environment):
         A block <tag>...</tag> is a call if the tag is a tool's name, and an answer if the tag is `self.answer`. The
         episode ends if the first block is an answer, or if the text has no block and the setting `reminder` is null.
         """
-        found = first_call(text, [*self._tools, self.answer])
-        if found is None and self.reminder is not None:
+        block = first_call(text, [*self._tools, self.answer])
+        if block is None and self.reminder is not None:
             self._made += 1
             return self._ask([{"role": USER, "content": self.reminder}])
-        if found is None or found[0] == self.answer:
+        if block is None or block[0] == self.answer:
             return self._over()
-        content = textwrap.dedent(found[1]).strip()
-        result = self._result(Call(name=found[0], arguments={self._arguments[found[0]]: content}))
+        content = textwrap.dedent(block[1]).strip()
+        result = self._result(Call(name=block[0], arguments={self._arguments[block[0]]: content}))
         return self._ask([quoting(USER, self.result, result=result)])
 
     def _after_calls(self, calls: Sequence[Call]) -> Sequence[NextRequest] | EpisodeEnd:
@@ -141,10 +141,10 @@ class ToolTask(Environment):
         there is no call."""
         messages = []
         for call in calls:
-            left = self._made < self.max_calls
-            content = self._result(call) if left else f"error: no more than {self.max_calls} calls are answered"
-            known = {} if call.id is None else {"tool_call_id": call.id}
-            messages.append({"role": TOOL, "name": call.name, "content": content, **known})
+            allowed = self._made < self.max_calls
+            content = self._result(call) if allowed else f"error: no more than {self.max_calls} calls are answered"
+            call_id = {} if call.id is None else {"tool_call_id": call.id}
+            messages.append({"role": TOOL, "name": call.name, "content": content, **call_id})
         return self._ask(messages) if messages else self._over()
 
     def _result(self, call: Call) -> str:
@@ -190,9 +190,9 @@ def first_call(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     An opening tag without a closing tag is skipped. The time is linear in the length of the text.
     """
     last = {name: text.rfind(f"</{name}>") for name in names}
-    for found in re.finditer(f"<({'|'.join(map(re.escape, names))})>", text):
-        if last[found[1]] >= found.end():
-            return found[1], text[found.end() : text.index(f"</{found[1]}>", found.end())]
+    for opening in re.finditer(f"<({'|'.join(map(re.escape, names))})>", text):
+        if last[opening[1]] >= opening.end():
+            return opening[1], text[opening.end() : text.index(f"</{opening[1]}>", opening.end())]
     return None
 
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from megatron_rl.chat_template import QUOTED
 from megatron_rl.config.base import ConfigError
 from megatron_rl.environments.episode_types import (
     EnvironmentFailure,
@@ -20,9 +19,10 @@ from megatron_rl.environments.episode_types import (
     NextRequest,
     Tool,
 )
-from megatron_rl.rewards.reward_functions import finite
+from megatron_rl.lib.user_code import place_of, traceback_of
+from megatron_rl.rewards.reward_functions import LARGEST, finite, in_range
+from megatron_rl.texts.chat_template import QUOTED
 from megatron_rl.types import AGENT, Outcome
-from megatron_rl.user_code import place_of, traceback_of
 
 MESSAGE = '{"role": "user", "content": "..."}'  # example of a chat message, quoted in error messages
 SHOWN = 500  # maximum number of characters that are kept of the reason why an episode failed
@@ -34,11 +34,11 @@ def checked_requests(result: object, *, of: str) -> Sequence[NextRequest]:
 
     `of`: the name of the environment's method that returned `result`, begin or step.
     """
-    if isinstance(result, (list, tuple)) and all(isinstance(one, NextRequest) for one in result):
+    if isinstance(result, (list, tuple)) and all(isinstance(request, NextRequest) for request in result):
         return result
     raise EnvironmentFailure(
         f"its {of} returned {_shown(result)}: return a list of NextRequest, one for each agent that speaks next, or "
-        "Over"
+        "EpisodeEnd"
     )
 
 
@@ -88,23 +88,23 @@ def checked_end(over: EpisodeEnd, agents: Mapping[str, int]) -> EpisodeEnd:
             f"EpisodeEnd.payload cannot be kept as JSON ({error}): give texts, numbers, lists"
         ) from None
     rewards = {
-        agent: {str(name): number for name, value in given.items() if (number := finite(value)) is not None}
-        for agent, given in over.rewards.items()
+        agent: {str(name): number for name, value in values.items() if (number := finite(value)) is not None}
+        for agent, values in over.rewards.items()
     }
     return replace(over, rewards=rewards, payload=payload)
 
 
-def failed(error: Exception, before: str = "") -> EpisodeEnd:
+def failed(error: Exception, prefix: str = "") -> EpisodeEnd:
     """Returns the EpisodeEnd of an episode in which the exception `error` was raised.
 
-    Its field `why` consists of the text `before` and the error message (both truncated if they are long), and the
+    Its field `why` consists of the text `prefix` and the error message (both truncated if they are long), and the
     location of the error in the environment's code.
     """
     place = place_of(error)
     try:
-        why, trace = f"{before}{type(error).__name__}: {error}", traceback_of(error)
+        why, trace = f"{prefix}{type(error).__name__}: {error}", traceback_of(error)
     except Exception:  # converting the exception to text may raise any exception
-        why, trace = f"{before}{type(error).__name__}", ""
+        why, trace = f"{prefix}{type(error).__name__}", ""
     kind = error.kind if isinstance(error, EnvironmentFailure) else "infrastructure"
     why = why[:SHOWN] + (f" ({place})" if place else "")
     return EpisodeEnd(outcome=Outcome.ERROR, why=why, failure=kind, trace=trace)
@@ -134,15 +134,15 @@ def with_rewards(
         return replace(episode, rollouts=rollouts)
     for rollout in episode.rollouts:
         agent = rollout.payload[AGENT]
-        given = {*rollout.rewards, *([graded] if agent in episode.answers else [])}
-        missing = [name for name in names if name not in given]
+        present = {*rollout.rewards, *([graded] if agent in episode.answers else [])}
+        missing = [name for name in names if name not in present]
         if rollout.role in roles and missing:
             cure = (
                 f"return a text for it in EpisodeEnd.answers, which becomes {graded!r}" if missing == [graded] else ""
             )
             why = (
-                f"agent {agent!r} has no reward {missing[0]!r}, only {', '.join(map(repr, sorted(given))) or 'none'}: "
-                f"{cure or 'return it in EpisodeEnd.rewards'}, or name others in recipe.args.rewards"
+                f"agent {agent!r} has no reward {missing[0]!r}, only {', '.join(map(repr, sorted(present))) or 'none'}"
+                f": {cure or 'return it in EpisodeEnd.rewards'}, or name others in recipe.args.rewards"
             )
             return replace(episode, rollouts=(), answers={}, outcome=Outcome.ERROR, why=why)
     return episode
@@ -154,12 +154,12 @@ def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None
     With more agents, the estimates of `megatron-rl plan` and means over agents would be wrong.
     """
     for episode in episodes:
-        found: dict[str, list[str]] = {}
+        agents_of_role: dict[str, list[str]] = {}
         for rollout in episode.rollouts:
-            named = found.setdefault(rollout.role, [])
+            named = agents_of_role.setdefault(rollout.role, [])
             if (agent := str(rollout.payload[AGENT])) not in named:
                 named.append(agent)
-        for role, named in found.items():
+        for role, named in agents_of_role.items():
             if len(named) > agents[role]:
                 raise ConfigError(
                     f"recipe.args.agents gives the role {role!r} {agents[role]} in an episode, and one of the "
@@ -170,30 +170,32 @@ def check_agents(episodes: Sequence[Episode], agents: Mapping[str, int]) -> None
 def _wrong_request(request: NextRequest, spoke_as: Mapping[str, str], waiting: Collection[str]) -> str:
     """Returns a description of the error in a request, or "" if the request is valid."""
     for name in ("agent", "role"):
-        if not isinstance(given := getattr(request, name), str) or not given or _broken_text(given):
-            return f"NextRequest.{name} is {_shown(given)}: give a text"
-    own = f"agent {request.agent!r}"
+        if not isinstance(value := getattr(request, name), str) or not value or _broken_text(value):
+            return f"NextRequest.{name} is {_shown(value)}: give a text"
+    agent = f"agent {request.agent!r}"
     if spoke_as.get(request.agent, request.role) != request.role:
         return (
-            f"{own} has the role {request.role!r}, and had the role {spoke_as[request.agent]!r} before: an agent "
+            f"{agent} has the role {request.role!r}, and had the role {spoke_as[request.agent]!r} before: an agent "
             "keeps its role; let the other role speak from an agent of its own"
         )
     if request.agent in waiting:
-        return f"{own} is asked again before it has answered: return one NextRequest for each agent"
+        return f"{agent} is asked again before it has answered: return one NextRequest for each agent"
     if request.agent not in spoke_as and not request.messages:
-        return f"{own} was told nothing: its first NextRequest needs a message, such as {MESSAGE}"
+        return f"{agent} was told nothing: its first NextRequest needs a message, such as {MESSAGE}"
     limit, lists = request.max_tokens, (list, tuple)
     for name, good, cure in (
         ("stop", lambda text: isinstance(text, str) and text, "texts that are not empty"),
         ("messages", lambda message: True, f"messages, such as [{MESSAGE}]"),
         ("tools", lambda tool: isinstance(tool, Tool), "objects whose classes inherit from Tool"),
     ):
-        if not isinstance(given := getattr(request, name), lists) or not all(map(good, given)):
-            return f"the NextRequest of {own} has {name} = {_shown(given)}: give a list of {cure}"
+        if not isinstance(value := getattr(request, name), lists) or not all(map(good, value)):
+            return f"the NextRequest of {agent} has {name} = {_shown(value)}: give a list of {cure}"
     if limit is not None and (type(limit) is not int or limit < 1):
-        return f"the NextRequest of {own} has max_tokens = {_shown(limit)}: give a whole number of at least 1, or None"
+        return (
+            f"the NextRequest of {agent} has max_tokens = {_shown(limit)}: give a whole number of at least 1, or None"
+        )
     wrong = ((place, _wrong_message(message)) for place, message in enumerate(request.messages))
-    return next((f"message {place} to {own} {why}" for place, why in wrong if why), "")
+    return next((f"message {place} to {agent} {why}" for place, why in wrong if why), "")
 
 
 def _wrong_message(message: object) -> str:
@@ -219,8 +221,8 @@ def _wrong_end(over: EpisodeEnd, agents: Mapping[str, int]) -> str:
     if not isinstance(over.outcome, Outcome):
         return f"EpisodeEnd.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome"
     for name in ("rewards", "answers", "payload"):
-        if not isinstance(given := getattr(over, name), Mapping):
-            return f"EpisodeEnd.{name} is {_shown(given)}: give a mapping"
+        if not isinstance(value := getattr(over, name), Mapping):
+            return f"EpisodeEnd.{name} is {_shown(value)}: give a mapping"
     if unknown := sorted((set(over.rewards) | set(over.answers)) - set(agents), key=str):
         return (
             f"it gives rewards to {', '.join(map(str, unknown))}, and no such agent spoke: those of this episode are "
@@ -236,16 +238,17 @@ def _wrong_end(over: EpisodeEnd, agents: Mapping[str, int]) -> str:
         )
     if taken := [name for name in RESERVED if name in over.payload]:
         return f"EpisodeEnd.payload has the name {taken[0]!r}, which the run writes itself: choose another"
-    for agent, given in over.rewards.items():
-        if not isinstance(given, Mapping):
+    for agent, value in over.rewards.items():
+        if not isinstance(value, Mapping):
             return (
-                f"the rewards of agent {agent!r} are {_shown(given)}: give them by name, such as "
+                f"the rewards of agent {agent!r} are {_shown(value)}: give them by name, such as "
                 f"{{{agent!r}: {{'won': 1.0}}}}"
             )
-        if wrong := [name for name, value in given.items() if finite(value) is None]:
+        numbers = {name: finite(value) for name, value in value.items()}
+        if wrong := [name for name, number in numbers.items() if number is None or not in_range(number)]:
             return (
-                f"the reward {wrong[0]!r} of agent {agent!r} is {_shown(given[wrong[0]])}: give a finite number, or "
-                "end the episode with Outcome.ERROR where there is none"
+                f"the reward {wrong[0]!r} of agent {agent!r} is {_shown(value[wrong[0]])}: give a finite number, or "
+                f"end the episode with Outcome.ERROR where there is none; the largest is {LARGEST:g}"
             )
     return ""
 

@@ -26,7 +26,8 @@ from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings
 from megatron_rl.environments.episode_types import EnvironmentFailure, Episode
 from megatron_rl.environments.line_process import LineProcess
 from megatron_rl.environments.token_route import RoutedPlay, TokenRoute
-from megatron_rl.loop_thread import LoopThread
+from megatron_rl.lib.loop_thread import LoopThread
+from megatron_rl.rewards.reward_functions import LARGEST, in_range
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import AGENT, NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
@@ -90,17 +91,17 @@ class Verifiers(EpisodeMaker):
         Raises ConfigError if the environment cannot be started or a task has no index.
         """
         indices = [self._index(task) for task in tasks]
-        own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
+        agent_samplings = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
         with _OPENING:
             if self._host is None:
-                told = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
-                self._host = _Host(self.python, told, self.renderers)
+                host_settings = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
+                self._host = _Host(self.python, host_settings, self.renderers)
                 weakref.finalize(self, self._host.close)  # also called at the exit of the program
             host = self._host
-        with host.route.serving(context, own, seeds, numbers) as play:
+        with host.route.serving(context, agent_samplings, seeds, numbers) as play:
             results = play.look_after(host.thread.start(host.results(context, play, indices, settings)))
             episodes = [self._episode(play, n, *pair) for n, pair in enumerate(zip(tasks, results, strict=True))]
-            return [replace(one, number=number) for one, number in zip(episodes, play.numbers, strict=True)]
+            return [replace(episode, number=number) for episode, number in zip(episodes, play.numbers, strict=True)]
 
     def _index(self, task: Prompt) -> int:
         index = task.payload.get(self.index)
@@ -135,10 +136,10 @@ class _Host:
     closes the _Host. The coroutines of a _Host run in the event loop of its attribute `thread`.
     """
 
-    def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
-        """`python`: interpreter that has the library installed. `told`: settings that are sent to the process.
+    def __init__(self, python: str, settings: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
+        """`python`: interpreter that has the library installed. `settings`: settings that are sent to the process.
         `renderers`: {role: settings of the library renderers}."""
-        self._python, self._own, self._renderers = python, told, renderers
+        self._python, self._own, self._renderers = python, settings, renderers
         self._directory = Path(tempfile.mkdtemp(prefix="megatron_rl_verifiers_"))
         self._process: LineProcess | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -164,14 +165,14 @@ class _Host:
             session, timeout_s = play.session_id(number, ""), settings.episode_timeout_s
             async with workers:
                 process = await self._ready(context, play)
-                found = self._pending[session] = asyncio.get_running_loop().create_future()
+                future = self._pending[session] = asyncio.get_running_loop().create_future()
                 process.say({"session": session, "task": task, "timeout_s": timeout_s})
-                await asyncio.wait([found], timeout=timeout_s + LATE_S)
-                if not found.done():
+                await asyncio.wait([future], timeout=timeout_s + LATE_S)
+                if not future.done():
                     late = {"timeout": True, "why": f"verifiers did not give it up after {timeout_s:g} s"}
-                    found.set_result(late)
+                    future.set_result(late)
                     await self._end(process, "verifiers hung in another episode")
-                return found.result()
+                return future.result()
 
         return await asyncio.gather(*(one(number, task) for number, task in enumerate(indices)))
 
@@ -216,11 +217,11 @@ class _Host:
         """Reads the results that the process sends until the process ends. Sets the futures in `_pending`."""
         try:
             while True:
-                said = await process.hear()
-                found = self._pending.pop(str(said.get("session")), None)
-                if found is None:
-                    raise EOFError(f"it wrote a line of the episode {said.get('session')}, which is not under way")
-                found.set_result(said)
+                message = await process.hear()
+                future = self._pending.pop(str(message.get("session")), None)
+                if future is None:
+                    raise EOFError(f"it wrote a line of the episode {message.get('session')}, which is not under way")
+                future.set_result(message)
         except EOFError as error:
             await self._end(process, f"verifiers broke off: {error}")
 
@@ -231,9 +232,9 @@ class _Host:
         if process is None or process is not self._process:
             return
         self._process, pending, self._pending = None, self._pending, {}
-        for found in pending.values():
-            if not found.done():
-                found.set_result({"timeout": False, "why": why})
+        for future in pending.values():
+            if not future.done():
+                future.set_result({"timeout": False, "why": why})
         await process.end(grace_s)
 
     def _told(self, context: RolloutContext, process: LineProcess) -> dict[str, Any]:
@@ -250,8 +251,8 @@ class _Host:
             renderer = {"name": "default", **self._renderers.get(role, {})}
             clients[role] = {"renderer_model_name": str(directory), "renderer": renderer}
         scratch = tempfile.mkdtemp(prefix="host_", dir=self._directory)
-        here = {"url": self.route.url, "token": self.route.token, "mark": process.mark, "directory": scratch}
-        return {**self._own, **here, "clients": clients}
+        connection = {"url": self.route.url, "token": self.route.token, "mark": process.mark, "directory": scratch}
+        return {**self._own, **connection, "clients": clients}
 
 
 def _scored(
@@ -266,6 +267,9 @@ def _scored(
         agent = trace["session"].removeprefix(play.session_id(number, ""))
         payload = {**task.payload, AGENT: agent, "metrics": trace["metrics"]}
         rewards = {**trace["rewards"], REWARD: sum(trace["rewards"].values())}
+        if wrong := [name for name, value in rewards.items() if not in_range(value)]:
+            raise EnvironmentFailure(f"agent {agent!r} got the reward {wrong[0]!r} = {rewards[wrong[0]]}: not a finite "
+                                     f"number of at most {LARGEST:g}")  # fmt: skip
         for branch in trace["branches"] if trace["trained"] else ():
             role, group = agents[trace["agent"]], f"{number}:{task.id}"
             answers = list(_answers(play, number, agent, branch))

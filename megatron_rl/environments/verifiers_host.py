@@ -51,24 +51,24 @@ class Host:
             raise IndexError(f"there is no task {index}: the task set has {len(self._tasks)}")
         return self._tasks[index]
 
-    async def result(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def result(self, request: dict[str, Any]) -> dict[str, Any]:
         """Plays one episode and returns its result as a JSON object. Errors are returned as results, too."""
-        session = asked["session"]
+        session = request["session"]
         try:
-            async with asyncio.timeout(asked["timeout_s"]):
-                episode = await self._play(asked)
+            async with asyncio.timeout(request["timeout_s"]):
+                episode = await self._play(request)
             if episode.ok:
                 return {"session": session, "why": None, "traces": [_trace(trace) for trace in episode.traces]}
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-            told = "; ".join(f"{error.type}: {error.message}" for error in errors)
-            late, why = episode.is_timeout, told or "it ended without saying why"
+            messages = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            late, why = episode.is_timeout, messages or "it ended without saying why"
         except TimeoutError:
-            late, why = True, f"it took longer than {asked['timeout_s']:g} s"
+            late, why = True, f"it took longer than {request['timeout_s']:g} s"
         except Exception as error:
             late, why = False, f"{type(error).__name__}: {error}"
         return {"session": session, "timeout": late, "why": why}
 
-    async def _play(self, asked: dict[str, Any]) -> Any:
+    async def _play(self, request: dict[str, Any]) -> Any:
         from verifiers.v1.clients import ModelContext, TrainClientConfig
         from verifiers.v1.env import RunSlot
 
@@ -79,14 +79,14 @@ class Host:
             """Sets the id of a trace before its first request. The id is sent as the header X-Session-ID."""
             name = trace.agent.name
             agents[name] = agents.get(name, 0) + 1
-            trace.id = asked["session"] + (name if agents[name] == 1 else f"{name}-{agents[name]}")
+            trace.id = request["session"] + (name if agents[name] == 1 else f"{name}-{agents[name]}")
             begun[trace.id] = len(begun)
 
         # The library requires a default model and client. They are unused: every agent has a separate model and client.
         context = ModelContext(
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
-        episode = await self.env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=agent)
+        episode = await self.env.run_slot(RunSlot(self.task(request["task"])), context, on_trace=agent)
         episode.traces.sort(key=lambda trace: begun[trace.id])  # in the order in which the agents began
         return episode
 
@@ -95,19 +95,19 @@ def main() -> None:
     if sys.flags.hash_randomization:
         # Restarts the program with a fixed hash seed, so that Python sets have the same order when a run is resumed.
         # The order matters if an environment shows a set to a model. Omits -I, because -I ignores PYTHONHASHSEED.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], environment | {"PYTHONHASHSEED": "0"})
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the output of environments must not be mixed with the protocol's lines
     if sys.argv[1:2] == ["--list"]:
         sys.path.extend(sys.argv[4:])
-        return list_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), out)
+        return list_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), stream)
     logging.basicConfig(level=logging.WARNING)
     settings = json.loads(sys.stdin.readline())
-    asyncio.run(_serve(Host(settings), out))
+    asyncio.run(_serve(Host(settings), stream))
 
 
-def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
+def list_tasks(environment: dict[str, Any], count: int, stream: Any) -> None:
     """Writes one JSON line {"index", "question"} for each task of an environment. The lines form a file for the setting
     `data.path` of a run.
 
@@ -118,14 +118,14 @@ def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
     tasks = load_environment(resolve_env_config(environment)).taskset.take(count)
     for index, task in enumerate(tasks):
         question = task.data.prompt_text or task.data.name or str(index)
-        out.write(json.dumps({"index": index, "question": question}) + "\n")
-    out.flush()
+        stream.write(json.dumps({"index": index, "question": question}) + "\n")
+    stream.flush()
 
 
-async def _serve(host: Host, out: Any) -> None:
+async def _serve(host: Host, stream: Any) -> None:
     def say(line: dict[str, Any]) -> None:
-        out.write(json.dumps(line) + "\n")
-        out.flush()
+        stream.write(json.dumps(line) + "\n")
+        stream.flush()
 
     async def play(line: str) -> None:
         say(await host.result(json.loads(line)))
@@ -194,13 +194,13 @@ def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
         sys.exit(f"agents names {', '.join(roles) or 'none'}, and the environment has {', '.join(declared)}")
     usual = default_harness_id(taskset)
     for name, agent in declared.items():
-        own = dict(environment.get(name, {}))
+        agent_settings = dict(environment.get(name, {}))
         if isinstance(agent.runtime, PrimeConfig):
-            own.setdefault("runtime", {"type": "subprocess"})
+            agent_settings.setdefault("runtime", {"type": "subprocess"})
         if agent.harness is None:
-            own.setdefault("harness", {"id": "null" if usual == "bash" else usual})
+            agent_settings.setdefault("harness", {"id": "null" if usual == "bash" else usual})
         client = {"type": "train", "base_url": settings["url"] + "/v1", "api_key_var": TOKEN_VARIABLE}
-        environment[name] = own | {"model": roles[name], "client": client | settings["clients"][roles[name]]}
+        environment[name] = agent_settings | {"model": roles[name], "client": client | settings["clients"][roles[name]]}
     return environment
 
 
@@ -231,7 +231,7 @@ def _branches(trace: Any) -> list[dict[str, Any]]:
     `new` is true in the first branch that contains a range, and false in later branches. So tokens that several
     branches share are trained only once (as in prime-rl).
     """
-    found, seen = [], set()
+    branches, seen = [], set()
     for branch in trace.branches:
         if not branch.trainable:
             continue
@@ -245,8 +245,8 @@ def _branches(trace: Any) -> list[dict[str, Any]]:
                 sampled.append([len(tokens) - count, len(tokens), id(node) not in seen])
                 seen.add(id(node))
         if any(new for _, _, new in sampled):
-            found.append({"tokens": tokens, "sampled": sampled})
-    return found
+            branches.append({"tokens": tokens, "sampled": sampled})
+    return branches
 
 
 if __name__ == "__main__":

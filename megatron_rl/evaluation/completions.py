@@ -13,15 +13,15 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.data.rows import BadRow, json_rows
-from megatron_rl.evaluation.set_metrics import CORRECT
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.json_lines import append
 
 CHUNK = 256  # number of rows that are graded before their grades are written to disk
-# Outcome of a malformed row. The outcome of a valid row is a value of rewards.grading_pool.Outcome.
+# Outcome of a malformed row. The outcome of a valid row is rewards.grading_pool.Graded.label.
 BAD_ROW = "bad_row"
 GRADED = "graded.jsonl"
+KEYS = {"id", "score", "correct", "outcome"}  # keys of every row of GRADED
 MAX_DETAIL = 300  # maximum number of characters of an error message
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 
@@ -43,10 +43,11 @@ def grade_file(
     """Grades the completions in a file of JSON lines {"id", "answer", "completion"}, and returns a summary.
 
     The summary has `rows` (number of rows), `accuracy` (share of correct rows), `reward` (mean score) and `outcomes`
-    (count of each outcome). It is written to summary.json in `directory`. The file graded.jsonl in `directory` has a
-    row {"id", "score", "outcome"} for each row of the source, in the same order. `outcome` is "score", "timeout",
-    "error" or "bad_row"; rows with the last three have the score 0.0 and an error message `detail`. Additional fields
-    of a row are passed to the grader.
+    (count of each outcome). There is no `accuracy` if the scale of the scores is unknown (see types.is_correct). The
+    summary is written to summary.json in `directory`. The file graded.jsonl in `directory` has a row {"id", "score",
+    "correct", "outcome"} for each row of the source, in the same order. `outcome` is "score", "timeout",
+    "error", "cut_off" (the lowest score, see reward.cut_off) or "bad_row"; all but the first have an error message
+    `detail`, and rows without a score have the score 0.0. Additional fields of a row are passed to the grader.
 
     Rows in graded.jsonl from an interrupted run are kept; an incomplete last line is graded again. `say` is called
     with the number of graded rows after every chunk. Raises ConfigError if graded.jsonl has the grades of other rows,
@@ -55,47 +56,55 @@ def grade_file(
     if not source.is_file():
         raise ConfigError(f"--completions {source}: there is no such file")
     directory.mkdir(parents=True, exist_ok=True)
-    out = directory / GRADED
-    done = _done(out)
+    grades = directory / GRADED
+    done = _done(grades)
     tally, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
-    correct = sum(row["score"] > CORRECT for row in done)
+    right = Counter[bool | None](row["correct"] for row in done)
     rows = (_row(*line) for line in json_rows(source))
     for number, old in enumerate(done, start=1):
         row = next(rows, None)
         if row is None or row.id != old["id"]:
-            there = "no such row" if row is None else repr(row.id)
+            source_row = "no such row" if row is None else repr(row.id)
             raise ConfigError(
-                f"{out}:{number} is the grade of {old['id']!r}, {source} has {there}: give --out another directory"
+                f"{grades}:{number} is the grade of {old['id']!r}, {source} has {source_row}: give --out another "
+                "directory"
             )
     while chunk := list(itertools.islice(rows, CHUNK)):
         answers = _graded(chunk, grade)
-        append(out, "\n".join(map(json.dumps, answers)).encode())
+        append(grades, "\n".join(map(json.dumps, answers)).encode())
         tally.update(answer["outcome"] for answer in answers)
         total += sum(answer["score"] for answer in answers)
-        correct += sum(answer["score"] > CORRECT for answer in answers)
+        right.update(answer["correct"] for answer in answers)
         say(tally.total())
     if not (count := tally.total()):
         raise ConfigError(
             f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
         )
     if tally[BAD_ROW] == count:
-        raise ConfigError(f"--completions {source}: no row can be graded. {out} has the reasons; remove it first")
-    summary = {"rows": count, "accuracy": correct / count, "reward": total / count, "outcomes": dict(tally)}
+        raise ConfigError(f"--completions {source}: no row can be graded. {grades} says why; delete that file first")
+    accuracy = {} if right[None] else {"accuracy": right[True] / count}
+    summary = {"rows": count, **accuracy, "reward": total / count, "outcomes": dict(tally)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 
 
+def gradings(directory: Path) -> list[Graded]:
+    """Returns the results of the gradings that `grade_file` wrote to `directory`, without malformed rows."""
+    rows = [row for row in _done(directory / GRADED) if row["outcome"] != BAD_ROW]
+    return [Graded.of_label(row["outcome"], row["score"], row.get("detail", "")) for row in rows]
+
+
 def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]:
     good = [row for row in rows if not row.why]
-    found = iter(grade([row.completion for row in good], [row.payload for row in good]))
-    out = []
+    gradings = iter(grade([row.completion for row in good], [row.payload for row in good]))
+    graded_rows = []
     for row in rows:
-        graded = None if row.why else next(found)
-        own = (graded.score, graded.outcome.value, graded.detail) if graded else (0.0, BAD_ROW, row.why)
-        score, outcome, detail = own
-        told = {"detail": detail[:MAX_DETAIL]} if detail else {}
-        out.append({"id": row.id, "score": score, "outcome": outcome} | told)
-    return out
+        graded = None if row.why else next(gradings)
+        found_values = (graded.score, graded.correct, graded.label, graded.detail) if graded else None
+        score, correct, outcome, detail = found_values or (0.0, False, BAD_ROW, row.why)
+        extra = {"detail": detail[:MAX_DETAIL]} if detail else {}
+        graded_rows.append({"id": row.id, "score": score, "correct": correct, "outcome": outcome} | extra)
+    return graded_rows
 
 
 def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
@@ -118,21 +127,21 @@ def _row(where: str, row: dict[str, Any] | BadRow) -> CompletionRow:
     return CompletionRow(row["id"], payload, str(completion))
 
 
-def _done(out: Path) -> list[dict[str, Any]]:
-    """Returns the complete rows of the file `out` from an earlier, interrupted run. Truncates the file after the last
+def _done(file: Path) -> list[dict[str, Any]]:
+    """Returns the complete rows of the file `file` from an earlier, interrupted run. Truncates the file after the last
     complete row."""
-    if not out.exists():
+    if not file.exists():
         return []
     kept: list[bytes] = []
     rows: list[dict[str, Any]] = []
-    for line in out.read_bytes().splitlines(keepends=True):
+    for line in file.read_bytes().splitlines(keepends=True):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-        if not line.endswith(b"\n") or not isinstance(row, dict) or not {"id", "score", "outcome"} <= row.keys():
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not row.keys() >= KEYS:
             break
         kept.append(line)
         rows.append(row)
-    os.truncate(out, sum(map(len, kept)))
+    os.truncate(file, sum(map(len, kept)))
     return rows

@@ -67,7 +67,7 @@ class Confusion:
 def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
     """Returns the confusion counts of (judgement, truth) pairs. A judgement that could not be parsed (None) is counted
     as "wrong"."""
-    pairs = [(bool(said), truth) for said, truth in judgements]
+    pairs = [(bool(judgement), truth) for judgement, truth in judgements]
     return Confusion(
         tp=pairs.count((True, True)),
         fp=pairs.count((True, False)),
@@ -83,7 +83,7 @@ def step_confusion(verdicts: Sequence[Sequence[bool]], labels: Sequence[Sequence
     Solutions whose number of verdicts differs from the number of labels are left out.
     """
     aligned = [(v, g) for v, g in zip(verdicts, labels, strict=True) if len(v) == len(g)]
-    return confusion((said, truth) for v, g in aligned for said, truth in zip(v, g, strict=True))
+    return confusion((verdict, truth) for v, g in aligned for verdict, truth in zip(v, g, strict=True))
 
 
 def harmonic_mean(a: float | None, b: float | None) -> float | None:
@@ -93,5 +93,5 @@ def harmonic_mean(a: float | None, b: float | None) -> float | None:
     return 2 * a * b / (a + b) if a + b else 0.0
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(part: int, total: int) -> float | None:
+    return part / total if total else None

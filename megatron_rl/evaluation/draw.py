@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat_template import ChatTokenizer, problem_text, tokenize
 from megatron_rl.data.problems import Problem
 from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens, draw
+from megatron_rl.texts.chat_template import ChatTokenizer, problem_text, tokenize
 from megatron_rl.types import Stop
 
 ROOM = 8  # number of tokens at the end of the context that are left unused
@@ -47,9 +47,9 @@ def draw_within(
     """
     limits = {key: limit(len(prompt), sampling.max_tokens, context) for key, prompt in prompts.items()}
     asks = {key: (prompts[key], replace(sampling, max_tokens=most)) for key, most in limits.items() if most}
-    found = draw(engine, asks) if asks else {}
+    completions = draw(engine, asks) if asks else {}
     nothing = [Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)] * sampling.n
-    return {key: found.get(key, nothing) for key in prompts}
+    return {key: completions.get(key, nothing) for key in prompts}
 
 
 def limit(prompt: int, max_tokens: int, context: int | None) -> int:

@@ -128,7 +128,7 @@ def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> l
     """Generates the next turn of each chain with an engine. Returns one completion for each chain. Chains with the same
     engine key are sent in separate sessions, because a session accepts each key only once."""
     one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
-    found: dict[int, Completion] = {}
+    turns: dict[int, Completion] = {}
     waiting = list(range(len(chains)))
     while waiting:
         places: dict[int, int] = {}
@@ -138,6 +138,6 @@ def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> l
             index: (np.concatenate([chain.prompt, chain.tokens]), replace(one_turn, max_tokens=chain.left))
             for index, chain in ((index, chains[place]) for index, place in places.items())
         }
-        found |= {places[index]: turn for index, [turn] in draw(engine, asks).items()}
-        waiting = [place for place in waiting if place not in found]
-    return [found[place] for place in range(len(chains))]
+        turns |= {places[index]: turn for index, [turn] in draw(engine, asks).items()}
+        waiting = [place for place in waiting if place not in turns]
+    return [turns[place] for place in range(len(chains))]

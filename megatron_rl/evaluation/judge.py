@@ -18,7 +18,7 @@ from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.solve import sample_of
 from megatron_rl.evaluation.statistics import Calibration, Interval, bootstrap, calibration, mean_interval
 from megatron_rl.rewards.verdicts import final_verdict, step_verdicts
-from megatron_rl.text import decode
+from megatron_rl.texts.text import decode
 
 JUDGE = "judge"
 NO_ERROR = -1
@@ -41,7 +41,7 @@ class Judge:
         If a prompt leaves no space for an answer in the context, its verifications are empty and marked as unfinished.
         """
         prompts = {place: problems.prompts[place] for place in places}
-        found = draw_within(self.engine, prompts, self.sampling, self.context)
+        completions = draw_within(self.engine, prompts, self.sampling, self.context)
         groups: list[list[Sample]] = []
         for place in places:
             values = problems.problems[place].values
@@ -51,7 +51,7 @@ class Judge:
                     | {name: values[name] for name in SHOWN}
                     | reading(decode(self.tokenizer, c.tokens).text, len(values["steps"]))
                     | {"finished": c.stop.finished, "tokens": len(c.tokens)}
-                    for j, c in enumerate(found[place])
+                    for j, c in enumerate(completions[place])
                 ]
             )
         return groups
@@ -103,11 +103,11 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> tuple[dict[s
         votes = np.array([float(vote([row["predicted"] for row in group]) == group[0]["label"]) for group in groups])
         metrics |= _processbench("_vote", votes, wrong, seed)
     for name, statistic in _STATISTICS.items():
-        own = bootstrap(
+        interval = bootstrap(
             len(groups), lambda rows, of=statistic: of([row for i in rows for row in groups[i]]), seed=seed,
             resamples=500,
         )  # fmt: skip
-        metrics[name] = own
+        metrics[name] = interval
     aligned = [fmean(float(len(r["verdicts"]) == len(r["steps"])) for r in group) for group in groups]
     metrics["aligned"] = mean_interval(aligned, seed=seed)
     metrics["finished"] = mean_interval([fmean(float(r["finished"]) for r in group) for group in groups], seed=seed)
@@ -159,8 +159,8 @@ def step_counts(rows: Sequence[Sample]) -> Confusion:
     labels = []
     for row in aligned:
         correct = len(row["steps"]) if row["label"] == NO_ERROR else row["label"]
-        known = [True] * correct + [False] * (correct < len(row["steps"]))
-        labels.append(known if row["step_labels"] is None else [bool(label) for label in row["step_labels"]])
+        leading = [True] * correct + [False] * (correct < len(row["steps"]))
+        labels.append(leading if row["step_labels"] is None else [bool(label) for label in row["step_labels"]])
     verdicts = [row["verdicts"][: len(gold)] for row, gold in zip(aligned, labels, strict=True)]
     return step_confusion(verdicts, labels)
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from megatron_rl.chat_template import thought_opening
 from megatron_rl.engines.protocol import Completion, Engine, Sampling
-from megatron_rl.rewards.tags import after_thinking
 from megatron_rl.run.metrics import Stopwatch
-from megatron_rl.text import Decoded, decode
+from megatron_rl.texts.response_forms import read_response, response_answer
+from megatron_rl.texts.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
 
@@ -25,7 +24,7 @@ class Question(Generic[Item, Opinion]):
 
     prompt: Callable[[Item], Prompt | None]  # makes the prompt; returns None if no prompt can be made for the item
     read: Callable[[Item, str], Opinion]  # parses the text of an answer about an item
-    # whether `read` gets the answer without the model's thoughts, see rewards.tags.after_thinking
+    # whether `read` gets the answer without the model's thoughts, see texts.tags.after_thinking
     answer_only: bool = False
 
 
@@ -84,20 +83,21 @@ class Judging(Generic[Item, Opinion]):
     def collect(self, watch: Stopwatch) -> dict[int, list[Judgement[Item, Opinion]]]:
         """Waits for the judgements of all requested items. Returns {key: judgements}. `watch` records the waiting
         time under the name "review"."""
-        found: dict[int, list[Judgement[Item, Opinion]]] = {}
+        by_key: dict[int, list[Judgement[Item, Opinion]]] = {}
         with watch("review"):
             # each judgement is parsed as soon as it arrives, while the engine generates other judgements
             for key, judgements in self.answers():
-                found[key] = judgements
+                by_key[key] = judgements
                 watch.beat()
-        return found
+        return by_key
 
     def _judgement(self, key: int, completion: Completion) -> Judgement[Item, Opinion]:
         item, prompt = self._asked[key]
         decoded = decode(self._tokenizer, completion.tokens)
-        text = decoded.text
+        tokens = prompt.tokens, completion.tokens
+        text = read_response(self._tokenizer, *tokens, decoded).text
         if self._question.answer_only:
-            text = after_thinking(thought_opening(self._tokenizer, prompt.tokens) + text)
+            text = response_answer(self._tokenizer, *tokens)
         return Judgement(
             key=key,
             item=item,
@@ -117,5 +117,5 @@ def judge_all(judging: Judging[Item, Opinion], items: Mapping[int, Item]) -> dic
     """
     for key, item in items.items():
         judging.ask(key, item)
-    found = dict(judging.answers())
-    return {key: found.get(key, []) for key in items}
+    by_key = dict(judging.answers())
+    return {key: by_key.get(key, []) for key in items}

@@ -40,8 +40,8 @@ class Samples:
     def rows(self, name: str, measure: str) -> list[list[Sample]]:
         """Returns the samples of one measure on the problem set `name`: n samples of each of P problems, ordered by
         problem id."""
-        found = self._rows[name, measure]
-        return [found[key] for key in sorted(found)]
+        groups = self._rows[name, measure]
+        return [groups[key] for key in sorted(groups)]
 
     def missing(self, name: str, measure: str, ids: Iterable[int]) -> list[int]:
         """Returns the problem ids in `ids` without samples of this measure on the problem set `name`."""
@@ -56,8 +56,8 @@ class Samples:
         for group in kept:
             self._rows[group[0]["set"], group[0]["measure"]][group[0]["id"]] = group
         if self._partial is not None:
-            whole = "\n".join(_line(row, len(group)) for group in kept for row in group)
-            append(self._partial, whole.encode())
+            text = "\n".join(_line(row, len(group)) for group in kept for row in group)
+            append(self._partial, text.encode())
 
     def write(self, path: Path | None = None) -> None:
         """Writes all samples to a JSONL file, with the problem sets in the order in which they were first added.
@@ -77,24 +77,24 @@ class Samples:
     def _resume(self, partial: Path) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps({"evaluation": self._digest}) + "\n"
-        found = read_lines(partial, lambda raw: raw).values
-        if found[:1] != [{"evaluation": self._digest}]:
+        stored = read_lines(partial, lambda raw: raw).values
+        if stored[:1] != [{"evaluation": self._digest}]:
             write_text(partial, head)
             return
         groups: dict[tuple[str, str, int], list[Sample]] = defaultdict(list)
-        for raw in found[1:]:
+        for raw in stored[1:]:
             with contextlib.suppress(*UNREADABLE):
                 row = _sample(raw)
                 if isinstance(row["of"], int):
                     groups[row["set"], row["measure"], row["id"]].append(row)
-        whole = [group for group in groups.values() if len(group) == group[0]["of"]]
+        complete = [group for group in groups.values() if len(group) == group[0]["of"]]
         text = [head]
-        for group in whole:
+        for group in complete:
             kept = [{name: value for name, value in row.items() if name != "of"} for row in group]
             self._rows[kept[0]["set"], kept[0]["measure"]][kept[0]["id"]] = kept
             text += [_line(row, len(kept)) + "\n" for row in kept]
         write_text(partial, "".join(text))
-        self.resumed = len(whole)
+        self.resumed = len(complete)
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -105,12 +105,12 @@ def read_samples(path: Path) -> list[Sample]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    found = read_lines(path, _sample)
-    if not found.values:
+    lines = read_lines(path.resolve(), _sample)  # the user may name a link
+    if not lines.values:
         raise ValueError(f"{path} holds no sample of an evaluation")
-    if found.damage is not None:
-        _log.warning("%s", found.damage)
-    return found.values
+    if lines.damage is not None:
+        _log.warning("%s", lines.damage)
+    return lines.values
 
 
 def chosen_answers(rows: Sequence[Sample], count: int) -> list[Sample]:

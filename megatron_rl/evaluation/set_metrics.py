@@ -13,9 +13,9 @@ from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import Calibration, Interval, calibration, macro_interval, mean_interval
 from megatron_rl.evaluation.text_scores import LEGIBILITY
-from megatron_rl.rewards.grading_pool import Graded, Outcome
+from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.types import CUT_OFF, Outcome
 
-CORRECT = 0.5  # a sample with a score above this threshold is correct
 MACRO = "mean over sets"
 
 
@@ -48,16 +48,16 @@ def metrics_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
         counts = {"unreadable": sum(row["predicted"] is None for row in rows)}
     elif rows and "score" in rows[0]:
         values = answer_values(groups, ks)
-        failed = (Outcome.TIMEOUT, Outcome.ERROR)
-        counts = {f"grading {kind.value}": sum(row["outcome"] == kind.value for row in rows) for kind in failed}
+        failed = (Outcome.TIMEOUT.value, Outcome.ERROR.value, CUT_OFF)
+        counts = {f"grading {kind.replace('_', ' ')}": sum(row["outcome"] == kind for row in rows) for kind in failed}
         counts["empty"] = sum(not row["tokens"] for row in rows)
-        if rows and "confidence" in rows[0]:
+        if "accuracy" in values and "confidence" in rows[0]:
             sure = calibration([row["confidence"] for row in rows], [row["correct"] for row in rows])
     else:
         names = text_names(measure, rows)
         values = text_values(groups, names)
         counts = {"left out": sum(row[names[0]] is None for row in rows) if names else 0}
-    metrics = metrics or {metric: mean_interval(own, seed=seed) for metric, own in values.items() if own}
+    metrics = metrics or {metric: mean_interval(column, seed=seed) for metric, column in values.items() if column}
     return SetMetrics(
         name=name, title=title, measure=measure, problems=len(groups), samples=len(rows), metrics=metrics,
         values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure,
@@ -77,11 +77,11 @@ def text_values(groups: Sequence[Sequence[Sample]], names: Sequence[str]) -> dic
 
     The value of a problem is the mean over the problem's scored texts. Problems without a scored text are left out.
     """
-    out = {}
+    columns = {}
     for name in names:
         scored = [[row[name] for row in group if row[name] is not None] for group in groups]
-        out[name] = [fmean(values) for values in scored if values]
-    return out
+        columns[name] = [fmean(values) for values in scored if values]
+    return columns
 
 
 def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Interval]]:
@@ -91,21 +91,21 @@ def macro(sets: Sequence[SetMetrics], *, seed: int) -> dict[str, dict[str, Inter
     For a metric that is not a mean over problems, such as F1, the interval is computed from the intervals of the sets,
     as if the errors were independent and normally distributed.
     """
-    out: dict[str, dict[str, Interval]] = {}
+    means: dict[str, dict[str, Interval]] = {}
     for measure in dict.fromkeys(s.measure for s in sets):
-        own = [s for s in sets if s.measure == measure]
-        out[measure] = {}
-        for name in (name for name in own[0].metrics if all(name in s.metrics for s in own)):
-            found = [s.metrics[name] for s in own]
-            if all(name in s.values for s in own):
-                out[measure][name] = macro_interval([s.values[name] for s in own], seed=seed)
-            elif len(found) == 1:
-                out[measure][name] = found[0]
+        measured = [s for s in sets if s.measure == measure]
+        means[measure] = {}
+        for name in (name for name in measured[0].metrics if all(name in s.metrics for s in measured)):
+            intervals = [s.metrics[name] for s in measured]
+            if all(name in s.values for s in measured):
+                means[measure][name] = macro_interval([s.values[name] for s in measured], seed=seed)
+            elif len(intervals) == 1:
+                means[measure][name] = intervals[0]
             else:
-                value = fmean(f.value for f in found)
-                half = sum(((f.high - f.low) / 2) ** 2 for f in found) ** 0.5 / len(found)
-                out[measure][name] = Interval(value, max(0.0, value - half), min(1.0, value + half))
-    return out
+                value = fmean(f.value for f in intervals)
+                half = sum(((f.high - f.low) / 2) ** 2 for f in intervals) ** 0.5 / len(intervals)
+                means[measure][name] = Interval(value, max(0.0, value - half), min(1.0, value + half))
+    return means
 
 
 def gradings(samples: Samples, sets: Sequence[SetMetrics]) -> list[Graded]:
@@ -114,4 +114,4 @@ def gradings(samples: Samples, sets: Sequence[SetMetrics]) -> list[Graded]:
     rows = [
         row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
     ]
-    return [Graded(Outcome(row["outcome"]), row["score"], row.get("detail", "")) for row in rows]
+    return [Graded.of_label(row["outcome"], row["score"], row.get("detail", "")) for row in rows]

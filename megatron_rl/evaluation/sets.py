@@ -31,13 +31,13 @@ def read_sets(sets: Sequence[EvaluatedSet]) -> list[LoadedSet]:
     `sets`. Raises ConfigError if the path of a set contains no data, and DataError if no row of a set is usable or the
     share of bad rows is above the set's setting max_bad_share.
     """
-    out = []
-    for own in sets:
-        problems, found = read_set(own.source, own.benchmark), own.benchmark
-        judged = found.judged if found is not None else "steps" in resolve(own.source).fields
-        if judged and found is None:
+    loaded = []
+    for entry in sets:
+        problems, bench = read_set(entry.source, entry.benchmark), entry.benchmark
+        judged = bench.judged if bench is not None else "steps" in resolve(entry.source).fields
+        if judged and bench is None:
             problems = [replace(p, values=solution(p.values)) for p in problems]
         default = JUDGED_TEMPLATE if judged else GENERATOR_TEMPLATE
-        template = own.template or (default if found is None else found.template)
-        out.append(LoadedSet(settings=own, problems=problems, judged=judged, template=template))
-    return out
+        template = entry.template or (default if bench is None else bench.template)
+        loaded.append(LoadedSet(settings=entry, problems=problems, judged=judged, template=template))
+    return loaded

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.chat_template import thought_opening
 from megatron_rl.engines.protocol import Completion, Engine, Sampling, Tokens
 from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.rewards.answer_key import answer_key
 from megatron_rl.rewards.grading_pool import Graded
+from megatron_rl.texts.response_forms import response_text
 
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 SOLVE = "solve"
@@ -37,15 +37,15 @@ class Solver:
         The samples of a problem do not depend on which other problems are in `places`.
         """
         prompts = {place: problems.prompts[place] for place in places}
-        found = draw_within(self.engine, prompts, self.sampling, self.context)
-        drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
+        completions = draw_within(self.engine, prompts, self.sampling, self.context)
+        drawn = [(place, j, c) for place in places for j, c in enumerate(completions[place])]
         texts = decoded(self.tokenizer, [(prompts[place], c) for place, _, c in drawn])
         graded = self.grade(texts, [problems.problems[place].values for place, *_ in drawn])
         weights: Mapping[int, float] = {}
         if self.weigher is not None:
-            asked = [str(problems.problems[place].values["question"]) for place, *_ in drawn]
+            questions = [str(problems.problems[place].values["question"]) for place, *_ in drawn]
             indices = [place * self.sampling.n + j for place, j, _ in drawn]
-            weights = self.weigher.weigh(dict(zip(indices, zip(asked, texts, strict=True), strict=True)))
+            weights = self.weigher.weigh(dict(zip(indices, zip(questions, texts, strict=True), strict=True)))
         groups: dict[int, list[Sample]] = {place: [] for place in places}
         for (place, j, c), text, grade in zip(drawn, texts, graded, strict=True):
             row = sample_of(problems, place, j, self.measure) | answer_of(text, c, grade)
@@ -66,17 +66,12 @@ def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sa
 def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
     """Returns the fields of a sample that describe a graded answer: response, score, outcome, normal form of the
     answer, and length."""
-    found = {"response": text, "score": graded.score, "correct": graded.correct, "outcome": graded.outcome.value}
-    found |= {"key": answer_key(text)}
-    found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
-    return found | ({"detail": graded.detail} if graded.detail else {})
+    sample = {"response": text, "score": graded.score, "correct": graded.correct, "outcome": graded.label}
+    sample |= {"key": answer_key(text)}
+    sample |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
+    return sample | ({"detail": graded.detail} if graded.detail else {})
 
 
 def decoded(tokenizer: Any, pairs: Sequence[tuple[Tokens, Completion]]) -> list[str]:
-    """Returns the texts of completions, without special tokens, for pairs (prompt, completion). A text begins with
-    <think> if the prompt ends with <think>; see `thought_opening`.
-    """
-    return [
-        thought_opening(tokenizer, prompt) + str(tokenizer.decode(c.tokens, skip_special_tokens=True))
-        for prompt, c in pairs
-    ]
+    """Returns the texts of completions, without special tokens, for pairs (prompt, completion); see `response_text`."""
+    return [response_text(tokenizer, prompt, completion.tokens) for prompt, completion in pairs]

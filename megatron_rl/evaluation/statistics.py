@@ -76,7 +76,8 @@ def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
     answer of each of n samples.
 
     The key None means that a sample has no answer, and is not counted. The score of an answer is the mean over its
-    samples. In a tie, the result is the mean score of the tied answers. Returns 0.0 if no sample has an answer.
+    samples. In a tie, the result is the mean score of the tied answers: the expected score if ties are broken at random
+    (`votes.elect` takes the earliest, because training needs one label). Returns 0.0 if no sample has an answer.
     """
     return weighted_vote(keys, scores, [1.0] * len(keys))
 
@@ -134,8 +135,8 @@ def bootstrap(
     if value is None:
         return None
     rng = np.random.default_rng(seed)
-    found = [statistic(rng.integers(0, count, count)) for _ in range(resamples)]
-    return Interval(value, *_percentiles(np.array([f for f in found if f is not None])))
+    resampled = [statistic(rng.integers(0, count, count)) for _ in range(resamples)]
+    return Interval(value, *_percentiles(np.array([f for f in resampled if f is not None])))
 
 
 def paired(
@@ -180,18 +181,18 @@ def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_0
     If at most EXACT_SIGNS differences are not 0, all patterns of their signs are enumerated. Otherwise, random patterns
     are drawn. `permutations`: number of random patterns.
     """
-    own = difference[difference != 0]
-    if not len(own):
+    nonzero = difference[difference != 0]
+    if not len(nonzero):
         return 1.0
-    at_least = abs(own.sum()) * (1 - 1e-12)
-    if len(own) <= EXACT_SIGNS:
-        patterns = (np.arange(2 ** len(own))[:, None] >> np.arange(len(own)) & 1) * 2 - 1
-        return float((np.abs(patterns @ own) >= at_least).mean())
+    at_least = abs(nonzero.sum()) * (1 - 1e-12)
+    if len(nonzero) <= EXACT_SIGNS:
+        patterns = (np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero)) & 1) * 2 - 1
+        return float((np.abs(patterns @ nonzero) >= at_least).mean())
     rng = np.random.default_rng(seed)
     hits = 0
     for _ in range(0, permutations, 1000):
-        signs = rng.integers(0, 2, (1000, len(own))) * 2 - 1
-        hits += int((np.abs(signs @ own) >= at_least).sum())
+        signs = rng.integers(0, 2, (1000, len(nonzero))) * 2 - 1
+        hits += int((np.abs(signs @ nonzero) >= at_least).sum())
     return (hits + 1) / (permutations + 1)
 
 
@@ -206,13 +207,13 @@ def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: i
     inside: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for confidence, truth in zip(confidences, truths, strict=True):
         inside[min(int(confidence * bins), bins - 1)].append((confidence, truth))
-    made = tuple(
+    filled = tuple(
         Bin(len(rows), fmean(c for c, _ in rows), fmean(float(t) for _, t in rows))
         for _, rows in sorted(inside.items())
     )
-    ece = sum(b.count * abs(b.confidence - b.accuracy) for b in made) / len(confidences)
+    ece = sum(b.count * abs(b.confidence - b.accuracy) for b in filled) / len(confidences)
     brier = fmean((c - float(t)) ** 2 for c, t in zip(confidences, truths, strict=True))
-    return Calibration(ece=ece, brier=brier, bins=made)
+    return Calibration(ece=ece, brier=brier, bins=filled)
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat_template import tokenize
-from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Engine, Sampling, Tokens
 from megatron_rl.evaluation.draw import draw_within, limit
-from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.control_tokens import fill_quoting
+from megatron_rl.texts.tags import step_texts
+from megatron_rl.texts.text import decode
 
 Asked = tuple[str, str]  # (question, solution); the verifier judges the solution
 
@@ -34,19 +34,19 @@ class Weigher:
     context: int | None = None
     answers: tuple[str, str] | None = None  # texts of the answers (yes, no); if set, their probabilities replace votes
 
-    def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
+    def weigh(self, pairs: Mapping[int, Asked]) -> dict[int, float]:
         """Returns {index: share of votes with the verdict CORRECT} for {index: (question, solution)}. If the field
         `answers` is set, returns the result of `probabilities` instead.
 
         A vote that cannot be parsed is not counted as CORRECT. If the context has no space for a vote, the share is 0.
         """
-        prompts = {index: self._prompt(*one) for index, one in asked.items()}
+        prompts = {index: self._prompt(*pair) for index, pair in pairs.items()}
         if self.answers is not None:
             return self.probabilities(prompts, self.answers)
-        found = draw_within(self.engine, prompts, self.sampling, self.context)
+        drawn = draw_within(self.engine, prompts, self.sampling, self.context)
         return {
             index: fmean(float(final_verdict(decode(self.tokenizer, vote.tokens).text) is True) for vote in votes)
-            for index, votes in found.items()
+            for index, votes in drawn.items()
         }
 
     def probabilities(self, prompts: Mapping[int, Tokens], answers: tuple[str, str]) -> dict[int, float]:
@@ -58,7 +58,7 @@ class Weigher:
         longest = max(map(len, ends))
         fitting = [index for index, prompt in prompts.items() if limit(len(prompt), longest, self.context) == longest]
         scores = self.engine.score([[*prompts[index], *end] for index in fitting for end in ends])
-        sums = np.array([own[len(own) - len(ends[i % 2]) :].sum() for i, own in enumerate(scores)]).reshape(-1, 2)
+        sums = np.array([logp[len(logp) - len(ends[i % 2]) :].sum() for i, logp in enumerate(scores)]).reshape(-1, 2)
         shares = 1 / (1 + np.exp(np.clip(sums[:, 1] - sums[:, 0], -500, 500)))
         return dict.fromkeys(prompts, 0.0) | dict(zip(fitting, shares.tolist(), strict=True))
 

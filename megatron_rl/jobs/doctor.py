@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 from packaging.specifiers import SpecifierSet
@@ -24,19 +25,18 @@ from megatron_rl.cluster import slurm_commands
 from megatron_rl.cluster.host_address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import hub_cache
-from megatron_rl.config.schema import ConfigError, Model, Servers
+from megatron_rl.config.schema import ConfigError, RoleConfig, Servers
 from megatron_rl.jobs import versions
 from megatron_rl.jobs.submit import engine_python
-from megatron_rl.models import registry
-from megatron_rl.models.lora_targets import num_elements
-from megatron_rl.models.sizes import Sizes
+from megatron_rl.models import lora_targets
+from megatron_rl.models.shape import Shape, read_shape
+from megatron_rl.planning import memory, totals
 from megatron_rl.run import directory_lock
-from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.environment_record import packages
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.spec import missing_files
 from megatron_rl.spec.run_spec import EngineSpec, RunSpec, Spec, TrainingSpec
-from megatron_rl.weights.parameter_mapping import hf_shapes
+from megatron_rl.weights import counting
 
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
@@ -44,9 +44,6 @@ PACKAGES = {"torch": "", "megatron-core": ">=0.16.1,<0.20", "transformers": ""} 
 # MiB that are written to the run directory to measure its speed. {True: in the quick check; False: in the full check}
 PROBE_MIB = {True: 1, False: 64}
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
-# GRADIENT: bytes per parameter of float32 gradients.
-# MASTER: bytes per parameter of float32 weights with Adam's two moments, which are sharded over data-parallel ranks.
-GRADIENT, MASTER = 4, 12
 # Fraction of a GPU's memory that activations and buffers may need in addition to weights, gradients and optimizer.
 OTHER_SHARE = 0.5
 GIB = 1 << 30
@@ -59,18 +56,18 @@ NO_FLOCK = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check, a row of the table. `what`: what was checked. `found`: what was found. `verdict`: ok,
+    """The result of one check, a row of the table. `what`: what was checked. `finding`: what was found. `verdict`: ok,
     note or wrong. `cure`: how to fix the problem if the verdict is not ok."""
 
     what: str
-    found: str
+    finding: str
     verdict: Verdict = "ok"
     cure: str = ""
 
 
-def judged(what: str, found: str, good: bool, cure: str, *, bad: Verdict = "wrong") -> Check:
+def judged(what: str, finding: str, good: bool, cure: str, *, bad: Verdict = "wrong") -> Check:
     """Returns a check with the verdict ok if `good` is True, and otherwise with the verdict `bad` and a cure."""
-    return Check(what, found) if good else Check(what, found, bad, cure)
+    return Check(what, finding) if good else Check(what, finding, bad, cure)
 
 
 def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
@@ -96,9 +93,9 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
     return [check for part in parts for check in part()]
 
 
-def smoke(out: Path, *, tiny: bool = False) -> list[Check]:
-    """Runs the smoke checks of tools/gpu_kit on the first GPU and writes their measurements to `out`. Returns the
-    results, with a note that asks the user to send `out` to the project.
+def smoke(output: Path, *, tiny: bool = False) -> list[Check]:
+    """Runs the smoke checks of tools/gpu_kit on the first GPU and writes their measurements to `output`. Returns the
+    results, with a note that asks the user to send `output` to the project.
 
     The checks use the benchmarks and test helpers of the repository, which an installed package lacks. `tiny`: use
     small tensors.
@@ -113,13 +110,14 @@ def smoke(out: Path, *, tiny: bool = False) -> list[Check]:
         cure = "run it on a node with a GPU, with a torch that is built for CUDA"
         return [Check("smoke checks", f"torch {torch.__version__} sees no GPU", "wrong", cure)]
     sys.path[:0] = [str(root / name) for name in ("tools/gpu_kit", "benchmarks", "tests/helpers")]
-    found = importlib.import_module("smoke").main([str(out), "--budget", "300", *(["--tiny"] if tiny else [])])
+    results = importlib.import_module("smoke").main([str(output), "--budget", "300", *(["--tiny"] if tiny else [])])
     checks = []
-    for name, result in found.items():
+    for name, result in results.items():
         figures = ", ".join(f"{key} {value}" for key, value in result.items() if key != "ok")
-        cure = f"send {out} and this output in an issue of the project; what works without it: docs/how_to/gpu.md"
+        cure = f"send {output} and this output in an issue of the project; what works without it: docs/how_to/gpu.md"
         checks.append(judged(name, figures[:300], result.get("ok", False), cure))
-    return [*checks, Check("to send", f"{out.resolve()}", "note", "also when all is ok: no run was seen on such a GPU")]
+    to_send = Check("to send", f"{output.resolve()}", "note", "also when all is ok: no run was seen on such a GPU")
+    return [*checks, to_send]
 
 
 def show(checks: list[Check], console: Console, *, only_wrong: bool, environment: Mapping[str, str]) -> None:
@@ -135,48 +133,49 @@ def show(checks: list[Check], console: Console, *, only_wrong: bool, environment
     table = Table("", "check", "found", "cure", title=title, title_justify="left")
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
     for check in sorted(chosen, key=lambda check: ("ok", "note", "wrong").index(check.verdict)):
-        table.add_row(marks[check.verdict], *map(escape, (check.what, check.found, check.cure)))
+        table.add_row(marks[check.verdict], *map(escape, (check.what, check.finding, check.cure)))
     console.print(table)
 
 
 def _packages() -> Iterator[Check]:
     """Checks the versions of Python and of the packages in PACKAGES. If Transformer Engine is installed, also checks
     whether its version meets the requirement in megatron-core's metadata."""
-    own, here = ".".join(map(str, sys.version_info[:3])), packages()
-    yield judged("Python", own, sys.version_info >= PYTHON, "3.11 or newer is needed")
+    python_version, installed = ".".join(map(str, sys.version_info[:3])), packages()
+    yield judged("Python", python_version, sys.version_info >= PYTHON, "3.11 or newer is needed")
     for name, supported in PACKAGES.items():
-        if (found := here.get(name)) is None:
+        if (version := installed.get(name)) is None:
             cure = "pip install -e . (or `make setup`) in the environment that jobs use"
             yield Check(name, "not installed", "wrong", cure)
         else:
-            good = SpecifierSet(supported).contains(found, prereleases=True)
-            yield judged(name, found, good, f"{supported} is supported")
-    asked = versions.bounds("megatron-core", "transformer-engine")
-    if (found := here.get("transformer-engine")) is not None:
-        wanted = SpecifierSet() if asked is None else asked.specifier
-        cure = f"megatron-core {here.get('megatron-core')} asks for {wanted}: slurm/gpu/install.sh has it"
-        yield judged("transformer-engine", found, wanted.contains(found, prereleases=True), cure, bad="note")
+            good = SpecifierSet(supported).contains(version, prereleases=True)
+            yield judged(name, version, good, f"{supported} is supported")
+    requirement = versions.bounds("megatron-core", "transformer-engine")
+    if (version := installed.get("transformer-engine")) is not None:
+        specifier = SpecifierSet() if requirement is None else requirement.specifier
+        cure = f"megatron-core {installed.get('megatron-core')} asks for {specifier}: slurm/gpu/install.sh has it"
+        yield judged("transformer-engine", version, specifier.contains(version, prereleases=True), cure, bad="note")
 
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
-    in_job, wanted = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
-    given = environment.get("SLURM_GPUS_ON_NODE", "")  # an interactive Slurm job may have only some of the node's GPUs
-    wanted = int(given) if in_job and given.isdigit() else wanted
+    in_job, num_gpus = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
+    # an interactive Slurm job may have only some of the node's GPUs
+    slurm_gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    num_gpus = int(slurm_gpus) if in_job and slurm_gpus.isdigit() else num_gpus
     if shutil.which("nvidia-smi") is None:
-        bad = bool(wanted) and in_job
+        bad = bool(num_gpus) and in_job
         cure = "the job asked for GPUs: is this a node with GPUs, and its driver loaded?" if bad else ELSEWHERE
-        yield Check("GPUs", "none here (no nvidia-smi)", "wrong" if bad else "note", "" if wanted == 0 else cure)
+        yield Check("GPUs", "none here (no nvidia-smi)", "wrong" if bad else "note", "" if num_gpus == 0 else cure)
         return
-    asked = "--query-gpu=name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
+    query = "--query-gpu=name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total"
     try:
-        lines = slurm_commands.run(["nvidia-smi", asked, "--format=csv,noheader"]).strip().splitlines()
+        lines = slurm_commands.run(["nvidia-smi", query, "--format=csv,noheader"]).strip().splitlines()
     except slurm_commands.SlurmError as error:
         yield Check("GPUs", str(error), "wrong", "the driver does not answer: drain this node")
         return
-    found = f"{len(lines)} x {lines[0] if lines else ''}"
-    lost = bool(wanted) and len(lines) < wanted and in_job
-    cure = f"this job was to have {wanted} here: if one is lost, drain this node; else correct gpus_per_node"
-    yield judged("GPUs", found, not lost, cure)
+    description = f"{len(lines)} x {lines[0] if lines else ''}"
+    lost = bool(num_gpus) and len(lines) < num_gpus and in_job
+    cure = f"this job was to have {num_gpus} here: if one is lost, drain this node; else correct gpus_per_node"
+    yield judged("GPUs", description, not lost, cure)
 
 
 def _network(engine: EngineSpec | None, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -221,14 +220,14 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
         yield Check("run directory", f"{directory}: {error}", "wrong", cure)
         return
     finally:
-        for left in (probe, moved):
+        for leftover in (probe, moved):
             with contextlib.suppress(OSError):
-                left.unlink()
+                leftover.unlink()
     slow = rate < SLOW_MIB_S and not quick
     cures = ["saving will be slow here: give run.dir on a faster file system"] * slow
     cures += [NO_FLOCK] * (not locks_here)
-    found = f"{directory}: writes {rate:.0f} MiB/s, renames, {'locks' if locks_here else 'has no flock'}"
-    yield judged("run directory", found, not cures, "; ".join(cures), bad="note")
+    description = f"{directory}: writes {rate:.0f} MiB/s, renames, {'locks' if locks_here else 'has no flock'}"
+    yield judged("run directory", description, not cures, "; ".join(cures), bad="note")
 
 
 def _space(spec: Spec, quick: bool) -> Iterator[Check]:
@@ -237,54 +236,59 @@ def _space(spec: Spec, quick: bool) -> Iterator[Check]:
     directory = place = spec.directory
     while not place.exists():
         place = place.absolute().parent
-    free, need, said = shutil.disk_usage(place).free / GIB, 1.0, ""
+    free, need, text, unknown = shutil.disk_usage(place).free / GIB, 1.0, "", ""
     if isinstance(spec, TrainingSpec) and not quick:
         with contextlib.suppress(ConfigError, ValueError):  # reported by _inputs
-            one = models = 0.0
+            size = models = 0.0
             for role in (role for role in spec.roles.values() if role.has_policy):
-                if (found := _sizes(role.model)) is None:
-                    raise ConfigError(f"{role.model.path}: no config.json here")
-                weight, every, trained = _parameters(role, found)
-                one, models = one + trained * (weight + MASTER) / GIB, models + every * weight / GIB
-            there = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
-            count = max(1, spec.run.keep + 1 - there)
-            need = max(need, count * one + models)
-            said = f"; {count} more checkpoints of {one:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
+                if (shape := _shape(role)) is None:
+                    unknown = f"; the run may need more: the size of {role.model.path} is unknown"
+                    continue
+                checkpoint, model = totals.saved_bytes(role, shape)
+                size, models = size + checkpoint / GIB, models + model / GIB
+            existing = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
+            count = max(1, spec.run.keep + 1 - existing)
+            need = max(need, count * size + models)
+            text = f"; {count} more checkpoints of {size:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
+    if unknown and free > need:
+        yield Check("space there", f"{free:.3g} GiB free{unknown}", "note", "fetch the model first, or see `plan`")
+        return
     cure = "make room, lower run.keep, or give a run.dir on another file system"
-    yield judged("space there", f"{free:.3g} GiB free{said}", free > need, cure)
+    yield judged("space there", f"{free:.3g} GiB free{text}", free > need, cure)
 
 
 def _inputs(spec: Spec, quick: bool) -> Iterator[Check]:
-    for one in missing_files.absent_files(spec):
-        problem = one.problem
+    for file in missing_files.absent_files(spec):
+        problem = file.problem
         if problem is not None:
-            yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
-        elif not hub_cache.is_cached(one.path, one.kind):
+            yield Check(file.name, problem if file.on_hub else str(file), "wrong", f"put it there, or mend {file.name}")
+        elif not hub_cache.is_cached(file.path, file.kind):
             token = "" if hub_cache.has_token() else "; gated ones need a token: `hf auth login`, or HF_TOKEN"
-            yield Check(one.name, str(one), "note", f"the run fetches it; to do so before: `{one.fetch}`{token}")
+            yield Check(file.name, str(file), "note", f"the run fetches it; to do so before: `{file.fetch}`{token}")
         else:
-            yield Check(one.name, f"{one.path}, from {hub_cache.cache()}")
+            yield Check(file.name, f"{file.path}, from {hub_cache.cache()}")
     if quick:
         return
     for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
         try:
-            found = _sizes(role.model)
+            shape = _shape(role)
         except (ConfigError, ValueError) as error:
             cure = "is this a Hugging Face directory, all of it?"
             yield Check(f"model of {name}", f"{role.model.path}: {error}", "wrong", cure)
             continue
-        if found is not None:
-            yield Check(f"model of {name}", f"{_parameters(role, found)[1] / 1e9:.3g} B parameters ({found.family})")
+        if shape is not None:
+            size = f"{counting.total(shape) / 1e9:.3g} B parameters ({shape.sizes.family})"
+            yield Check(f"model of {name}", size)
 
 
 def _hub(spec: Spec, environment: Mapping[str, str]) -> Iterator[Check]:
     """Reports the directory of the Hugging Face cache, whether the hub is contacted, and whether there is a token."""
-    if not any(one.on_hub for one in missing_files.absent_files(spec)):
+    if not any(file.on_hub for file in missing_files.absent_files(spec)):
         return
-    told = environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
+    cache_directory = environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
     cure = "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
-    where = f"{hub_cache.cache()}" + ("" if told else " (not set)")
-    yield judged("HF_HOME", where, bool(told), cure, bad="note")
+    where = f"{hub_cache.cache()}" + ("" if cache_directory else " (not set)")
+    yield judged("HF_HOME", where, bool(cache_directory), cure, bad="note")
     if hub_cache.offline():
         yield Check("Hugging Face hub", "not asked: HF_HUB_OFFLINE is set")
     else:
@@ -308,31 +312,31 @@ def _engine(engine: EngineSpec, profile: Profile | None, environment: Mapping[st
         return
     package, cure = settings.kind, "`make engines`, or set engine.python to the interpreter that has the engine"
     try:
-        there = versions.of_interpreter(python)
+        installed = versions.of_interpreter(python)
     except versions.NoEnvironmentError as error:
         yield Check("engine.python", str(error), "wrong", cure)
         return
-    found = there.get(package) or there.get(f"{package}-cpu")
-    said = f"{python} has no {package}" if found is None else f"{python}: {package} {found}"
-    yield judged("engine.python", said, found is not None, cure)
-    if found is not None:
-        yield _shared(engine.refit.transport, packages(), there)
+    version = installed.get(package) or installed.get(f"{package}-cpu")
+    description = f"{python} has no {package}" if version is None else f"{python}: {package} {version}"
+    yield judged("engine.python", description, version is not None, cure)
+    if version is not None:
+        yield _shared(engine.refit.transport, packages(), installed)
 
 
-def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:
+def _shared(transport: str, trainer: Mapping[str, str], engine: Mapping[str, str]) -> Check:
     """Compares the torch and NCCL versions of the trainer with those of the engines, because a difference may prevent
     or slow down the transfer of weights from the trainer to the engines.
 
-    `transport`: the setting refit.transport. `here`, `there`: {package: version} of the trainer and the engines.
+    `transport`: the setting refit.transport. `trainer`, `engine`: {package: version} of the trainer and the engines.
     """
     what = "torch of trainer and engines"
-    if different := versions.differences(here, there):
+    if different := versions.differences(trainer, engine):
         bad = transport == "nccl" and any(line.startswith("NCCL") for line in different)
         cure = "install both by slurm/gpu/install.sh, which gives them one torch"
         slow = "" if bad else ": weights may go over TCP, which is slower"
         return Check(what, "; ".join(different), "wrong" if bad else "note", cure + slow)
-    nccl = versions.nccl(here)
-    return Check(what, f"{here.get('torch', 'none')} in both" + (f", NCCL {nccl}" if nccl else ""))
+    nccl = versions.nccl(trainer)
+    return Check(what, f"{trainer.get('torch', 'none')} in both" + (f", NCCL {nccl}" if nccl else ""))
 
 
 def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
@@ -342,34 +346,35 @@ def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
     need, settings = list[tuple[float, float]](), spec.engine.settings if isinstance(spec, RunSpec) else None
     # With colocated servers, a role that is not being trained releases all its memory, including its weights.
     leaves = isinstance(settings, Servers) and settings.colocate
-    for role in spec.roles.values() if isinstance(spec, TrainingSpec) else ():
+    for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
         try:
-            found = _sizes(role.model)
+            shape = _shape(role)
         except (ConfigError, ValueError):
             return  # reported by _inputs
-        if found is None:
+        if shape is None:
             yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
             return
-        stages = role.layout.tp * role.layout.pp
-        weight, every, trained = _parameters(role, found)
-        weights = every * weight / stages
-        rest = trained / stages * (GRADIENT + MASTER / max(1, ranks * spec.cluster.job.nodes // stages))
+        unit = math.lcm(role.layout.model_ranks, role.layout.expert_ranks)
+        actor = memory.Actor.of(role, shape, max(1, ranks * spec.cluster.job.nodes // unit) * unit)
+        shared = lora_targets.owners(spec.roles).get(name, name) != name
+        stages = (memory.resident(actor, stage, shared=shared) for stage in range(role.layout.pp))
+        held = max(stages, key=lambda held: held.resident)
         # Appends the memory of the role in bytes: (while this role is trained, while another role is trained).
-        need.append((weights + rest, 0.0 if leaves else weights if role.sleep else weights + rest))
+        need.append((held.resident, 0.0 if leaves else held.weights if role.sleep else held.resident))
     most = max((awake - asleep for awake, asleep in need), default=0.0) + sum(asleep for _, asleep in need)
     needed, (have, where) = most / GIB, _room(ranks)
     verdict: Verdict = "wrong" if needed > have else "note" if needed > have * (1 - OTHER_SHARE / 2) else "ok"
     cure = "" if verdict == "ok" else "raise layout.tp or pp, add nodes, or set sleep: true on the roles"
-    found = f"{needed:.1f} GiB a rank for weights, gradients and optimizer; {have:.1f} GiB {where}"
-    yield Check("memory", found, verdict, cure)
+    description = f"{needed:.1f} GiB a rank for weights, gradients and optimizer; {have:.1f} GiB {where}"
+    yield Check("memory", description, verdict, cure)
 
 
 def _room(ranks: int) -> tuple[float, str]:
     """Returns (memory available to a rank in GiB, text that names this memory, such as "on each GPU here")."""
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(slurm_commands.SlurmError, ValueError):
-            said = slurm_commands.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
-            return min(float(line) for line in said.splitlines()) / 1024, "on each GPU here"
+            output = slurm_commands.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+            return min(float(line) for line in output.splitlines()) / 1024, "on each GPU here"
     return psutil.virtual_memory().total / GIB / ranks, "of this host's memory for each of its ranks"
 
 
@@ -380,25 +385,22 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
     try:
         yield Check("Slurm", slurm_commands.run(["sbatch", "--version"]).strip())
         if profile is not None and profile.partition is not None:
-            said = slurm_commands.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"])
-            there = [line for line in said.split("\n") if line]
+            nodes = slurm_commands.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"])
+            states = [line for line in nodes.split("\n") if line]
             bad = f"there is none: {slurm_commands.run(['sinfo', '--noheader', '--format=%R']).split()}"
             cure = "correct the profile's partition"
-            yield judged(f"partition {profile.partition}", "; ".join(there) or bad, bool(there), cure)
+            yield judged(f"partition {profile.partition}", "; ".join(states) or bad, bool(states), cure)
     except slurm_commands.SlurmError as error:
         cure = "to submit from here: is it a host of the cluster, and slurmctld up?"
         yield Check("Slurm", str(error).partition("\n")[0], "note", cure)
 
 
-def _sizes(model: Model) -> Sizes | None:
-    """Returns the sizes of a model's layers and matrices from its config.json, or None if the file is not on this
-    host."""
-    file = Path(model.path) / "config.json"
-    return registry.read(read_json(file), str(file)) if file.is_file() else None
-
-
-def _parameters(role: Any, sizes: Sizes) -> tuple[int, int, int]:
-    """Returns (bytes per weight, number of parameters, number of trained parameters) of a role's model."""
-    every = sum(rows * columns for rows, columns in hf_shapes(sizes.with_head(role.head)).values())
-    trained = every if role.lora is None else num_elements(sizes, role.lora)
-    return 2 if role.model.dtype == "bfloat16" else 4, every, trained
+def _shape(role: RoleConfig) -> Shape | None:
+    """Returns the shape of a role's model from its config.json. If the file is not on this host, returns the shape of
+    the public model of this name, or None if no public model of this name is known."""
+    with contextlib.ExitStack() as stack:
+        if not (Path(role.model.path) / "config.json").is_file():
+            stack.enter_context(contextlib.suppress(ConfigError))
+        shape = read_shape(role.model.path)
+        return replace(shape, sizes=shape.sizes.with_head(role.head))
+    return None

@@ -35,7 +35,7 @@ def problems(spec: Spec, profile: Profile) -> Iterator[str]:
     if profile.container is None:
         return
     mounts = [mount.split(":") for mount in profile.container.mounts]
-    shown = [Path(one[0]) for one in mounts if len(one) == 1 or Path(one[0]) == Path(one[1])]
+    shown = [Path(mount[0]) for mount in mounts if len(mount) == 1 or Path(mount[0]) == Path(mount[1])]
     shown += [Path.home(), Path.cwd(), Path("/tmp")] if profile.container.runtime == "apptainer" else []
     shown += [Path.home()] if "--container-mount-home" in profile.srun else []
     needed = {"the checkout": ROOT} if IN_CHECKOUT else {}

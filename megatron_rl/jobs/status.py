@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 from megatron_rl.jobs.submit import JOBS, jobs_of, read_sweep, runs_of
-from megatron_rl.report.run_record import RunRecord
-from megatron_rl.run.metrics import MetricsRow, unlearned
+from megatron_rl.lib.regular_files import touch
+from megatron_rl.run.metrics import MetricsRow, failures_text, unlearned
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session import generation_progress
+from megatron_rl.session.run_record import RunRecord
 from megatron_rl.session.server_connection import ENGINES
 
 RECENT = 10  # number of last iterations over which the median of the seconds per iteration is taken
@@ -56,6 +58,8 @@ class Status:
     state: str  # finished, running, waiting for nodes, failed, stopped, or the reason why the state is unknown
     failed: str | None = None  # reason why the last start failed
     damage: Sequence[str] = ()  # error messages about files that could not be read completely
+    # a sentence for each scope whose metrics count replaced samples or cut off gradings, over all iterations
+    failures: Sequence[str] = ()
     unlearned: Sequence[str] = ()  # a sentence for each trained role that had iterations but no weight update
     best: Sequence[Mapping[str, Any]] = ()  # see RunRecord.best
     # the progress as text if the jobs make SFT data or evaluations, which have no iterations; None for a training run
@@ -70,8 +74,8 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
 
     Raises ConfigError if `directory` is not a run directory.
     """
-    own = RunDirectory(directory)
-    if not (own.config.exists() or (directory / "jobs").exists()):
+    run_directory = RunDirectory(directory)
+    if not (run_directory.config.exists() or (directory / "jobs").exists()):
         raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
     record = RunRecord(directory)
     rows = [row for row in record.metrics() if row.scope != "preflight"]
@@ -101,6 +105,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm_comman
         state=state,
         failed=failed if isinstance(failed, str) else None,
         damage=record.damage,
+        failures=_failures(rows),
         unlearned=unlearned(counts, updates),
         answered=_answered(directory),
         best=record.best(),
@@ -114,8 +119,8 @@ def show(status: Status, console: Console) -> None:
     if status.seconds_per_iteration is not None and status.state != "finished":
         iterations += f"; {status.seconds_per_iteration:.1f} s an iteration"
         if status.planned is not None:
-            left = (status.planned - status.iterations) * status.seconds_per_iteration
-            iterations += f", {left / 3600:.1f} h to go" if left >= 3600 else f", {left / 60:.0f} min to go"
+            left_s = (status.planned - status.iterations) * status.seconds_per_iteration
+            iterations += f", {left_s / 3600:.1f} h to go" if left_s >= 3600 else f", {left_s / 60:.0f} min to go"
     console.print(
         f"[bold]{escape(str(status.directory))}[/]: {escape(f'{status.state}; {status.answered or iterations}')}"
     )
@@ -124,7 +129,7 @@ def show(status: Status, console: Console) -> None:
     for sentence in status.damage:
         console.print(f"[red]damaged[/]: {escape(sentence)}")
     if status.jobs:
-        rows = [(j.id, j.name, j.state.lower(), j.nodes or j.reason, j.left) for j in status.jobs]
+        rows = [(j.id, j.name, j.state.lower(), j.nodes or j.reason, j.time_left) for j in status.jobs]
         console.print(_table("jobs", ("job", "name", "state", "nodes, or why it waits", "time left"), rows))
     if status.engines:
         rows = [
@@ -134,20 +139,21 @@ def show(status: Status, console: Console) -> None:
         console.print(_table("engines", ("engine", "", "node", "job", "address", "incarnation"), rows))
     if status.slices:
         rows = []
-        for one in status.slices:
+        for start in status.slices:
             try:
-                began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
+                began = time.strftime("%m-%d %H:%M:%S", time.localtime(start.began))
             except (OverflowError, ValueError, OSError):  # the record is damaged
                 began = "?"
-            after = "?" if one.iterations_after is None else one.iterations_after
-            cause = one.cause or "it runs, or has just ended"
-            rows.append((one.job, one.restart, one.nodes, began, f"{one.iterations_before} to {after}", cause))
+            last = "?" if start.iterations_after is None else start.iterations_after
+            cause = start.cause or "it runs, or has just ended"
+            rows.append((start.job, start.restart, start.nodes, began, f"{start.iterations_before} to {last}", cause))
         console.print(_table("starts", ("job", "restart", "nodes", "began", "iterations", "ended by"), rows))
-    for sentence in status.unlearned:
+    for sentence in (*status.unlearned, *status.failures):
         console.print(f"[red]{escape(sentence)}[/]")
-    for one in status.best:
-        place = one["models"] or "the model that the run was given"
-        console.print(escape(f"best after iteration {one['iteration']}: {one['metric']} {one['value']:.4g}: {place}"))
+    for entry in status.best:
+        place = entry["models"] or "the model that the run was given"
+        value = f"{entry['metric']} {entry['value']:.4g}"
+        console.print(escape(f"best after iteration {entry['iteration']}: {value}: {place}"))
     for scope, row in status.last.items():
         chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
         chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name or "reward_" in name}
@@ -169,7 +175,7 @@ def stop(directory: Path, *, now: bool) -> str:
         raise ConfigError(f"{directory} is no run directory")
     for run in runs_of(directory):
         run.mkdir(exist_ok=True)  # a run of a sweep may not have begun yet
-        (run / STOP).touch()
+        touch(run / STOP)
     if _has_answers_alone(directory):
         return f"{directory}: {_cancel_answers(directory)}"
     slurm_commands.cancel(jobs_of(directory), pending=not now)
@@ -185,8 +191,8 @@ def stop(directory: Path, *, now: bool) -> str:
 def _has_answers_alone(directory: Path) -> bool:
     """Returns whether all jobs of the directory make SFT data or evaluations. Such jobs have no iterations and no
     checkpoints."""
-    here = {path.name for path in (directory / JOBS).glob("*.sbatch")}
-    return bool(here & {DATA, EVALUATIONS}) and not here & {*RUNS}
+    scripts = {path.name for path in (directory / JOBS).glob("*.sbatch")}
+    return bool(scripts & {DATA, EVALUATIONS}) and not scripts & {*RUNS}
 
 
 def _cancel_answers(directory: Path) -> str:
@@ -206,15 +212,15 @@ def _answered(directory: Path) -> str | None:
     run."""
     if not _has_answers_alone(directory):
         return None
-    said = []
+    states = []
     if (directory / JOBS / DATA).exists():
         parts = len([*(directory / generation_progress.PARTS).glob("*.json")])
-        said.append("its SFT data are complete" if _complete(directory) else f"parts of its answers written: {parts}")
+        states.append("its SFT data are complete" if _complete(directory) else f"parts of its answers written: {parts}")
     if (directory / JOBS / EVALUATIONS).exists():
         outputs = [_output(path) for path in (directory / JOBS).glob("[0-9]*.yaml")]
         have = sum(path is not None and path.exists() for path in outputs)
-        said.append(f"{have} of {len(outputs)} evaluations have their results")
-    return "; ".join(said)
+        states.append(f"{have} of {len(outputs)} evaluations have their results")
+    return "; ".join(states)
 
 
 def _complete(directory: Path) -> bool:
@@ -229,10 +235,10 @@ def _complete(directory: Path) -> bool:
 def _output(config: Path) -> Path | None:
     """Returns the output file of an evaluation's config; None if the config cannot be read or has no output."""
     try:
-        found = config_files.read_yaml(config)
+        settings = config_files.read_yaml(config)
     except ConfigError:
         return None
-    return Path(found["output"]) if isinstance(found, Mapping) and found.get("output") else None
+    return Path(settings["output"]) if isinstance(settings, Mapping) and settings.get("output") else None
 
 
 def log_files(directory: Path) -> list[Path]:
@@ -240,10 +246,10 @@ def log_files(directory: Path) -> list[Path]:
     logs/."""
     if not (directory / "logs").is_dir():
         raise ConfigError(f"{directory} is no run directory: it has no logs/")
-    found = [
+    paths = [
         path for path in (directory / "logs").glob("*") if path.is_file() and path.suffix in (".out", ".log", ".txt")
     ]
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    return sorted(paths, key=lambda path: path.stat().st_mtime)
 
 
 def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
@@ -280,44 +286,52 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
     points = read_sweep(directory)
     if points is None:
         return None
-    jobs, out = slurm_commands.queue(jobs_of(directory)), []
+    jobs, statuses = slurm_commands.queue(jobs_of(directory)), []
     for index, point in enumerate(points):
-        own = directory / point["run"]
+        run_directory = directory / point["run"]
         changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
         element = [j for j in jobs if j.id.endswith(f"_{index}") and j.name.endswith("-sweep")]  # no engine jobs
-        begun = RunDirectory(own).config.exists()
-        out.append((point["run"], changes, read(own, look_s=0, jobs=element) if begun else None))
-    return out
+        begun = RunDirectory(run_directory).config.exists()
+        statuses.append((point["run"], changes, read(run_directory, look_s=0, jobs=element) if begun else None))
+    return statuses
 
 
 def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console) -> None:
     """Prints a table with one row for each run of a sweep. `runs`: the result of `sweep_status`."""
     rows = []
-    for run, changes, found in runs:
-        done = "" if found is None else f"{found.iterations}" + (f" of {found.planned}" if found.planned else "")
-        rows.append((run, changes, "not begun" if found is None else found.state, done))
+    for run, changes, status in runs:
+        done = "" if status is None else f"{status.iterations}" + (f" of {status.planned}" if status.planned else "")
+        rows.append((run, changes, "not begun" if status is None else status.state, done))
     console.print(_table("sweep", ("run", "settings", "", "iterations"), rows))
+
+
+def _failures(rows: Sequence[MetricsRow]) -> list[str]:
+    """Returns a sentence for each scope with replaced samples or cut off gradings. `rows`: all metrics of the run."""
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        sums[row.scope].update(row.metrics)
+    return [f"{scope}: {text}" for scope, counts in sums.items() if (text := failures_text(counts))]
 
 
 def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
     """Returns [(listing, whether the server renewed its listing within `look_s` seconds)] of the run's servers."""
     registry = ServerRegistry(directory / ENGINES, directory.stat().st_uid)  # the run may belong to another user
-    before = {(listing.name, listing.incarnation): listing.beat for listing in registry.all()}
-    if not before:
+    beats = {(listing.name, listing.incarnation): listing.beat for listing in registry.all()}
+    if not beats:
         return []
     time.sleep(look_s)
-    return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in registry.all()]
+    return [(listing, beats.get((listing.name, listing.incarnation)) != listing.beat) for listing in registry.all()]
 
 
 def _with_accounting(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
     """Returns the starts of a run. For a start that recorded no cause of its end, the cause is taken from Slurm's
     accounting database, if the database has the cause."""
-    known = slurm_commands.accounted(jobs) if any(one.cause == job_slices.SILENT for one in starts) else {}
+    causes = slurm_commands.accounted(jobs) if any(start.cause == job_slices.SILENT for start in starts) else {}
     return [
-        replace(one, cause=f"{known[one.job, one.restart]} (sacct)")
-        if one.cause == job_slices.SILENT and (one.job, one.restart) in known
-        else one
-        for one in starts
+        replace(start, cause=f"{causes[start.job, start.restart]} (sacct)")
+        if start.cause == job_slices.SILENT and (start.job, start.restart) in causes
+        else start
+        for start in starts
     ]
 
 

@@ -29,11 +29,11 @@ from megatron_rl.config.schema import (
     TrainConfig,
 )
 from megatron_rl.jobs import site
-from megatron_rl.report.run_record import read_points
 from megatron_rl.run import json_lines
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.run_directory import SWEEP, RunDirectory, check_start
 from megatron_rl.session import generation_progress
+from megatron_rl.session.run_record import read_points
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
@@ -75,9 +75,9 @@ def plan_run(
     config, spec = for_site(config, profile, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     job, directory = config.job, spec.directory.absolute()
     array = f"0-{job.slices - 1}%1" if job.slices > 1 else "0"
-    own = _trainer_shape(spec.cluster.job, profile, template="train", name=config.run.name, array=array, of=directory)
-    asked = {"CONFIG": str(directory / JOBS / "config.yaml")}
-    settings = {**asked, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
+    shape = _trainer_shape(spec.cluster.job, profile, template="train", name=config.run.name, array=array, of=directory)
+    paths = {"CONFIG": str(directory / JOBS / "config.yaml")}
+    settings = {**paths, "WARNING_S": str(shape.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
     servers = _engine_jobs(spec)
     if as_roles:
@@ -86,13 +86,13 @@ def plan_run(
                 "--shape roles is one array of servers and a trainer, whose elements are alike: set job.nodes=1, "
                 "job.slices=1 and an engine whose servers are outside of the trainer's job, or omit --shape"
             )
-        whole = replace(own, template="roles", array=f"0-{servers.number}")
-        files["roles.sbatch"] = _script(whole, profile, {**settings, **servers.settings})
+        roles_shape = replace(shape, template="roles", array=f"0-{servers.number}")
+        files["roles.sbatch"] = _script(roles_shape, profile, {**settings, **servers.settings})
         return Submission(directory, files, ["roles.sbatch"])
-    files["train.sbatch"] = _script(own, profile, settings)
+    files["train.sbatch"] = _script(shape, profile, settings)
     if servers is None:
         return Submission(directory, files, ["train.sbatch"])
-    files["engines.sbatch"] = _engines_script(servers, job.engine_time, profile, own, asked)
+    files["engines.sbatch"] = _engines_script(servers, job.engine_time, profile, shape, paths)
     return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": ("train.sbatch", None)})
 
 
@@ -196,13 +196,13 @@ def limit_seconds(limit: str) -> int | None:
     """
     if limit.lower() in ("infinite", "unlimited"):
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if match is None:
         raise ConfigError(f"time limit {limit!r}: give minutes, HH:MM:SS or D-HH:MM:SS")
-    days, *rest = found.groups()
-    given = [int(part) for part in rest if part is not None]
-    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
+    days, *rest = match.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def engine_python(engine: Servers, profile: Profile) -> str:
@@ -228,16 +228,19 @@ def sweep_configs(directory: Path, points: Sequence[tuple[Mapping[str, Any], Any
     weights to the same servers.
     """
     configs = [
-        replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}"))
-        for index, (_, own) in enumerate(points)
+        replace(config, run=replace(config.run, dir=str(directory), name=f"{index:03d}"))
+        for index, (_, config) in enumerate(points)
     ]
-    engines = [own.engine for own in configs if isinstance(own, TrainConfig) and isinstance(own.engine, Servers)]
+    trained = [config for config in configs if isinstance(config, TrainConfig)]
+    engines = [config.engine for config in trained if isinstance(config.engine, Servers)]
     urls = [url for engine in engines for listed in engine.urls.values() for url in listed]
     cure = "leave urls out, so that each run has servers of its own, or give each point of the sweep urls of its own"
     twice = sorted({url for url in urls if urls.count(url) > 1})
     refuse(*(f"engine.urls: several runs of the sweep would send their weights to {url}; {cure}" for url in twice))
-    found = [{"run": own.run.name, "changes": dict(changes)} for own, (changes, _) in zip(configs, points, strict=True)]
-    return configs, json.dumps(found, indent=1) + "\n"
+    runs = [
+        {"run": config.run.name, "changes": dict(changes)} for config, (changes, _) in zip(configs, points, strict=True)
+    ]
+    return configs, json.dumps(runs, indent=1) + "\n"
 
 
 def plan_sweep(
@@ -252,7 +255,9 @@ def plan_sweep(
     """
     directory = config.directory.absolute()
     configs, listing = sweep_configs(directory, points)
-    sited = [for_site(own, profile, own.job.nodes * profile.ranks_per_node, to_come=to_come) for own in configs]
+    sited = [
+        for_site(member, profile, member.job.nodes * profile.ranks_per_node, to_come=to_come) for member in configs
+    ]
     shape = _trainer_shape(
         config.job, profile, template="sweep", name=config.run.name, array=f"0-{len(points) - 1}", of=directory
     )
@@ -261,14 +266,14 @@ def plan_sweep(
     files = {f"../{SWEEP}": listing, SITE: config_files.dump(profile)}
     files["sweep.sbatch"] = _script(shape, profile, settings)
     trainers = dict[str, tuple[str, int | None]]()
-    for index, (own, spec) in enumerate(sited):
-        files[f"{own.run.name}.yaml"] = config_files.dump(own)
+    for index, (member, spec) in enumerate(sited):
+        files[f"{member.run.name}.yaml"] = config_files.dump(member)
         if servers := _engine_jobs(spec):
-            name = f"{own.run.name}_engines.sbatch"
+            name = f"{member.run.name}_engines.sbatch"
             trainers[name] = ("sweep.sbatch", index)
             files[name] = _engines_script(
-                servers, own.job.engine_time, profile, replace(shape, name=f"{config.run.name}-{own.run.name}"),
-                {"CONFIG": str(directory / JOBS / f"{own.run.name}.yaml")},
+                servers, member.job.engine_time, profile, replace(shape, name=f"{config.run.name}-{member.run.name}"),
+                {"CONFIG": str(directory / JOBS / f"{member.run.name}.yaml")},
             )  # fmt: skip
     return Submission(directory, files, ["sweep.sbatch", *trainers], trainers)
 
@@ -314,8 +319,9 @@ def plan_generate(config: GenerateConfig, profile: Profile) -> Submission:
     return Submission(directory, files, ["generate.sbatch"], finished=finished)
 
 
-def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) -> list[EvalConfig]:
-    """Returns the configs of all combinations of evaluations and checkpoints, each with a separate output in `out`.
+def evaluations(settings: Sequence[str], checkpoints: Sequence[str], directory: Path) -> list[EvalConfig]:
+    """Returns the configs of all combinations of evaluations and checkpoints. The outputs are separate files in
+    `directory`.
 
     `settings`: YAML files, one for each evaluation, and overrides a.b=c for all of them. `checkpoints`: model
     directories. Raises ConfigError if a config is invalid or two evaluations would have the same output.
@@ -323,17 +329,17 @@ def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) 
     files, overrides = [Path(s) for s in settings if "=" not in s], [s for s in settings if "=" in s]
     if not files:
         raise ConfigError("--checkpoints: give at least one config of `eval`, before the options")
-    found = []
+    configs = []
     for path in checkpoints:
         model = Path(path)
         name = "_".join(part for part in model.parts[-3:] if part not in ("models", "model", "/", "runs"))
         for file in files:
             config = config_files.load(EvalConfig, [file], [*overrides, f"model.path={path}"])
-            found.append(replace(config, output=str((out / f"{name}.{file.stem}.json").absolute())))
-    outputs = [config.output for config in found]
+            configs.append(replace(config, output=str((directory / f"{name}.{file.stem}.json").absolute())))
+    outputs = [config.output for config in configs]
     twice = sorted({str(output) for output in outputs if outputs.count(output) > 1})
-    refuse(*(f"two evaluations would write {one}: give models and configs of different names" for one in twice))
-    return found
+    refuse(*(f"two evaluations would write {output}: give models and configs of different names" for output in twice))
+    return configs
 
 
 def read_grid(path: Path) -> list[dict[str, Any]]:
@@ -342,11 +348,11 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
     The file is a list of points, or a mapping of settings to lists of values, which stands for all combinations of the
     values. Raises ConfigError if the file has another form, or more than MAX_ELEMENTS points.
     """
-    found = config_files.read_yaml(path)
-    if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
-        points = [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
-    elif isinstance(found, list) and found and all(isinstance(point, Mapping) for point in found):
-        points = [dict(point) for point in found]
+    grid = config_files.read_yaml(path)
+    if isinstance(grid, Mapping) and grid and all(isinstance(values, list) and values for values in grid.values()):
+        points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    elif isinstance(grid, list) and grid and all(isinstance(point, Mapping) for point in grid):
+        points = [dict(point) for point in grid]
     else:
         raise ConfigError(
             f"--sweep {path}: give a mapping of settings to lists of values (all combinations run), "
@@ -380,7 +386,7 @@ def write_files(submission: Submission) -> None:
     for place in (submission.directory / JOBS, submission.directory / "logs"):
         place.mkdir(parents=True, exist_ok=True)
     for name, text in submission.files.items():
-        write_text((submission.directory / JOBS / name).resolve(), text)
+        write_text((submission.directory / JOBS).resolve() / name, text)
 
 
 def reopen(run: Run) -> None:

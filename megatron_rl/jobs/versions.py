@@ -29,12 +29,12 @@ def of_interpreter(python: str) -> dict[str, str]:
     """
     try:
         done = subprocess.run([python, "-c", LIST], capture_output=True, text=True, timeout=ANSWER_S)
-        found = json.loads(done.stdout) if done.returncode == 0 else None
+        packages = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
         raise NoEnvironmentError(f"{python}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(packages, dict):
         raise NoEnvironmentError(f"{python} does not start: {done.stderr.strip()[-200:] or 'it says nothing'}")
-    return {canonicalize_name(name): version for name, version in found.items()}
+    return {canonicalize_name(name): version for name, version in packages.items()}
 
 
 def nccl(versions: Mapping[str, str]) -> str:
@@ -48,7 +48,7 @@ def differences(trainer: Mapping[str, str], engine: Mapping[str, str]) -> list[s
     """Returns a text for each difference between the torch and NCCL versions of the trainer and those of the engine to
     which the trainer sends weights. A package that one of the two lacks is not compared."""
     pairs = [("torch", trainer.get("torch", ""), engine.get("torch", "")), ("NCCL", nccl(trainer), nccl(engine))]
-    return [f"{name} {own} here, {other} there" for name, own, other in pairs if own and other and own != other]
+    return [f"{name} {a} here, {b} there" for name, a, b in pairs if a and b and a != b]
 
 
 def bounds(package: str, needs: str) -> Requirement | None:
@@ -58,5 +58,5 @@ def bounds(package: str, needs: str) -> Requirement | None:
         lines: Iterable[str] = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return None
-    found = (Requirement(line) for line in lines)
-    return next((one for one in found if canonicalize_name(one.name) == needs and one.specifier), None)
+    requirements = (Requirement(line) for line in lines)
+    return next((entry for entry in requirements if canonicalize_name(entry.name) == needs and entry.specifier), None)

@@ -125,10 +125,10 @@ class KeyValueClient:
             self._idle.append(connection)
         if status == bytes([Reply.DONE]):
             return answer
-        kind, said = KeyValueError, f"refuses: {b' '.join(answer).decode()[:200]}"
+        kind, problem = KeyValueError, f"refuses: {b' '.join(answer).decode()[:200]}"
         if status == bytes([Reply.LATE]):
-            kind, said = KeyValueTimeout, f"did not get the keys within {wait_s:.1f} s"
-        raise kind(f"the key-value store at {self.host}:{self.port} {said}")
+            kind, problem = KeyValueTimeout, f"did not get the keys within {wait_s:.1f} s"
+        raise kind(f"the key-value store at {self.host}:{self.port} {problem}")
 
 
 class _Connection:
@@ -146,20 +146,20 @@ class _Connection:
             hello = self._receive(len(store_wire_format.HELLO) + store_wire_format.NONCE_BYTES, end)
             if not hello.startswith(store_wire_format.HELLO):
                 raise ConnectionError(f"what listens at {host}:{port} is no store")
-            theirs, own = hello[len(store_wire_format.HELLO) :], secrets.token_bytes(store_wire_format.NONCE_BYTES)
-            self._socket.sendall(own + store_wire_format.client_signature(secret, theirs, own))
+            theirs, nonce = hello[len(store_wire_format.HELLO) :], secrets.token_bytes(store_wire_format.NONCE_BYTES)
+            self._socket.sendall(nonce + store_wire_format.client_signature(secret, theirs, nonce))
             try:
                 proof = self._receive(store_wire_format.SIGNATURE_BYTES, end)
             except ConnectionError as error:
                 raise KeyValueStranger(
                     f"the key-value store at {host}:{port} has another secret: it is another run's"
                 ) from error
-            if not hmac.compare_digest(proof, store_wire_format.store_signature(secret, theirs, own)):
+            if not hmac.compare_digest(proof, store_wire_format.store_signature(secret, theirs, nonce)):
                 raise KeyValueStranger(f"what listens at {host}:{port} does not know this run's secret")
         except BaseException:
             self._socket.close()
             raise
-        self._up, self._down = Seal(secret, b"up", theirs + own), Seal(secret, b"down", theirs + own)
+        self._up, self._down = Seal(secret, b"up", theirs + nonce), Seal(secret, b"down", theirs + nonce)
 
     def ask(self, request: Sequence[bytes], timeout_s: float) -> list[bytes]:
         """Sends a request and returns the byte strings of the response, of which the first is the status.
@@ -185,17 +185,17 @@ class _Connection:
         """Receives exactly `size` bytes. Raises TimeoutError if they have not arrived by the time `end`, as returned by
         time.monotonic().
         """
-        found = bytearray()
-        while len(found) < size:
-            left = end - time.monotonic()
-            if left <= 0:
+        received = bytearray()
+        while len(received) < size:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
                 raise TimeoutError("no answer in time")
-            self._socket.settimeout(left)
-            came = self._socket.recv(min(size - len(found), 1 << 20))
+            self._socket.settimeout(remaining_s)
+            came = self._socket.recv(min(size - len(received), 1 << 20))
             if not came:
                 raise ConnectionError("it has closed the connection")
-            found += came
-        return bytes(found)
+            received += came
+        return bytes(received)
 
 
 def _milliseconds(seconds: float) -> bytes:

@@ -96,15 +96,15 @@ class KeyValueServer:
                     await asyncio.sleep(0)  # run the event loop once, so that the connection closes its socket
                 continue
             try:
-                made, _ = await self._loop.sock_accept(self._listener)
+                connection, _ = await self._loop.sock_accept(self._listener)
             except OSError:  # the process has no file descriptor left, or the client has already disconnected
                 if oldest is not None:
                     oldest.drop()
                 await asyncio.sleep(PAUSE_S)
                 continue
             with contextlib.suppress(OSError):  # the client has already disconnected
-                configure(made)
-            await self._loop.connect_accepted_socket(lambda: _Peer(self), made)
+                configure(connection)
+            await self._loop.connect_accepted_socket(lambda: _Peer(self), connection)
 
     def admit(self, peer: _Peer) -> None:
         """Registers a new connection as a stranger (a connection that has not proved yet that it knows the secret)."""
@@ -299,11 +299,11 @@ class _Peer(asyncio.Protocol):
             self.drop()
 
 
-def configure(made: socket.socket) -> None:
+def configure(connection: socket.socket) -> None:
     """Sets the socket options of a connection: no send delay (TCP_NODELAY), and keepalive probes when idle."""
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
 def descriptors() -> int:
@@ -312,9 +312,9 @@ def descriptors() -> int:
     A rank, or a store with two thousand clients, needs more than the 1,024 that are the default on many systems.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
     return 1 << 16 if soft == resource.RLIM_INFINITY else soft

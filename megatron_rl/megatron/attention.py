@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl import sdpa
-from megatron_rl.host_to_device import upload
+from megatron_rl.devices import sdpa
+from megatron_rl.devices.host_to_device import upload
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.kernels import varlen
 from megatron_rl.megatron.torch_layers import Chosen, TensorSharded, rotate
@@ -86,7 +86,7 @@ class Context:
         """Returns the indices, in ascending order, of the two chunks of a sequence that rank `rank` has."""
         return rank, 2 * self.size - 1 - rank
 
-    def own(self, lengths: Sequence[int]) -> Tensor:
+    def rank_positions(self, lengths: Sequence[int]) -> Tensor:
         """Returns the positions of this rank's tokens in the concatenation of padded sequences of the given lengths.
 
         `lengths` has S elements, and the result is [sum of lengths / size].
@@ -133,20 +133,20 @@ class RotaryTable:
     def __init__(self, arch: Architecture) -> None:
         self.arch = arch
         self.windows = [kind.window for kind in arch.features.kinds]
-        self._known = self._of(256)
+        self._tables = self._of(256)
 
     def at(self, positions: Tensor, like: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns (cos, sin) of the given positions, two tensors [N, d] for each kind of attention.
 
         `positions` is [N] on the CPU. The result has the dtype and the device of `like`.
         """
-        needed, known = int(positions.max()) + 1, self._known[0][0]
-        if needed > len(known):
-            self._known = self._of(2 * needed)
-        if self._known[0][0].device != like.device:
-            self._known = [(upload(cos, like.device), upload(sin, like.device)) for cos, sin in self._known]
+        needed, cos_table = int(positions.max()) + 1, self._tables[0][0]
+        if needed > len(cos_table):
+            self._tables = self._of(2 * needed)
+        if self._tables[0][0].device != like.device:
+            self._tables = [(upload(cos, like.device), upload(sin, like.device)) for cos, sin in self._tables]
         index = upload(positions, like.device)
-        return [(cos[index].to(like.dtype), sin[index].to(like.dtype)) for cos, sin in self._known]
+        return [(cos[index].to(like.dtype), sin[index].to(like.dtype)) for cos, sin in self._tables]
 
     def _of(self, length: int) -> list[tuple[Tensor, Tensor]]:
         places = torch.arange(length)
@@ -169,7 +169,7 @@ def packed_layout(
     ends = SequenceLayout("thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest, context=context)
     if rotary is None:
         return ends
-    positions = torch.cat([torch.arange(n) for n in lengths])[context.own(lengths)]
+    positions = torch.cat([torch.arange(n) for n in lengths])[context.rank_positions(lengths)]
     turns = rotary.at(positions, like)
     starts = [end // context.size for end in torch.tensor([0, *lengths]).cumsum(0).tolist()]
     rows = [torch.arange(start, start + n // context.size) for start, n in zip(starts, lengths, strict=False)]
@@ -188,21 +188,21 @@ def _runs(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, devi
     if context.size == 1:
         return varlen.segments(lengths, None, device)
     counts, keys = [], []
-    for n, own in zip(lengths, rows, strict=True):
+    for n, places in zip(lengths, rows, strict=True):
         counts += [n // (2 * context.size)] * 2
-        keys += [_keys_up_to(last, own, sum(len(r) for r in rows), context) for last in context.chunks(context.rank)]
+        keys += [_keys_up_to(last, places, sum(len(r) for r in rows), context) for last in context.chunks(context.rank)]
     return varlen.segments(counts, keys, device)
 
 
-def _keys_up_to(last: int, own: Tensor, local: int, context: Context) -> Tensor:
+def _keys_up_to(last: int, sequence_rows: Tensor, local: int, context: Context) -> Tensor:
     """Returns the row indices of the tokens in the first `last` + 1 chunks of one sequence (see Context). The indices
     refer to the concatenated rows of all context-parallel ranks.
 
-    `own`: row indices of the sequence's tokens on one rank; every rank has the same indices.
+    `sequence_rows`: row indices of the sequence's tokens on one rank; every rank has the same indices.
     `local`: total number of rows on one rank; every rank has the same number.
     """
-    width, chunks = len(own) // 2, 2 * context.size
-    places = [own[:width] if c < context.size else own[width:] for c in range(last + 1)]
+    width, chunks = len(sequence_rows) // 2, 2 * context.size
+    places = [sequence_rows[:width] if c < context.size else sequence_rows[width:] for c in range(last + 1)]
     return torch.cat([part + min(c, chunks - 1 - c) * local for c, part in enumerate(places)])
 
 
@@ -310,8 +310,8 @@ def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket
     """Returns the bucket with its tensors on `device`. If queries and keys are the same grid object, they are also the
     same object in the result."""
 
-    def moved(own: Grid) -> Grid:
-        return Grid(own.shape, upload(own.source, device), upload(own.target, device), own.repeats)
+    def moved(cpu_grid: Grid) -> Grid:
+        return Grid(cpu_grid.shape, upload(cpu_grid.source, device), upload(cpu_grid.target, device), cpu_grid.repeats)
 
     queries = moved(bucket.queries)
     keys = queries if bucket.keys is bucket.queries else moved(bucket.keys)
@@ -395,10 +395,10 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
             return varlen.attend(q, k, v, layout.runs, scale=self.scale, window=self.window).flatten(1)
         grids = []
         for bucket in layout.buckets:
-            out = self._attend(
+            attended = self._attend(
                 bucket.queries.spread(rows[0]), *(bucket.keys.spread(x) for x in rows[1:]), mask=bucket.masks[self.kind]
             )
-            grids.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
+            grids.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0]), False)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -412,5 +412,5 @@ class SDPAttention(Chosen, TensorSharded, MegatronModule):
         # pads the values: on a CPU, torch would materialize all scores if values are narrower than keys
         if width != key.shape[-1] and not value.is_cuda:
             value = F.pad(value, (0, key.shape[-1] - width))
-        out = sdpa.attend(query, key, value, mask=mask, scale=self.scale, sinks=self.softmax_offset)
-        return out[..., :width].to(dtype)
+        attended = sdpa.attend(query, key, value, mask=mask, scale=self.scale, sinks=self.softmax_offset)
+        return attended[..., :width].to(dtype)

@@ -38,7 +38,7 @@ def one_save() -> Iterator[None]:
     global _saver
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     _saver = os.getpid()
     try:
         if "_results_queue" in vars(core):  # not every version of Megatron-core has this queue
@@ -46,7 +46,7 @@ def one_save() -> Iterator[None]:
         yield
     finally:
         _saver = None
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def start_manager() -> SyncManager:

@@ -81,9 +81,9 @@ class WeightExport:
         shards, holdings = self.shards(), rank_layouts.trainer(model.arch, self.trainer_layout)
 
         def read(name: str, rect: Rect) -> Tensor:
-            own = tensor_copies.local(shards[name], rect)
+            block = tensor_copies.local(shards[name], rect)
             more = self.added(name, ParameterPart(rect.at_row, rect.at_column, rect.rows, rect.columns))
-            return own if more is None else more.add_(own).to(own.dtype)
+            return block if more is None else more.add_(block).to(block.dtype)
 
         return _gathered(self.planned(), holdings, read, model.groups.control, everywhere=everywhere)
 
@@ -108,9 +108,9 @@ class WeightExport:
         assert lora is not None
         for stage, layers in enumerate(layout.layers(arch)):
             names = [
-                lora_adapters.parameter_name(layer, found.name, part)
+                lora_adapters.parameter_name(layer, projection.name, part)
                 for layer in layers
-                for found in adapted(arch, layer, lora)
+                for projection in adapted(arch, layer, lora)
                 for part in lora_adapters.PARTS
             ]
             for rank in range(layout.tp):
@@ -153,9 +153,9 @@ def _gathered(
             parts.setdefault(rect.tensor, {}).setdefault(rect[1:5], (holding.ranks[0], name, rect))
     rank = dist.get_rank(group)
     for name, shape, dtype, _ in planned:
-        whole = torch.empty(shape if rank == 0 or everywhere else 0, dtype=dtype)
+        tensor = torch.empty(shape if rank == 0 or everywhere else 0, dtype=dtype)
         for holder, parameter, rect in parts[name].values():
-            place = tensor_copies.from_tensor(whole, rect) if rank == 0 else whole
+            place = tensor_copies.from_tensor(tensor, rect) if rank == 0 else tensor
             if rank == holder:
                 part = read(parameter, rect).to("cpu", dtype).contiguous()
                 place.copy_(part) if rank == 0 else dist.send(part, dist.get_global_rank(group, 0), group)
@@ -164,6 +164,6 @@ def _gathered(
                 dist.recv(part, dist.get_global_rank(group, holder), group)
                 place.copy_(part)
         if everywhere:
-            dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
         if rank == 0 or everywhere:
-            yield name, whole
+            yield name, tensor

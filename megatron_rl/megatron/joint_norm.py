@@ -33,8 +33,8 @@ class JointNorm(TensorSharded):
         self.group: Any = parallel_state.get_tensor_model_parallel_group()
         self.axis = {"weight": 0}
         self.eps, self.head_dim, self.width = eps, hidden_size, heads * hidden_size
-        own = self.width // self.group.size()
-        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        local_width = self.width // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(local_width, dtype=config.params_dtype))
         # Without these attributes Megatron-core would include only the first tensor rank's weight in the gradient norm.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 

@@ -74,10 +74,10 @@ class LatentAttention(Chosen, MultiLatentAttention):
             self.linear_q_down_proj = SharedLinear(config, config.hidden_size, rank)
             self.q_layernorm = RMSNorm(config, rank, eps=features.latent_eps)
             self.linear_q_up_proj = self._up(submodules.linear_q_up_proj, rank, heads * self.q_head_dim)
-        rank, own = config.kv_lora_rank, config.qk_head_dim + config.v_head_dim
+        rank, head_width = config.kv_lora_rank, config.qk_head_dim + config.v_head_dim
         self.linear_kv_down_proj = SharedLinear(config, config.hidden_size, rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = RMSNorm(config, rank, eps=features.latent_eps)
-        self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, rank, heads * own)
+        self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, rank, heads * head_width)
 
     def get_query_key_value_tensors(  # type: ignore[override]
         self,
@@ -110,11 +110,11 @@ class LatentAttention(Chosen, MultiLatentAttention):
             if turned.requires_grad:
                 turned.register_hook(Tensor.contiguous)
         if config.q_lora_rank is None:
-            low, made = hidden_states, self.linear_q_proj(hidden_states)[0]
+            low, projected = hidden_states, self.linear_q_proj(hidden_states)[0]
         else:
             low = self.q_layernorm(self.linear_q_down_proj(hidden_states))
-            made = self.linear_q_up_proj(low)[0]
-        query = made.unflatten(-1, (-1, self.q_head_dim))
+            projected = self.linear_q_up_proj(low)[0]
+        query = projected.unflatten(-1, (-1, self.q_head_dim))
         both = self.linear_kv_up_proj(latent)[0].unflatten(-1, (-1, config.qk_head_dim + config.v_head_dim))
         turned = turned[..., None, :]
         query, both, turned = (x.squeeze(1) for x in (query, both, turned))

@@ -61,15 +61,15 @@ class Adapter(TensorSharded):
     def __init__(self, config: Any, projection: Projection, rank: int, *, device: torch.device) -> None:
         super().__init__()
         self.group: Any = parallel_state.get_tensor_model_parallel_group()
-        own, inward = self.group.size(), projection.inward
-        rows, columns = projection.rows // (1 if inward else own), projection.columns // (own if inward else 1)
+        tp, inward = self.group.size(), projection.inward
+        rows, columns = projection.rows // (1 if inward else tp), projection.columns // (tp if inward else 1)
         kind: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         self.lora_a = torch.nn.Parameter(torch.zeros(rank, columns, **kind))
         self.lora_b = torch.nn.Parameter(torch.zeros(rows, rank, **kind))
-        cut, whole = (self.lora_a, self.lora_b) if inward else (self.lora_b, self.lora_a)
+        cut, replicated = (self.lora_a, self.lora_b) if inward else (self.lora_b, self.lora_a)
         self.axis = {"lora_a": 1} if inward else {"lora_b": 0}
         set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=1 if inward else 0, stride=1)
-        whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        replicated.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class LayerAdapters(torch.nn.ModuleDict):
@@ -78,11 +78,11 @@ class LayerAdapters(torch.nn.ModuleDict):
     def __init__(
         self, config: Any, sizes: Sizes, layer: int, settings: Lora, shard: Shard, *, device: torch.device
     ) -> None:
-        own = adapted(sizes, layer, settings)
-        super().__init__({p.name: Adapter(config, p, settings.rank, device=device) for p in own})
+        matrices = adapted(sizes, layer, settings)
+        super().__init__({p.name: Adapter(config, p, settings.rank, device=device) for p in matrices})
         self.sequence_parallel, self.scale = config.sequence_parallel, settings.alpha / settings.rank
         self.group: Any = parallel_state.get_tensor_model_parallel_group()
-        self.joined = {linear: _joined(sizes, layer, linear, own, shard) for linear in linears(sizes, layer)}
+        self.joined = {linear: _joined(sizes, layer, linear, matrices, shard) for linear in linears(sizes, layer)}
 
     def added(self, linear: str, x: Tensor) -> Tensor | None:
         """Returns the LoRA contribution that is added to the output of the module `linear` for this rank's input `x`.
@@ -92,8 +92,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         joined = self.joined[linear]
         if not joined.names:
             return None
-        own: list[Any] = [self[name] for name in joined.names]
-        low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
+        members: list[Any] = [self[name] for name in joined.names]
+        low = F.linear(x, torch.cat([adapter.lora_a for adapter in members]) if len(members) > 1 else members[0].lora_a)
         if joined.inward:
             # The columns of A are split over the tensor-parallel ranks, so the partial products A @ x are summed.
             # With sequence parallelism, each rank keeps the sum for its tokens only.
@@ -102,13 +102,13 @@ class LayerAdapters(torch.nn.ModuleDict):
                 if self.sequence_parallel
                 else reduce_from_tensor_model_parallel_region(low, group=self.group)
             )
-            return F.linear(summed * self.scale, own[0].lora_b)
+            return F.linear(summed * self.scale, members[0].lora_b)
         low = self._spread(low) * self.scale
-        parts = low.split(low.shape[-1] // len(own), dim=-1)
-        made = [F.linear(part, adapter.lora_b) for part, adapter in zip(parts, own, strict=True)]
+        parts = low.split(low.shape[-1] // len(members), dim=-1)
+        products = [F.linear(part, adapter.lora_b) for part, adapter in zip(parts, members, strict=True)]
         if len(joined.runs) == 1:
-            return made[0]
-        return torch.cat([self._run(made, low, *run) for run in joined.runs], dim=-1)
+            return products[0]
+        return torch.cat([self._run(products, low, *run) for run in joined.runs], dim=-1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -116,8 +116,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         """Returns Megatron-core's sharded state dict of all adapters of the layer."""
         state: dict[str, Any] = {}
         for name, adapter in self.items():
-            own: Any = adapter
-            state |= own.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+            module: Any = adapter
+            state |= module.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return state
 
     def _spread(self, low: Tensor) -> Tensor:
@@ -133,12 +133,12 @@ class LayerAdapters(torch.nn.ModuleDict):
         return spread
 
     @staticmethod
-    def _run(made: Sequence[Tensor], like: Tensor, adapter: int | None, row: int, rows: int) -> Tensor:
-        """Returns `rows` consecutive features, from index `row` on, of the output `made[adapter]` of an adapter.
+    def _run(products: Sequence[Tensor], like: Tensor, adapter: int | None, row: int, rows: int) -> Tensor:
+        """Returns `rows` consecutive features, from index `row` on, of the output `products[adapter]` of an adapter.
         Returns zeros if `adapter` is None."""
         if adapter is None:
             return like.new_zeros(*like.shape[:-1], rows)
-        return made[adapter].narrow(-1, row, rows)
+        return products[adapter].narrow(-1, row, rows)
 
 
 class RoleAdapters:
@@ -154,24 +154,24 @@ class RoleAdapters:
         self.named: dict[str, torch.nn.Parameter] = {}  # parameter name with global layer index -> parameter
         for layer in (layer for core in cores for layer in core.decoder.layers):
             number, device = layer.layer_number - 1, next(layer.parameters()).device
-            own = LayerAdapters(layer.config, sizes, number, settings, shard, device=device)
+            adapters = LayerAdapters(layer.config, sizes, number, settings, shard, device=device)
             if not hasattr(layer, "lora"):
                 for linear in linears(sizes, number):
                     layer.get_submodule(linear).register_forward_hook(functools.partial(_add, layer, linear))
-            self._layers.append((layer, own))
-            for name, adapter in own.items():
+            self._layers.append((layer, adapters))
+            for name, adapter in adapters.items():
                 self.named |= {
                     lora_adapters.parameter_name(number, name, part): parameter
                     for part, parameter in adapter.named_parameters()
                 }
         self.show()
-        self._changes = {name: change for layer, own in self._layers for name, change in self._of_layer(layer, own)}
+        self._changes = {name: change for layer, parts in self._layers for name, change in self._of_layer(layer, parts)}
 
     def show(self) -> None:
         """Makes this role's adapters the adapters of the model: the forward pass uses them, and the model's parameters
         include them."""
-        for layer, own in self._layers:
-            layer.lora = own
+        for layer, adapters in self._layers:
+            layer.lora = adapters
 
     def fill(self, seed: int, head: Iterable[torch.nn.Parameter]) -> None:
         """Sets the initial values of the adapters. `head` contains this rank's weight of the model's head, or nothing.
@@ -182,19 +182,19 @@ class RoleAdapters:
         settings or the model.
         """
         path, rank = self._settings.path, self._settings.rank
-        found = None if path is None else lora_adapters.read(path, self._sizes, self._settings)
+        stored = None if path is None else lora_adapters.read(path, self._sizes, self._settings)
         for name, parameter in self.named.items():
             _, rects = lora_adapters.held(self._sizes, name, self._shard, rank)
-            if found is not None:
-                read = functools.partial(_rectangle, found)
+            if stored is not None:
+                read = functools.partial(_rectangle, stored)
                 tensor_copies.fill(parameter, rects, read)
             elif name.endswith("lora_a"):
-                whole = lora_adapters.held(self._sizes, name, parameter_mapping.WHOLE, rank)[0]
-                drawn = {rects[0].tensor: _draw(whole, self._settings, f"{seed}/{name}")}
+                shape = lora_adapters.held(self._sizes, name, parameter_mapping.WHOLE, rank)[0]
+                drawn = {rects[0].tensor: _draw(shape, self._settings, f"{seed}/{name}")}
                 tensor_copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
-        if found is not None:
+        if stored is not None:
             for weight in head:
-                weight.data.copy_(found[lora_adapters.HEAD])
+                weight.data.copy_(stored[lora_adapters.HEAD])
 
     def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
         """Returns the LoRA delta alpha / r * B A for one 2-D block of this rank's base parameter `name`, in float32.
@@ -204,35 +204,35 @@ class RoleAdapters:
         """
         if name not in self._changes:
             return None
-        first, out = self._changes[name][0], None
+        first, delta = self._changes[name][0], None
         for rect, adapter in self._changes[name]:
             low, high = max(row, rect.at_row), min(row + rows, rect.at_row + rect.rows)
             if low >= high:
                 continue
-            out = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if out is None else out
+            delta = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if delta is None else delta
             # number of rows of B on this rank; this rank's part of B begins at a multiple of this number
-            own = adapter.lora_b.shape[0]
-            start = low - rect.at_row + rect.row % own
+            local_rows = adapter.lora_b.shape[0]
+            start = low - rect.at_row + rect.row % local_rows
             b = adapter.lora_b.detach()[start : start + high - low].float()
             a = adapter.lora_a.detach()[:, column : column + columns].float()
-            out[low - row : high - row] = self._settings.alpha / self._settings.rank * (b @ a)
-        return out
+            delta[low - row : high - row] = self._settings.alpha / self._settings.rank * (b @ a)
+        return delta
 
-    def _of_layer(self, layer: Any, own: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
+    def _of_layer(self, layer: Any, adapters: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
         """Returns one pair for each linear module with adapters in a layer: (name of the module's base parameter, list
         of the adapters that change the parameter). Each element of the list is (2-D block of the parameter,
         adapter)."""
-        number, found = layer.layer_number - 1, []
+        number, changes = layer.layer_number - 1, []
         by_tensor = {
-            f"{HF_LAYER.format(number)}{p.module}.weight": own[p.name]
+            f"{HF_LAYER.format(number)}{p.module}.weight": adapters[p.name]
             for p in adapted(self._sizes, number, self._settings)
         }
         for linear in linears(self._sizes, number):
             name = f"{MEGATRON_LAYER.format(number)}{linear}.weight"
             rects = parameter_mapping.megatron(self._sizes, name, self._shard)[1]
             pairs = [(rect, by_tensor[rect.tensor]) for rect in rects if rect.tensor in by_tensor]
-            found += [(name, pairs)] if pairs else []
-        return found
+            changes += [(name, pairs)] if pairs else []
+        return changes
 
 
 def freeze(cores: Sequence[Any], *, kept: Sequence[str] = ()) -> None:
@@ -251,24 +251,24 @@ def freeze(cores: Sequence[Any], *, kept: Sequence[str] = ()) -> None:
             )
 
 
-def _add(layer: Any, linear: str, _module: Any, inputs: tuple[Tensor, ...], out: tuple[Tensor, Any]) -> Any:
+def _add(layer: Any, linear: str, _module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> Any:
     """Forward hook that adds the contribution of the layer's adapters to the output of a linear module."""
     added = layer.lora.added(linear, inputs[0])
-    return None if added is None else (out[0] + added, *out[1:])
+    return None if added is None else (output[0] + added, *output[1:])
 
 
-def _joined(sizes: Sizes, layer: int, linear: str, own: Sequence[Projection], shard: Shard) -> _Joined:
+def _joined(sizes: Sizes, layer: int, linear: str, matrices: Sequence[Projection], shard: Shard) -> _Joined:
     """Returns the adapters of the Megatron module `linear`, and the positions of each adapter's rows in the module's
     output on this rank."""
     inside = [p for p in projections(sizes, layer) if p.linear == linear]
-    names = tuple(p.name for p in own if p.linear == linear)
+    names = tuple(p.name for p in matrices if p.linear == linear)
     by_tensor = {f"{HF_LAYER.format(layer)}{p.module}.weight": p for p in inside}
     runs: list[tuple[int | None, int, int]] = []
     rects = parameter_mapping.megatron(sizes, f"{MEGATRON_LAYER.format(layer)}{linear}.weight", shard)[1]
     for rect in sorted(rects, key=lambda rect: rect.at_row):
-        found = by_tensor[rect.tensor]
-        whole = found.rows // (1 if found.inward else shard.tp)
-        runs.append((names.index(found.name) if found.name in names else None, rect.row % whole, rect.rows))
+        matrix = by_tensor[rect.tensor]
+        local_rows = matrix.rows // (1 if matrix.inward else shard.tp)
+        runs.append((names.index(matrix.name) if matrix.name in names else None, rect.row % local_rows, rect.rows))
     return _Joined(names, tuple(runs), inside[0].inward)
 
 

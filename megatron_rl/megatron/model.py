@@ -21,12 +21,12 @@ from megatron_rl.megatron.latent_attention import LatentAttention
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.megatron.torch_layers import ACTIVATIONS, Chosen, Head, NormedAddition, RMSNorm, choose
 from megatron_rl.megatron.vocab_statistics import vocab_parallel_statistics
+from megatron_rl.messages.world import all_gather
 from megatron_rl.models import core_settings
 from megatron_rl.models.partitions import padded_vocab
 from megatron_rl.models.sizes import Routing
 from megatron_rl.weights import parameter_mapping
 from megatron_rl.weights.hf_model import Architecture
-from megatron_rl.world import all_gather
 
 platform.install()
 
@@ -62,9 +62,9 @@ class PolicyModel(Chosen, GPTModel):
     temperature: float = 1.0
     true_vocab: int = 0
     # names of the statistics that the last stage returns, see batches/packed_batch.py
-    asked: tuple[str, ...] = ("logprobs",)
+    statistic_names: tuple[str, ...] = ("logprobs",)
     # [n] for each label, the index of the hidden state that predicts the label, in the flattened hidden states [S * L]
-    wanted: Tensor | None = None
+    label_rows: Tensor | None = None
     # value head of a critic that shares this policy's model; None if no critic shares it, and before the last stage
     value_head: Head | None
 
@@ -87,7 +87,7 @@ class PolicyModel(Chosen, GPTModel):
         vocab_parallel_statistics).
 
         `hidden_states` is [L, S, h]. `labels` is [n, 1], or [n, 1 + k] with the k candidates of each label after the
-        label. The attribute `wanted` has the index of each label's hidden state. Without labels, returns
+        label. The attribute `label_rows` has the index of each label's hidden state. Without labels, returns
         Megatron-core's logits [S, L, V/tp]. A model that has a head in place of the output layer returns the head's
         outputs instead.
         """
@@ -95,23 +95,23 @@ class PolicyModel(Chosen, GPTModel):
             return self._head_outputs(hidden_states, self.output_layer, labels)
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
-        assert self.wanted is not None
+        assert self.label_rows is not None
         hidden = hidden_states
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
+        chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.label_rows)
         if not self.config.sequence_parallel:
             # Megatron-core 0.16.1 all-reduces a copy of a non-contiguous gradient and discards it (mappings._reduce).
             # The gradient of `hidden` is not contiguous, so the tensor-parallel copy is applied to `chosen` instead.
             chosen = copy_to_tensor_model_parallel_region(chosen)
-        if VALUE not in self.asked:
-            return self._vocab_statistics(chosen, labels, self.asked)
+        if VALUE not in self.statistic_names:
+            return self._vocab_statistics(chosen, labels, self.statistic_names)
         assert self.value_head is not None
         values = self.value_head.beside(chosen)
-        others = tuple(name for name in self.asked if name != VALUE)
+        others = tuple(name for name in self.statistic_names if name != VALUE)
         if not others:
             return values
-        rows, at = self._vocab_statistics(chosen, labels, others), self.asked.index(VALUE)
+        rows, at = self._vocab_statistics(chosen, labels, others), self.statistic_names.index(VALUE)
         return torch.cat([rows[:at], values, rows[at:]])
 
     def _vocab_statistics(self, chosen: Tensor, labels: Tensor, names: tuple[str, ...]) -> Tensor:
@@ -149,8 +149,8 @@ class PolicyModel(Chosen, GPTModel):
         rows = hidden.transpose(0, 1)
         if labels is None:
             return head(rows)
-        assert self.wanted is not None and self.asked == (VALUE,)
-        return head(rows.reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)).T
+        assert self.label_rows is not None and self.statistic_names == (VALUE,)
+        return head(rows.reshape(-1, hidden.shape[-1]).index_select(0, self.label_rows)).T
 
 
 def has_transformer_engine() -> bool:
@@ -167,8 +167,8 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     layers; and for `adapted` (LoRA) models, because adapters need the input of each linear module, and Transformer
     Engine computes the preceding norm inside the linear module.
     """
-    own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
-    return has_transformer_engine() and not own
+    torch_layers = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
+    return has_transformer_engine() and not torch_layers
 
 
 def uses_flash(arch: Architecture, model: Model) -> bool:
@@ -204,7 +204,7 @@ def uses_triton(model: Model, control: Any) -> bool:
     if model.kernels == "torch" or (model.kernels == "auto" and not torch.cuda.is_available()):
         return False
     problems = all_gather(choice.obstacle(), control)
-    rank, problem = next(((rank, one) for rank, one in enumerate(problems) if one is not None), (0, None))
+    rank, problem = next(((rank, text) for rank, text in enumerate(problems) if text is not None), (0, None))
     if problem is not None and model.kernels == "triton":
         raise ConfigError(f"model.kernels = 'triton': {problem} (rank {rank}); set it to auto or torch")
     if problem is not None and dist.get_rank(control) == 0:
@@ -257,7 +257,7 @@ def transformer_config(
     """
     dtype = getattr(torch, model.dtype)
     settings = core_settings.architecture(arch, arch.features)
-    settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
+    settings |= core_settings.routed(arch, arch.features)
     settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
         check_fp8()
@@ -398,7 +398,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
     for name, module in chunk.named_modules():
         if name.endswith(".linear_fc2") and parameter_mapping.is_expert(name) and chunk.config.add_bias_linear:
             # Copy the output, because core adds the bias in place, which autograd refuses for an output that is a view.
-            module.register_forward_hook(lambda _module, _inputs, out: (out[0].clone(), out[1]))
+            module.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), output[1]))
 
 
 def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
@@ -447,9 +447,9 @@ def _layer_spec(
         return spec
     first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
     sparse = [arch.is_sparse(number) for number in range(first, first + count)]
-    made = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
+    specs = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
     norm = cast(Any, RMSNorm)  # Megatron-core accepts classes here, although its type hint does not include them
-    return TransformerBlockSubmodules(layer_specs=[made[experts] for experts in sparse], layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[specs[experts] for experts in sparse], layer_norm=norm)
 
 
 def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool) -> Any:

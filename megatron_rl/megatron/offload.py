@@ -32,8 +32,8 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=locked) for size in blocks]
     copies = []
     for tensor, (block, start) in zip(tensors, places, strict=True):
-        own = memory[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies.append(own.copy_(tensor.detach(), non_blocking=True))
+        host_copy = memory[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append(host_copy.copy_(tensor.detach(), non_blocking=True))
     return copies
 
 
@@ -87,7 +87,7 @@ class PolicyMemory:
             if not self._held:
                 self._held = list(_weight_tensors(self._chunks))
                 flat = [tensor.detach().view(-1) for tensor in self._held]
-                self._pieces = [piece for one in flat for piece in one.split(BLOCK // one.element_size())]
+                self._pieces = [piece for vector in flat for piece in vector.split(BLOCK // vector.element_size())]
                 self._host = host_copies(self._pieces)
             else:
                 for piece, host in zip(self._pieces, self._host, strict=True):
@@ -184,16 +184,16 @@ def swapped(parameters: Sequence[torch.nn.Parameter], others: Sequence[Tensor]) 
             _exchange(*pair, scratch)
 
 
-def _exchange(parameter: torch.nn.Parameter, other: Tensor, scratch: Tensor) -> None:
-    """Swaps the values of `parameter` and `other` piece by piece. On a GPU the copies are asynchronous and run in the
-    order of the CUDA stream."""
+def _exchange(parameter: torch.nn.Parameter, swapped_in: Tensor, scratch: Tensor) -> None:
+    """Swaps the values of `parameter` and `swapped_in` piece by piece. On a GPU the copies are asynchronous and run in
+    the order of the CUDA stream."""
     elements = max(1, scratch.nbytes // parameter.element_size())
     with torch.no_grad():
-        pieces = parameter.detach().view(-1).split(elements), other.view(-1).split(elements)
-        for own, kept in zip(*pieces, strict=True):
-            held = scratch[: own.nbytes].view(own.dtype)
-            held.copy_(own)
-            own.copy_(kept, non_blocking=True)
+        pieces = parameter.detach().view(-1).split(elements), swapped_in.view(-1).split(elements)
+        for piece, kept in zip(*pieces, strict=True):
+            held = scratch[: piece.nbytes].view(piece.dtype)
+            held.copy_(piece)
+            piece.copy_(kept, non_blocking=True)
             kept.copy_(held, non_blocking=True)
 
 
@@ -222,8 +222,8 @@ def _weight_tensors(chunks: list[Any]) -> Iterator[Tensor]:
     """
     seen: set[int] = set()
     for chunk in chunks:
-        own = [buffer.param_data for buffer in _buffers(chunk) if buffer.param_data is not None]
-        for tensor in [*own, *(p.data for p in chunk.parameters())]:
+        buffer_data = [buffer.param_data for buffer in _buffers(chunk) if buffer.param_data is not None]
+        for tensor in [*buffer_data, *(p.data for p in chunk.parameters())]:
             place = tensor.untyped_storage().data_ptr()
             if tensor.numel() and place not in seen:
                 seen.add(place)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from megatron_rl.config.schema import RoleConfig
+from megatron_rl.lib.timing import Timer
 from megatron_rl.megatron import optimizer_checkpoint, platform
-from megatron_rl.timing import Timer
 
 platform.install()
 
@@ -171,9 +171,9 @@ def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
     Call it before the optimizer state is loaded, because Megatron-core 0.19 matches the parameter groups of optimizer
     and checkpoint by these learning rates.
     """
-    own = parts(optimizer)
-    states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]
-    for part, of_part in zip(own, states, strict=True):
+    optimizers = parts(optimizer)
+    states = [state] if len(optimizers) == 1 else [state[i] for i in range(len(optimizers))]
+    for part, of_part in zip(optimizers, states, strict=True):
         saved = of_part.get("optimizer", {}).get("param_groups", [])
         for group in part.param_groups if saved else ():
             for name in ("max_lr", "min_lr"):

@@ -98,16 +98,16 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
     Raises ValueError if a parameter is stored in tensors that are not consecutive contiguous ranges of the parameter.
     """
     stored = {base.data: base for base in nested_values(model_state) if isinstance(base, ShardedBase)}
-    group, found, number = optimizer.data_parallel_group_gloo, {}, 0
+    group, rows_of_parameter, number = optimizer.data_parallel_group_gloo, {}, 0
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         pieces = {parameter: _pieces(stored[parameter]) for parameter in buffer.param_index_map}
         held: dict[Tensor, Any] = {}
         rows: dict[Tensor, dict[tuple[int, int], Tensor]] = {}
         ((_, maps),) = ranges.items()
-        for bucket, own in zip(_buckets(buffer, group.size()), maps, strict=True):
-            held |= own["param_map"]
+        for bucket, range_map in zip(_buckets(buffer, group.size()), maps, strict=True):
+            held |= range_map["param_map"]
             for torn in bucket.torn(pieces):
-                values = _join(optimizer, torn, bucket.part, own["param_map"].get(torn.parameter), group)
+                values = _join(optimizer, torn, bucket.part, range_map["param_map"].get(torn.parameter), group)
                 if values is not None:
                     rows.setdefault(torn.parameter, {})[torn.piece, torn.row] = values
         for parameter in buffer.param_index_map:
@@ -125,9 +125,9 @@ def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[
                     for i, name in enumerate(STATE)
                 }
                 if any(own_rows.values()):  # otherwise this rank has only the end of a row, which another rank writes
-                    found[number] = own_rows
+                    rows_of_parameter[number] = own_rows
             number += 1
-    return found
+    return rows_of_parameter
 
 
 def without_copies(state: dict[str, Any]) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
     for number, bucket in enumerate(buffer.buckets):
         places = {
             parameter: (first - start, end - start)
-            for parameter, (first, end, own) in buffer.param_index_map.items()
-            if own == number
+            for parameter, (first, end, bucket_number) in buffer.param_index_map.items()
+            if bucket_number == number
         }
         yield Bucket(places, bucket.grad_data.numel() // ranks, ranks)
         start += bucket.numel_unpadded
@@ -172,20 +172,20 @@ def _pieces(base: ShardedBase, name: str = STATE[0]) -> list[Piece]:
     cover the parameter."""
     assert isinstance(base, ShardedTensor | ShardedTensorFactory) and base.data is not None
     like = torch.empty(base.data.shape, dtype=torch.float32, device="meta")
-    own: dict[str, Any] = {"key": KEY.format(name, base.key), "data": like}
+    changes: dict[str, Any] = {"key": KEY.format(name, base.key), "data": like}
     if isinstance(base, ShardedTensor):
-        built: list[Any] = [replace(base, dtype=like.dtype, **own)]
+        built: list[Any] = [replace(base, dtype=like.dtype, **changes)]
     else:
-        built = list(nested_values(replace(base, **own).build()))
-    pieces = sorted((Piece(int(each.data.storage_offset()), each) for each in built), key=lambda piece: piece.start)
+        built = list(nested_values(replace(base, **changes).build()))
+    pieces = sorted((Piece(int(shard.data.storage_offset()), shard) for shard in built), key=lambda piece: piece.start)
     ends = [piece.start + piece.tensor.data.numel() for piece in pieces if piece.tensor.data is not None]
-    whole = all(piece.tensor.data is not None and piece.tensor.data.is_contiguous() for piece in pieces)
-    if not whole or [piece.start for piece in pieces] != [0, *ends[:-1]] or ends[-1] != like.numel():
+    contiguous = all(piece.tensor.data is not None and piece.tensor.data.is_contiguous() for piece in pieces)
+    if not contiguous or [piece.start for piece in pieces] != [0, *ends[:-1]] or ends[-1] != like.numel():
         raise ValueError(f"{base.key} is stored in tensors that are no stretches of it, one behind the other")
     return pieces
 
 
-def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor | None:
+def _join(optimizer: Any, torn: Torn, part: int, local_ranges: Any, group: Any) -> Tensor | None:
     """Assembles a row that is split over ranks, on the rank in whose part the row begins. All ranks of `group` must
     call it.
 
@@ -197,17 +197,17 @@ def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor
         return None
     state = optimizer._get_main_param_and_optimizer_states(torn.parameter)
     row = torch.empty(len(STATE), torn.end - torn.start)
-    place = own["gbuf_local"].start + rank * part  # bucket offset of this rank's part of the parameter
+    place = local_ranges["gbuf_local"].start + rank * part  # bucket offset of this rank's part of the parameter
     start, end = max(torn.start, rank * part), min(torn.end, (rank + 1) * part)
     mine = torch.stack([state[name].detach().view(-1)[start - place : end - place].cpu() for name in STATE])
     if rank != first:
         dist.send(mine, dist.get_global_rank(group, first), group)
         return None
     row[:, start - torn.start : end - torn.start] = mine
-    for other in holders[1:]:
-        start, end = max(torn.start, other * part), min(torn.end, (other + 1) * part)
+    for holder in holders[1:]:
+        start, end = max(torn.start, holder * part), min(torn.end, (holder + 1) * part)
         came = torch.empty(len(STATE), end - start)
-        dist.recv(came, dist.get_global_rank(group, other), group)
+        dist.recv(came, dist.get_global_rank(group, holder), group)
         row[:, start - torn.start : end - torn.start] = came
     return row
 
@@ -222,35 +222,35 @@ def _own_rows(
     maps (index of the piece, index of the row) to the assembled row, for rows that begin within the span and end after
     the span.
     """
-    found = []
+    sharded = []
     for number, piece in enumerate(_pieces(base, name)):
         start, end = (min(max(edge - piece.start, 0), piece.rows * piece.width) for edge in span)
         first, last = -(-start // piece.width), end // piece.width
         if first < last:
             offset = piece.start - span[0]
-            found.append(
+            sharded.append(
                 _rows(piece, first, values.view(-1)[offset + first * piece.width : offset + last * piece.width])
             )
         if (number, last) in torn:
-            found.append(_rows(piece, last, torn[number, last]))
-    return found
+            sharded.append(_rows(piece, last, torn[number, last]))
+    return sharded
 
 
 def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
     """Returns a sharded tensor that stores `values` as consecutive rows of a piece, from row `first` on."""
-    whole = piece.tensor
-    axis = whole.prepend_axis_num
-    offset = list(whole.global_offset)
+    tensor = piece.tensor
+    axis = tensor.prepend_axis_num
+    offset = list(tensor.global_offset)
     offset[axis] += first
     # If axis_fragmentations is None, Megatron-core requires a shape that includes the prepended axes.
-    data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])
-    assert isinstance(whole.replica_id, tuple)
+    data = values.view(*(1,) * axis, -1, *tensor.local_shape[1:])
+    assert isinstance(tensor.replica_id, tuple)
     return replace(
-        whole,
+        tensor,
         data=data,
         local_shape=tuple(data.shape),
         global_offset=tuple(offset),
         axis_fragmentations=None,
         prepend_axis_num=0,
-        replica_id=(*whole.replica_id[:-1], 0),  # no other data-parallel rank writes these rows
+        replica_id=(*tensor.replica_id[:-1], 0),  # no other data-parallel rank writes these rows
     )

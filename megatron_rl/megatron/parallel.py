@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
+from megatron_rl.messages.world import Replicas, all_gather
 from megatron_rl.weights.parameter_mapping import Shard
-from megatron_rl.world import Replicas, all_gather
 
 platform.install()
 
@@ -74,12 +74,12 @@ class Groups:
     def active(self) -> Iterator[None]:
         """Context manager that makes this layout Megatron-core's active layout inside the block, and restores the
         previous layout when the block ends."""
-        before = _snapshot()
+        snapshot = _snapshot()
         parallel_state.__dict__.update(self._globals)
         try:
             yield
         finally:
-            parallel_state.__dict__.update(before)
+            parallel_state.__dict__.update(snapshot)
 
 
 # {(layout, seed, timeout): groups}, all created while `_world` was torch's world group
@@ -109,7 +109,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
     """Creates the groups of a layout with Megatron-core's function, and restores core's globals afterwards."""
     world = dist.get_world_size()
     refuse(*layout.rank_problems(world))
-    before = _snapshot()
+    snapshot = _snapshot()
     # The groups of other layouts keep working, because this call only resets Megatron-core's globals.
     parallel_state.destroy_model_parallel()
     with _one_backend():
@@ -136,7 +136,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
         replicas=_replicas(control, timeout_s),
         _globals=_snapshot(),
     )
-    parallel_state.__dict__.update(before)
+    parallel_state.__dict__.update(snapshot)
     return groups
 
 
@@ -171,14 +171,14 @@ def _replicas(control: Any, timeout_s: int) -> Replicas:
     everyone = all_gather((parallel_state.get_data_parallel_rank(), reports), control)
     ranks: list[list[int]] = [[] for _ in range(1 + max(number for number, _ in everyone))]
     reporters = [0] * len(ranks)
-    for rank, (number, told) in enumerate(everyone):
+    for rank, (number, is_reporter) in enumerate(everyone):
         ranks[number].append(rank)
-        if told:
+        if is_reporter:
             reporters[number] = rank
     group = None
     for members in ranks if len(ranks[0]) > 1 else ():
-        made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
-        group = made if dist.get_rank() in members else group
+        replica_group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = replica_group if dist.get_rank() in members else group
     return Replicas(ranks=ranks, reporters=reporters, group=group)
 
 

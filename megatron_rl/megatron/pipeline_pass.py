@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batches.packed_batch import CANDIDATES, Batch, BatchLoss, Statistics, by_name
-from megatron_rl.host_to_device import upload
-from megatron_rl.megatron import platform, router_replay
+from megatron_rl.devices.host_to_device import upload
+from megatron_rl.megatron import load_balancing, platform, router_replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout
 from megatron_rl.megatron.model import unwrap
 from megatron_rl.megatron.shared_prefixes import sharing_layout
@@ -53,11 +53,12 @@ class MicroBatch:
     positions: Tensor  # position of each token in its sequence, in the shape of `tokens`
     labels: Tensor  # [n] ids of the label tokens whose statistics this rank computes
     answers: Tensor  # [n] position of each label in the packed batch
-    wanted: Tensor  # [n] index, in the flattened `tokens`, of the token before each label
+    label_rows: Tensor  # [n] index, in the flattened `tokens`, of the token before each label
     layout: SequenceLayout
     candidates: Tensor | None = None  # [n, k] candidate token ids of each label
     # [N' / parts, layers, k] ids of the experts to replay for the tokens that this rank's routers process
     experts: Tensor | None = None
+    balance: load_balancing.Balance | None = None  # tokens of the load-balancing loss; None: there is no such loss
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Pass:
 
 
 def make_micro_batch(
-    batch: Batch, rotary: RotaryTable | None, *, cut: RankPart, like: Tensor, start: int = 0
+    batch: Batch, rotary: RotaryTable | None, *, cut: RankPart, like: Tensor, start: int = 0, balance: float = 0.0
 ) -> MicroBatch:
     """Converts a batch of sequences to this rank's model inputs.
 
@@ -83,6 +84,7 @@ def make_micro_batch(
     `cut`: how the tokens are arranged and split over the ranks.
     `like`: a tensor with the dtype and device of the model.
     `start`: index of the batch's first token among the tokens of all sequences of this replica.
+    `balance`: weight of the load-balancing loss (see load_balancing.Balance); 0: there is no such loss.
 
     A batch without sequences becomes a dummy micro-batch without labels, so that a rank without work still takes part
     in collectives. Sequences with a shared prefix need `rotary` and must not be split by context parallelism.
@@ -94,8 +96,9 @@ def make_micro_batch(
     answers = (part.counted & (rows >= 0)).nonzero()[:, 0]
     ids, experts = part.values.get(CANDIDATES), None
     if part.experts is not None:
-        known = router_replay.pooled(part.experts, part.repeats) if part.repeats else part.experts
-        experts = upload(router_replay.of_tokens(known, places, parts=cut.parts, part=cut.part), device)
+        choices = router_replay.pooled(part.experts, part.repeats) if part.repeats else part.experts
+        experts = upload(router_replay.of_tokens(choices, places, parts=cut.parts, part=cut.part), device)
+    balances = balance and batch.num_sequences
     return MicroBatch(
         batch=part,
         start=start,
@@ -104,10 +107,13 @@ def make_micro_batch(
         positions=upload(positions, device),
         labels=upload(part.labels[answers], device),
         answers=upload(answers, device),
-        wanted=upload(rows[answers], device),
+        label_rows=upload(rows[answers], device),
         layout=layout,
         candidates=None if ids is None else upload(ids[answers].long(), device),
         experts=experts,
+        balance=load_balancing.balance_of(part, places, balance, parts=cut.parts, part=cut.part, device=device)
+        if balances
+        else None,
     )
 
 
@@ -127,8 +133,9 @@ def run(
     schedule = get_forward_backward_func()
     for chunk in chunks:
         core = unwrap(chunk)
-        core.asked = what.names
+        core.statistic_names = what.names
         router_replay.forget(core)
+        load_balancing.forget(core)
     return schedule(
         forward_step_func=functools.partial(_forward_step, what=what, scale=what.scale * count),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -143,8 +150,9 @@ def run(
 def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, scale: float) -> tuple[Tensor, Any]:
     micro = next(iterator)
     core = unwrap(model)
-    core.wanted = micro.wanted
+    core.label_rows = micro.label_rows
     router_replay.show(core, micro.experts, training=what.backward)
+    load_balancing.show(core, micro.balance, training=what.backward)
     labels = micro.labels[:, None]  # any shape is allowed, because Megatron-core only passes labels on
     if "candidate_logprobs" in what.names:
         assert micro.candidates is not None
@@ -157,17 +165,17 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> t
     """Computes the loss from the last pipeline stage's output [R, n]. Returns (scalar for the backward pass, sums by
     name). `scale` includes the number of micro-batches, because Megatron-core divides the scalar by this number. If
     `what.loss` is None, stores the output in `what.into` and returns a zero and no sums."""
-    whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
-    whole = whole.index_copy(1, micro.answers, answer.float())
+    packed = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
+    packed = packed.index_copy(1, micro.answers, answer.float())
     if (
         micro.layout.context.size > 1
     ):  # Every rank gets the whole sequences for the loss, but the gradient flows only to the rank's own tokens.
-        whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
+        packed = reduce_from_tensor_model_parallel_region(packed, group=micro.layout.context.group)
     if what.loss is None:
         assert what.into is not None
-        what.into[:, micro.start : micro.start + micro.size] = whole[:, : micro.size].detach()
+        what.into[:, micro.start : micro.start + micro.size] = packed[:, : micro.size].detach()
         return answer.new_zeros(()), {}
-    total, sums = what.loss(Statistics(**by_name(what.names, whole)), micro.batch.to(answer.device))
+    total, sums = what.loss(Statistics(**by_name(what.names, packed)), micro.batch.to(answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}
 
 
@@ -184,10 +192,10 @@ def _packed(
     lengths = [n + -n % unit for n in part.lengths.tolist()]
     extra = -sum(lengths) % cut.multiple
     lengths += [extra] * (extra > 0)
-    own = context.own(lengths)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None, own]
+    rows = context.rank_positions(lengths)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None, rows]
     layout = packed_layout(lengths, rotary, context=context, like=like, flash=cut.flash)
-    return _places(part, lengths)[None, own], positions, layout
+    return _places(part, lengths)[None, rows], positions, layout
 
 
 def _sharing(

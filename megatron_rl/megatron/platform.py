@@ -45,7 +45,7 @@ class _Stream:
     def __exit__(self, *unused: Any) -> bool:
         return False
 
-    def elapsed_time(self, other: _Stream) -> float:
+    def elapsed_time(self, end_event: _Stream) -> float:
         return 0.0
 
     def query(self) -> bool:
@@ -280,7 +280,7 @@ def _imports() -> Iterator[None]:
     fuse GPU kernels. On a CPU, the decorator would load torch's compiler at every start, which takes two seconds, and
     later call a C++ compiler.
     """
-    there = {name: module for name, module in sys.modules.items() if name == "wandb"}
+    wandb = {name: module for name, module in sys.modules.items() if name == "wandb"}
     sys.modules["wandb"] = None  # type: ignore[assignment]
     original = torch.compile
     if is_active():  # also as a decorator with arguments
@@ -292,7 +292,7 @@ def _imports() -> Iterator[None]:
     finally:
         torch.compile = original  # type: ignore[assignment]
         del sys.modules["wandb"]
-        sys.modules.update(there)
+        sys.modules.update(wandb)
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -343,9 +343,9 @@ def _sum_of_several(summed: Callable[..., Any]) -> Callable[..., Any]:
     then copy the whole gradient buffer onto itself.
     """
 
-    def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, *, group: Any, **rest: Any) -> Any:
-        alone = group.size() == 1 and part.data_ptr() == whole.data_ptr()
-        return None if alone else summed(part, whole, group=group, **rest)
+    def reduce_scatter(part: torch.Tensor, gradients: torch.Tensor, *, group: Any, **rest: Any) -> Any:
+        alone = group.size() == 1 and part.data_ptr() == gradients.data_ptr()
+        return None if alone else summed(part, gradients, group=group, **rest)
 
     return reduce_scatter
 

@@ -24,8 +24,8 @@ from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.megatron.role_model import RoleModel
 from megatron_rl.megatron.state import PolicyState
+from megatron_rl.messages.world import Replicas, broadcast
 from megatron_rl.models.shape import Shape
-from megatron_rl.world import Replicas, broadcast
 
 EIGHT_BIT_UNIT = 16  # Transformer Engine's 8-bit matrix products need a row count that is a multiple of this value
 
@@ -196,23 +196,29 @@ class MegatronPolicy(RoleModel):
         unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
         cut = core_step.RankPart(parts=parts, part=part, context=context, unit=unit, flash=self._flash)
         like = next(models.unwrap(self.chunks[0]).parameters())
-        for micro in work.micros(step):
+        micros, balance = work.micros(step), 0.0
+        if step is not None and (coefficient := self.role.model.router_aux_loss):
+            # Megatron-core divides by the number of micro-batches, and averages gradients over the replicas.
+            balance = coefficient * len(micros) * self.groups.dp_size / work.steps[step].packed_tokens
+        for micro in micros:
             batch = work.batch(micro)
-            yield core_step.make_micro_batch(batch, self._rotary, cut=cut, like=like, start=micro.start)
+            yield core_step.make_micro_batch(
+                batch, self._rotary, cut=cut, like=like, start=micro.start, balance=balance
+            )
 
     def _sum_over_replicas(
         self, results: list[dict[str, Any]], counted: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Returns {name: sum over all data-parallel replicas}, the same on every rank. The arguments `results` and
         `counted` are used on one rank of each replica (see `Groups.reports`), and ignored on other ranks."""
-        own = dict(counted or {}) if self.groups.reports else {}
+        totals = dict(counted or {}) if self.groups.reports else {}
         pairs = [pair for result in results if self.groups.reports for pair in result.items()]
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []
         for (name, _), value in zip(pairs, values, strict=True):
-            own[name] = own.get(name, 0.0) + value
+            totals[name] = totals.get(name, 0.0) + value
         source = dist.get_group_rank(self.groups.control, self.replicas.reporters[0])
-        names = broadcast(sorted(own), self.groups.control, source=source)
-        sums = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
+        names = broadcast(sorted(totals), self.groups.control, source=source)
+        sums = torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64)
         dist.all_reduce(sums, group=self.groups.control)
         return dict(zip(names, sums.tolist(), strict=True))
 

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import RoleConfig
-from megatron_rl.megatron import lora, offload, optimizer, platform, router_replay
+from megatron_rl.lib.timing import Timer
+from megatron_rl.megatron import load_balancing, lora, offload, optimizer, platform, router_replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.blocks import OUTPUT, SCORE, VALUE_HEAD
 from megatron_rl.models.divisibility import trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
-from megatron_rl.timing import Timer
 from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
 from megatron_rl.weights.lora_adapters import is_adapter
 
@@ -64,6 +64,8 @@ class RoleModel:
             else:
                 self.config, self._model = base.config, base._model
                 vars(self.config).update(dict.fromkeys(_OF_ROLE))
+            for core in map(models.unwrap, self._model) if role.router_replay else ():
+                router_replay.install(core)
             self.chunks: list[Any] = list(self._model)
             self.adapters: lora.RoleAdapters | None = None
             if role.lora is not None:
@@ -107,8 +109,8 @@ class RoleModel:
         """Returns {Megatron name: weight} of the role's head, which is in place of the output layer or beside the
         output layer. Returns an empty dict if the role has no head, and on a rank that does not belong to the last
         pipeline stage."""
-        own = VALUE_HEAD if self.role.head is None else OUTPUT
-        return {name: p for name, p in models.named_parameters(self.chunks) if name == own}
+        head_name = VALUE_HEAD if self.role.head is None else OUTPUT
+        return {name: p for name, p in models.named_parameters(self.chunks) if name == head_name}
 
     def gather_weights(self, *, steps_left: int) -> None:
         """All-gathers the new weights that an optimizer step with `optimizer.overlap` leaves sharded over the
@@ -156,8 +158,8 @@ class RoleModel:
         for core in cores if role.loss.value_coef else ():
             core.add_value_head()
         self._fill(cores, seed)
-        for core in cores if role.router_replay else ():
-            router_replay.install(core)
+        for core in cores if self.arch.experts else ():  # also without a loss: roles with adapters share the model
+            load_balancing.install(core)
         chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
         if role.lora is not None:
             # Freeze after `in_half`, because `in_half` does not convert frozen parameters to bfloat16.
@@ -170,18 +172,18 @@ class RoleModel:
         is drawn at random."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
-            made = tensor_copies.by_expert(
+            tensors_by_name = tensor_copies.by_expert(
                 AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict(), self.arch
             )
 
             def read(rect: parameter_mapping.Rect) -> Tensor:
-                return tensor_copies.from_tensor(made[rect.tensor], rect)
+                return tensor_copies.from_tensor(tensors_by_name[rect.tensor], rect)
         else:
             hf_model.check(self.role.model.path, self.arch, cast=True)
-            read, made = (tensors := hf_model.DirectoryTensors(self.role.model.path)).read, tensors.stored
+            read, tensors_by_name = (tensors := hf_model.DirectoryTensors(self.role.model.path)).read, tensors.stored
         for name, parameter in models.named_parameters(cores):
             rects = [] if name == VALUE_HEAD else parameter_mapping.megatron(self.arch, name, self.groups.shard)[1]
-            if not rects or (rects[0].tensor == SCORE and SCORE not in made):
+            if not rects or (rects[0].tensor == SCORE and SCORE not in tensors_by_name):
                 _fill_new_head(parameter, seed)
             else:
                 tensor_copies.fill(parameter, rects, read)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from megatron_rl.types import FREE
 
 # a function that chooses experts and has the signature of Megatron-core's function for this
 Choose = Callable[..., tuple[Tensor, Tensor]]
+T = TypeVar("T")
 
 
 class GroupLimit:
@@ -34,30 +35,55 @@ class GroupLimit:
         return self._routing.within_groups(scores).topk(topk, dim=1)
 
 
+class MicroBatchValue(Generic[T]):
+    """A value that a layer's router needs for the micro-batch of its current forward pass.
+
+    With activation recomputation, a router runs twice per micro-batch: first without gradients, and then with gradients
+    in the backward pass. Other micro-batches may have run in between, so the values are queued: the backward passes of
+    a chunk run in the order of the forward passes.
+    """
+
+    def __init__(self) -> None:
+        self._now: T | None = None  # value of the micro-batch whose forward pass is next
+        self._again: list[T | None] = []  # queue of values for recomputation in backward passes
+        self._training = False
+
+    def show(self, value: T | None, *, training: bool) -> None:
+        """Sets the value of the next forward pass."""
+        self._now, self._training = value, training
+
+    def forget(self) -> None:
+        """Discards the values of all micro-batches."""
+        self._now, self._again = None, []
+
+    def take(self) -> T | None:
+        """Returns the value of the current forward pass. Call it exactly once in each forward pass of the router."""
+        recomputes = torch.is_grad_enabled()
+        if recomputes and self._again:
+            return self._again.pop(0)
+        if self._training and not recomputes:
+            self._again.append(self._now)
+        return self._now
+
+
 class RouterReplay:
     """Makes one layer's router choose the experts that the inference engine chose for each token. It is attached as
     Megatron-core's `router_replay` hook, which core calls for every choice of experts.
-
-    With activation recomputation, core calls the hook twice per micro-batch: first without gradients, and then with
-    gradients in the backward pass. Other micro-batches may have run in between, so the choices are queued: the backward
-    passes of a chunk run in the order of the forward passes.
     """
 
-    def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
+    def __init__(self, layer: int, group_limit: GroupLimit | None = None) -> None:
         self._layer = layer  # index of the layer in the whole model
-        self._own = own  # chooses experts that are not replayed; None: Megatron-core does
-        self._now: Tensor | None = None  # expert choices [n, k] of the micro-batch whose forward pass is next
-        self._again: list[Tensor | None] = []  # queue of expert choices for recomputation in backward passes
-        self._training = False
+        self._group_limit = group_limit  # chooses experts that are not replayed; None: Megatron-core does
+        self._experts: MicroBatchValue[Tensor] = MicroBatchValue()  # expert choices [n, k]
 
     def show(self, experts: Tensor | None, *, training: bool) -> None:
         """Sets the expert choices to replay in the next forward pass. `experts` is [n, layers, k], or None to replay
         nothing."""
-        self._now, self._training = (None if experts is None else experts[:, self._layer]), training
+        self._experts.show(None if experts is None else experts[:, self._layer], training=training)
 
     def forget(self) -> None:
         """Discards the expert choices of all micro-batches."""
-        self._now, self._again = None, []
+        self._experts.forget()
 
     def get_replay_topk(
         self,
@@ -72,25 +98,22 @@ class RouterReplay:
         Gradients flow to the scores of the chosen experts. If the inference engine's choice for a token is unknown
         (FREE), the router itself chooses.
         """
-        choose = default_compute_topk if self._own is None else self._own.get_replay_topk
+        choose = default_compute_topk if self._group_limit is None else self._group_limit.get_replay_topk
         assert choose is not None
         free = choose(scores, topk, num_groups, group_topk)
-        wanted, recomputes = self._now, torch.is_grad_enabled()
-        if recomputes and self._again:
-            wanted = self._again.pop(0)
-        elif self._training and not recomputes:
-            self._again.append(wanted)
-        if wanted is None:
+        if (experts := self._experts.take()) is None:
             return free
-        wanted = wanted.to(scores.device, torch.int64)
-        chosen = torch.where(wanted == FREE, free[1], wanted)
+        experts = experts.to(scores.device, torch.int64)
+        chosen = torch.where(experts == FREE, free[1], experts)
         return scores.gather(1, chosen), chosen
 
 
 def install(chunk: Any) -> None:
-    """Attaches a `RouterReplay` to each router of a model chunk."""
+    """Attaches a `RouterReplay` to each router of a model chunk, unless another role that shares the model has done
+    so."""
     for number, router in routers(chunk):
-        router.router_replay = RouterReplay(number, router.router_replay)
+        if not isinstance(router.router_replay, RouterReplay):
+            router.router_replay = RouterReplay(number, router.router_replay)
 
 
 def limit(chunk: Any, routing: Routing) -> None:
@@ -121,11 +144,11 @@ def pooled(experts: Tensor, repeats: Sequence[tuple[int, int, int]]) -> Tensor:
 
     `repeats` lists (start of the first copy, start of another copy, length), as in Batch.repeats.
     """
-    out = experts.clone()
+    filled = experts.clone()
     for first, start, length in repeats:
-        own, other = out[first : first + length], experts[start : start + length]
-        own.copy_(torch.where(own == FREE, other, own))
-    return out
+        first_copy, next_copy = filled[first : first + length], experts[start : start + length]
+        first_copy.copy_(torch.where(first_copy == FREE, next_copy, first_copy))
+    return filled
 
 
 def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tensor:
@@ -135,8 +158,8 @@ def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tens
     is in the order in which Megatron-core flattens hidden states [L, S, h]. With sequence parallelism over `parts`
     tensor-parallel ranks, this rank processes part number `part` of the tokens.
     """
-    own = places.T.chunk(parts)[part].flatten()
-    return experts[own.clamp(min=0)].masked_fill((own < 0)[:, None, None], FREE)
+    positions = places.T.chunk(parts)[part].flatten()
+    return experts[positions.clamp(min=0)].masked_fill((positions < 0)[:, None, None], FREE)
 
 
 def routers(chunk: Any) -> Iterator[tuple[int, Any]]:
@@ -148,5 +171,5 @@ def routers(chunk: Any) -> Iterator[tuple[int, Any]]:
 
 def _replays(chunk: Any) -> list[RouterReplay]:
     """Returns the `RouterReplay` objects that `install` attached to a chunk's routers."""
-    found = (router.router_replay for _, router in routers(chunk))
-    return [replay for replay in found if isinstance(replay, RouterReplay)]
+    replays = (router.router_replay for _, router in routers(chunk))
+    return [replay for replay in replays if isinstance(replay, RouterReplay)]

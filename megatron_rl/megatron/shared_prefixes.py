@@ -58,24 +58,24 @@ def sharing_layout(
     = 0. `rotary` has the rotary tables. `like` is a tensor with the dtype and device of the model. `flash`: whether one
     flash attention call computes the attention of all sequences.
     """
-    own = [n - s for n, s in zip(lengths, shared, strict=True)]
-    ends = torch.tensor(own).cumsum(0).tolist()
-    rows = [torch.arange(end - n, end) for end, n in zip(ends, own, strict=True)]
-    whole, tails, seen = [], [], []
+    own_lengths = [n - s for n, s in zip(lengths, shared, strict=True)]
+    ends = torch.tensor(own_lengths).cumsum(0).tolist()
+    rows = [torch.arange(end - n, end) for end, n in zip(ends, own_lengths, strict=True)]
+    unshared, tails, seen = [], [], []
     for number, prompt in enumerate(shared):
-        seen.append(torch.cat([rows[whole[-1]][:prompt], rows[number]]) if prompt else rows[number])
+        seen.append(torch.cat([rows[unshared[-1]][:prompt], rows[number]]) if prompt else rows[number])
         if prompt:
             tails.append(_Tail(prompt, rows[number], seen[-1]))
         else:
-            whole.append(number)
+            unshared.append(number)
     positions = torch.cat([torch.arange(s, n) for n, s in zip(lengths, shared, strict=True)])
     layout = replace(
-        packed_layout(own, None, like=like),
+        packed_layout(own_lengths, None, like=like),
         turns=tuple((cos[:, None], sin[:, None]) for cos, sin in rotary.at(positions, like)),
     )
     if flash:
-        return replace(layout, runs=varlen.segments(own, seen, like.device))
-    buckets = whole_buckets([lengths[i] for i in whole], [rows[i] for i in whole], rotary.windows, ALONE)
+        return replace(layout, runs=varlen.segments(own_lengths, seen, like.device))
+    buckets = whole_buckets([lengths[i] for i in unshared], [rows[i] for i in unshared], rotary.windows, ALONE)
     buckets += [_bucket(group, rotary.windows) for group in _groups(tails)]
     return replace(layout, **attention_fields(buckets, like.device))
 
@@ -87,17 +87,17 @@ def _groups(tails: Sequence[_Tail]) -> list[list[_Tail]]:
     # totals of the last group: number of queries, number of keys without padding, largest key count of a tail
     queries = keys = longest = 0
     for tail in sorted(tails, key=lambda tail: (-tail.width, -len(tail.keys))):
-        own = len(tail.keys)
+        num_keys = len(tail.keys)
         if groups:
-            count, width, most = len(groups[-1]) + 1, groups[-1][0].width, max(longest, own)
-            alike = all(one.prompt == tail.prompt for one in (groups[-1][0], groups[-1][-1]))
-            padded = max(count * width / (queries + tail.width), count * most / (keys + own))
+            count, width, most = len(groups[-1]) + 1, groups[-1][0].width, max(longest, num_keys)
+            alike = all(member.prompt == tail.prompt for member in (groups[-1][0], groups[-1][-1]))
+            padded = max(count * width / (queries + tail.width), count * most / (keys + num_keys))
             if padded <= MAX_PADDING and (alike or count * width * most <= MASK_ELEMENTS):
                 groups[-1].append(tail)
-                queries, keys, longest = queries + tail.width, keys + own, most
+                queries, keys, longest = queries + tail.width, keys + num_keys, most
                 continue
         groups.append([tail])
-        queries, keys, longest = tail.width, own, own
+        queries, keys, longest = tail.width, num_keys, num_keys
     return groups
 
 
@@ -121,5 +121,5 @@ def _mask(prompt: int, queries: int, keys: int, window: int | None) -> Tensor:
     query attends to the last `window` tokens, including itself.
     """
     places = torch.arange(keys)
-    own = (torch.arange(queries) + prompt).clamp(max=keys - 1)[:, None]
-    return places <= own if window is None else (places <= own) & (places > own - window)
+    query_places = (torch.arange(queries) + prompt).clamp(max=keys - 1)[:, None]
+    return places <= query_places if window is None else (places <= query_places) & (places > query_places - window)

@@ -13,8 +13,8 @@ from megatron_rl.megatron import checkpoint_writers, optimizer, optimizer_checkp
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.export import WeightExport
 from megatron_rl.megatron.role_model import RoleModel
+from megatron_rl.messages.world import broadcast
 from megatron_rl.weights import dist_checkpoint, lora_adapters
-from megatron_rl.world import broadcast
 
 platform.install()
 
@@ -108,9 +108,9 @@ class PolicyState:
         if self._model.fused:
             held = load_sharded_metadata(str(directory))
             for i in range(len(self._model.chunks)):
-                whole = state[f"model{i}"].items()
+                parts = state[f"model{i}"].items()
                 state[f"model{i}"] = {
-                    name: part for name, part in whole if not isinstance(part, ShardedObject) or part.unique_key in held
+                    name: part for name, part in parts if not isinstance(part, ShardedObject) or part.unique_key in held
                 }
         return state
 
@@ -119,9 +119,9 @@ class PolicyState:
         model, metadata, head = self._model, optimizer.checkpoint_metadata(), self._model.head()
         state: dict[str, Any] = {}
         for i, chunk in enumerate(model.chunks):
-            whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
-            trained = {name: own for name, own in whole.items() if lora_adapters.is_adapter(name) or name in head}
-            state[f"model{i}"] = whole if model.adapters is None else trained
+            sharded = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
+            trained = {name: shard for name, shard in sharded.items() if lora_adapters.is_adapter(name) or name in head}
+            state[f"model{i}"] = sharded if model.adapters is None else trained
         if model.trainable:
             state["optimizer"] = model.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = model.scheduler.state_dict()

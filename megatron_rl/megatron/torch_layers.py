@@ -43,10 +43,10 @@ class Head(torch.nn.Module):
         backward pass of the output layer sums gradients over the tensor-parallel ranks, so this gradient is divided by
         the number of these ranks.
         """
-        tp, own = parallel_state.get_tensor_model_parallel_world_size(), hidden.view_as(hidden)
-        if tp > 1 and own.requires_grad:
-            own.register_hook(lambda gradient: gradient / tp)
-        return self(own).T
+        tp, head_input = parallel_state.get_tensor_model_parallel_world_size(), hidden.view_as(hidden)
+        if tp > 1 and head_input.requires_grad:
+            head_input.register_hook(lambda gradient: gradient / tp)
+        return self(head_input).T
 
 
 class TensorSharded(torch.nn.Module):
@@ -128,9 +128,9 @@ class NormedAddition(RMSNorm):
         super().__init__(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Any:  # type: ignore[override]
-        def add(made: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            out, bias = made
-            return residual + RMSNorm.forward(self, out if bias is None else out + bias)
+        def add(sublayer_output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = sublayer_output
+            return residual + RMSNorm.forward(self, output if bias is None else output + bias)
 
         return add
 

@@ -21,7 +21,7 @@ from megatron_rl.megatron.kernels.products import add_product
 # logits have the weight's dtype: in bfloat16, a chunk has four times as many logits as without Triton kernels.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 TILE_ROWS = 128  # on a GPU, a chunk's row count is a multiple of this, so that the tiles of matrix products are full
-# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/reference/benchmarks.md).
+# With fewer rows than GOOD_ROWS, matrix products on a CPU are up to 1.7 times slower (docs/experiments/benchmarks.md).
 # A chunk therefore has GOOD_ROWS rows even if its logits then exceed CHUNK_ELEMENTS, but not if they would exceed
 # REUSED_ELEMENTS (28 MiB), because malloc does not keep larger blocks for the next chunk.
 GOOD_ROWS, REUSED_ELEMENTS = 128, 7 << 20
@@ -73,15 +73,15 @@ class _Scratch:
 
     def __init__(self, chunks: Sequence[slice], columns: int, device: torch.device) -> None:
         self._size, self._device = (max(chunk.stop - chunk.start for chunk in chunks), columns), device
-        self._found: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     def rows(self, count: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor [count, columns] whose contents are undefined."""
         if self._device.type != "cpu":
             return torch.empty(count, self._size[1], dtype=dtype, device=self._device)
-        if dtype not in self._found:
-            self._found[dtype] = torch.empty(self._size, dtype=dtype)
-        return self._found[dtype][:count]
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(self._size, dtype=dtype)
+        return self._buffers[dtype][:count]
 
 
 class _Products:
@@ -152,7 +152,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
         # Allocate the results before the first chunk, so that they do not fragment the memory that a chunk frees.
         # Otherwise the heap on a CPU would grow with every chunk.
         single = [name for name in head.names if name != "candidate_logprobs"]
-        found = {name: torch.empty(len(hidden), device=hidden.device) for name in single}
+        statistics = {name: torch.empty(len(hidden), device=hidden.device) for name in single}
         candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
         logsum = torch.empty(len(hidden), device=hidden.device)
         kept, real = [], weight[: head.rows]
@@ -162,23 +162,23 @@ class _VocabParallelStatistics(torch.autograd.Function):
             logits = head.logits(hidden[rows], real, scratch)
             local, mine = _local(ids[rows], head)
             picked = _pick(logits, local, head)
-            own, parts = _sums(logits, head, scratch)
-            peak, parts = _over_ranks(own, parts, head)
+            local_peak, parts = _sums(logits, head, scratch)
+            peak, parts = _over_ranks(local_peak, parts, head)
             sums = torch.stack([*parts.values(), *torch.where(mine, picked - peak[:, None], 0.0).T])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
-            whole = dict(zip(parts, sums, strict=False))
-            log, picked = whole["mass"].log(), sums[len(parts) :]
-            found["logprobs"][rows], logsum[rows] = picked[0] - log, log + peak
+            global_sums = dict(zip(parts, sums, strict=False))
+            log, picked = global_sums["mass"].log(), sums[len(parts) :]
+            statistics["logprobs"][rows], logsum[rows] = picked[0] - log, log + peak
             candidates[:, rows] = picked[1:] - log
-            if "entropy" in found:
-                found["entropy"][rows] = log - whole["entropy"] / whole["mass"]
-            if "vocab_mean" in found:
-                found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
+            if "entropy" in statistics:
+                statistics["entropy"][rows] = log - global_sums["entropy"] / global_sums["mass"]
+            if "vocab_mean" in statistics:
+                statistics["vocab_mean"][rows] = global_sums["vocab_mean"] / head.vocab - log
             if head.keep:
-                kept.append(logits if head.triton else logits.sub_((log + (peak - own))[:, None]))
-        ctx.save_for_backward(hidden, weight, ids, logsum, found.get("entropy"))
+                kept.append(logits if head.triton else logits.sub_((log + (peak - local_peak))[:, None]))
+        ctx.save_for_backward(hidden, weight, ids, logsum, statistics.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return torch.cat([torch.stack([*found.values()]), candidates])
+        return torch.cat([torch.stack([*statistics.values()]), candidates])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -292,28 +292,28 @@ def _sums(logits: Tensor, head: _Head, scratch: _Scratch) -> tuple[Tensor, dict[
     if head.triton:
         from megatron_rl.megatron.kernels import head as kernels
 
-        own, sums = kernels.statistics(logits, 1 / head.temperature, dot=entropy, total=mean)
+        local_peak, sums = kernels.statistics(logits, 1 / head.temperature, dot=entropy, total=mean)
         names = {"mass": "mass", "dot": "entropy", "total": "vocab_mean"}
-        return own, {names[name]: values for name, values in sums.items()}
-    own = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
-    logits.sub_(own[:, None])
+        return local_peak, {names[name]: values for name, values in sums.items()}
+    local_peak = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
+    logits.sub_(local_peak[:, None])
     exponents = torch.exp(logits, out=scratch.rows(len(logits), logits.dtype))
     sums = {"mass": exponents.sum(-1)}
     if mean:
         sums["vocab_mean"] = logits.sum(-1)
     if entropy:
         sums["entropy"] = exponents.mul_(logits).sum(-1)
-    return own, sums
+    return local_peak, sums
 
 
-def _over_ranks(own: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
+def _over_ranks(local_peak: Tensor, sums: dict[str, Tensor], head: _Head) -> tuple[Tensor, dict[str, Tensor]]:
     """Converts the result of `_sums`, which refers to this rank's maximum logits, to the maximum logits over all ranks.
     Returns (maximum logit of each row over all ranks [n], this rank's sums over x = logit minus this maximum)."""
     if head.group.size() == 1:
-        return own, sums
-    peak = own.clone()
+        return local_peak, sums
+    peak = local_peak.clone()
     _reduce(peak, dist.ReduceOp.MAX, head.group)
-    moved = own - peak if head.rows else torch.zeros_like(peak)  # a rank without logits has sums of 0
+    moved = local_peak - peak if head.rows else torch.zeros_like(peak)  # a rank without logits has sums of 0
     rest, lowered = moved.exp(), {}
     for name, values in sums.items():
         if name == "vocab_mean":
@@ -346,9 +346,9 @@ def _to_gradient(
     if head.triton:
         from megatron_rl.megatron.kernels import head as kernels
 
-        known = torch.where(mine, local, -1)
+        local_ids = torch.where(mine, local, -1)
         scale = 1 / head.temperature
-        kernels.to_gradient(log_p, scale, logsum=logsum, ids=known, by_id=by_id.contiguous(), entropy=entropy)
+        kernels.to_gradient(log_p, scale, logsum=logsum, ids=local_ids, by_id=by_id.contiguous(), entropy=entropy)
         return log_p
     by_logprob = by_id.sum(1)
     if entropy is not None:
@@ -367,8 +367,8 @@ def _pick(logits: Tensor, local: Tensor, head: _Head) -> Tensor:
     the logits to return. The values are 0 on a rank without vocabulary rows."""
     if not head.rows:
         return torch.zeros(local.shape, device=logits.device)
-    found = logits.gather(1, local).float()
-    return found / head.temperature if head.triton else found
+    picked = logits.gather(1, local).float()
+    return picked / head.temperature if head.triton else picked
 
 
 def _local(ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:

@@ -24,10 +24,10 @@ def check(work: Work, arch: Architecture, path: str) -> None:
             raise ValueError(f"{what} hold tokens {tokens.min()} to {tokens.max()}{wrong}")
     if experts is None:
         return
-    wanted = arch.num_layers, arch.features.experts_per_token
+    expected = arch.num_layers, arch.features.experts_per_token
     highest = int(experts.max()) if experts.size else 0
-    if experts.shape[1:] != wanted or highest >= arch.experts:
+    if experts.shape[1:] != expected or highest >= arch.experts:
         raise ValueError(
             f"the engine chose {experts.shape[2]} experts in each of {experts.shape[1]} layers, numbers up to "
-            f"{highest}; {path} has {wanted[1]} of {arch.experts} in {wanted[0]}: another model"
+            f"{highest}; {path} has {expected[1]} of {arch.experts} in {expected[0]}: another model"
         )

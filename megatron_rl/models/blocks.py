@@ -77,15 +77,15 @@ def attention(
         )
 
     first = "input_layernorm.weight"
-    before = norm(first, first, h, fused="self_attention.linear_qkv.layer_norm_weight")
-    rows = [*([before] if norm_before else []), joined("weight", h)]
+    input_norm = norm(first, first, h, fused="self_attention.linear_qkv.layer_norm_weight")
+    rows = [*([input_norm] if norm_before else []), joined("weight", h)]
     rows += [joined("bias", 1)] if bias else []
     if head_norms:
         rows += [norm(f"self_attention.{p}_layernorm.weight", f"self_attn.{p}_norm.weight", d) for p in ("q", "k")]
     if joint_norms:
         rows += [joint_norm("q", sizes.heads * d), joint_norm("k", sizes.kv_heads * d)]
-    out = "self_attn.o_proj.weight"
-    return [*rows, single("self_attention.linear_proj.weight", out, (h, sizes.heads * d), ByColumns())]
+    output_projection = "self_attn.o_proj.weight"
+    return [*rows, single("self_attention.linear_proj.weight", output_projection, (h, sizes.heads * d), ByColumns())]
 
 
 def latent_attention(sizes: Sizes) -> list[Row]:
@@ -116,22 +116,22 @@ def latent_attention(sizes: Sizes) -> list[Row]:
         ]
     else:
         rows.append(projection("q_proj", "q_proj", (heads * sizes.head_dim, h), ByRows()))
-    made = heads * (sizes.head_dim - sizes.rope_dim + sizes.value_dim)
+    up_rows = heads * (sizes.head_dim - sizes.rope_dim + sizes.value_dim)
     return [
         *rows,
         projection("kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, h), Whole(), down),
         latent_norm("kv", sizes.kv_rank),
-        projection("kv_up_proj", "kv_b_proj", (made, sizes.kv_rank), ByRows()),
+        projection("kv_up_proj", "kv_b_proj", (up_rows, sizes.kv_rank), ByRows()),
         projection("proj", "o_proj", (h, heads * sizes.value_dim), ByColumns()),
     ]
 
 
-def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight") -> list[Row]:
+def feed_forward(sizes: Sizes, *, norm_name: str = "post_attention_layernorm.weight") -> list[Row]:
     """Returns the `Row`s (descriptions of Megatron parameters) of a dense feed-forward layer and of the norm before it.
-    `before`: the name of the norm in Hugging Face."""
+    `norm_name`: the name of the norm in Hugging Face."""
     fused = "mlp.linear_fc1.layer_norm_weight"
     return [
-        norm("pre_mlp_layernorm.weight", before, sizes.hidden, fused=fused),
+        norm("pre_mlp_layernorm.weight", norm_name, sizes.hidden, fused=fused),
         *gated("mlp", "mlp", sizes.ffn, sizes.hidden),
     ]
 

@@ -70,15 +70,15 @@ def needs_own_layers(sizes: Sizes, features: Features) -> bool:
     epsilon for the norms of the latents.
     """
     moved = features.norms_after or not features.norms_before
-    other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
-    return moved or features.qk_norm_joint or len(features.kinds) > 1 or other or bool(sizes.kv_rank)
+    unsupported_rotary = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
+    return moved or features.qk_norm_joint or len(features.kinds) > 1 or unsupported_rotary or bool(sizes.kv_rank)
 
 
-def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
+def routed(sizes: Sizes, features: Features) -> dict[str, Any]:
     """Returns Megatron-core's settings of the experts and their router, or an empty dict for a dense model.
 
-    No token is dropped. Only the caller's loss and `aux_loss` (the coefficient of the load-balancing loss) train the
-    router.
+    No token is dropped. Megatron-core's load-balancing losses are off, because they count padding and depend on how
+    sequences are split into micro-batches; see megatron/load_balancing.py.
 
     For model families that renormalise softmax scores, Megatron-core is set to choose the experts first and then
     compute a softmax over the chosen experts only. The result is the same: the softmax does not change which scores are
@@ -114,8 +114,7 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
         # If layers differ, Megatron-core must write checkpoints layer by layer, which it does if this is a list.
         moe_layer_freq=[int(sizes.is_sparse(n)) for n in range(sizes.num_layers)] if sizes.dense_layers else 1,
         moe_router_dtype="fp32",  # dtype of the router's logits and probabilities, also in a bfloat16 model
-        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
-        moe_aux_loss_coeff=aux_loss,
+        moe_router_load_balancing_type="none",
         **shared,
     )
 
@@ -123,10 +122,10 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 def rotary(features: Features) -> dict[str, Any]:
     """Returns Megatron-core's settings of the rotary embedding, for a model that Megatron-core's own layers can
     compute."""
-    own = features.kinds[0].rotary
+    rotary_kind = features.kinds[0].rotary
     return {
         "position_embedding_type": "rope",
-        "rotary_base": int(own.theta),
-        "rope_scaling": own.kind == "llama3",
-        "rope_scaling_factor": own.factor,
+        "rotary_base": int(rotary_kind.theta),
+        "rope_scaling": rotary_kind.kind == "llama3",
+        "rope_scaling_factor": rotary_kind.factor,
     }

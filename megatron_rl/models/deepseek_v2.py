@@ -30,10 +30,10 @@ EVERYWHERE: Mapping[str, Any] = {**SETTLED, "moe_layer_freq": 1}
 def check_quantisation(config: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError if the files are quantised in another format than the 8-bit format of DeepSeek-V3's files.
     Weights in this 8-bit format are converted to bfloat16 when the files are read."""
-    told = config.get("quantization_config") or {}
-    if told and (told.get("quant_method"), told.get("weight_block_size")) != ("fp8", [128, 128]):
+    quant = config.get("quantization_config") or {}
+    if quant and (quant.get("quant_method"), quant.get("weight_block_size")) != ("fp8", [128, 128]):
         raise ConfigError(
-            f"{where}: quantization_config = {told} is not supported, only quant_method fp8 with weight_block_size "
+            f"{where}: quantization_config = {quant} is not supported, only quant_method fp8 with weight_block_size "
             "[128, 128] is: take a model that is not quantised"
         )
 
@@ -57,14 +57,14 @@ class DeepseekV2(Family):
         """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
         value is not supported, for example the routing method or the number of expert groups."""
         check_quantisation(config, where)
-        found = super().read(config, where)
+        sizes = super().read(config, where)
         method = config.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(
                 f"{where}: topk_method = {method!r} is not supported, greedy and group_limited_greedy are"
             )
-        self.check_groups(config, found, where)
-        return found
+        self.check_groups(config, sizes, where)
+        return sizes
 
     def check_groups(self, config: Mapping[str, Any], sizes: Sizes, where: str, *, best: int = 1) -> None:
         """Raises ConfigError if the expert groups do not allow a router to choose enough experts.
@@ -73,12 +73,13 @@ class DeepseekV2(Family):
         least `best` experts.
         """
         groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
-        wanted = int(config.get("num_experts_per_tok") or 1)
-        each = sizes.experts // groups
-        if sizes.experts % groups or each < best or not 1 <= chosen <= groups or wanted > each * chosen:
+        top_k = int(config.get("num_experts_per_tok") or 1)
+        group_size = sizes.experts // groups
+        if sizes.experts % groups or group_size < best or not 1 <= chosen <= groups or top_k > group_size * chosen:
             raise ConfigError(
-                f"{where}: n_group = {groups} with topk_group = {chosen} does not hold num_experts_per_tok = {wanted} "
-                f"of {sizes.experts} experts: give groups of {best} or more that divide the experts, and enough of them"
+                f"{where}: num_experts_per_tok = {top_k}, but {sizes.experts} experts in n_group = {groups} groups, of "
+                f"which a token uses topk_group = {chosen}, do not allow this: n_group must divide the experts "
+                f"into groups of {best} or more, and the used groups must have {top_k} experts or more"
             )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
@@ -87,15 +88,15 @@ class DeepseekV2(Family):
 
         Raises KeyError if a key is missing.
         """
-        found = super().sizes({name: value for name, value in config.items() if name != KEYS["head_dim"]})
-        told = {field: int(config[key] or 0) for field, key in LATENT.items()}
+        sizes = super().sizes({name: value for name, value in config.items() if name != KEYS["head_dim"]})
+        latent_sizes = {field: int(config[key] or 0) for field, key in LATENT.items()}
         return replace(
-            found,
-            kv_heads=found.heads,
-            head_dim=int(config[NOPE]) + told["rope_dim"],
-            shared_ffn=found.expert_ffn * int(config.get("n_shared_experts") or 0),
-            dense_layers=min(found.num_layers, int(config.get("first_k_dense_replace") or 0)),
-            **told,
+            sizes,
+            kv_heads=sizes.heads,
+            head_dim=int(config[NOPE]) + latent_sizes["rope_dim"],
+            shared_ffn=sizes.expert_ffn * int(config.get("n_shared_experts") or 0),
+            dense_layers=min(sizes.num_layers, int(config.get("first_k_dense_replace") or 0)),
+            **latent_sizes,
         )
 
     def key(self, field: str, config: Mapping[str, Any]) -> str:
@@ -105,13 +106,13 @@ class DeepseekV2(Family):
     def features(self, config: Mapping[str, Any]) -> Features:
         """Returns the features of the model that a config.json describes. The scale of the attention scores includes
         the factor of YaRN (a scaling of the rotary embedding)."""
-        found = super().features(config)
-        rotary = found.kinds[0].rotary
-        told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        over = float(told.get("mscale_all_dim") or 0.0) if rotary.kind != "default" else 0.0
+        features = super().features(config)
+        rotary = features.kinds[0].rotary
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        over = float(rope.get("mscale_all_dim") or 0.0) if rotary.kind != "default" else 0.0
         sharper = 0.1 * over * math.log(rotary.factor) + 1.0 if over and rotary.factor > 1 else 1.0
         head_dim = int(config[NOPE]) + int(config["qk_rope_head_dim"])
-        return replace(found, softmax_scale=head_dim**-0.5 * sharper**2)
+        return replace(features, softmax_scale=head_dim**-0.5 * sharper**2)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
         """Returns how the routers choose experts. The score of a group of experts is the score of the group's best

@@ -33,28 +33,28 @@ class DeepseekV3(DeepseekV2):
         value is not supported, for example several experts per token without renormalised scores (norm_topk_prob =
         false)."""
         check_quantisation(config, where)
-        found = Family.read(self, config, where)
-        told = {**DEFAULTS, **config}
-        self.check_groups(told, found, where, best=2)
-        if not told["norm_topk_prob"] and int(told.get("num_experts_per_tok") or 1) > 1:
+        sizes = Family.read(self, config, where)
+        settings = {**DEFAULTS, **config}
+        self.check_groups(settings, sizes, where, best=2)
+        if not settings["norm_topk_prob"] and int(settings.get("num_experts_per_tok") or 1) > 1:
             raise ConfigError(
                 f"{where}: norm_topk_prob = False with several experts per token is not supported: Megatron-core "
                 "makes the chosen sigmoids sum to 1"
             )
-        return found
+        return sizes
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
         """Returns how the routers choose experts. The score of a group of experts is the sum of the scores of the
         group's two best experts."""
-        told = {**DEFAULTS, **config}
+        settings = {**DEFAULTS, **config}
         return Routing(
-            chosen=int(told["num_experts_per_tok"]),
-            renormalised=bool(told["norm_topk_prob"]),
+            chosen=int(settings["num_experts_per_tok"]),
+            renormalised=bool(settings["norm_topk_prob"]),
             scores="sigmoid",
             biased=True,
             shared_gate=False,
-            scale=float(told["routed_scaling_factor"]),
-            **groups_of(told, best=2),
+            scale=float(settings["routed_scaling_factor"]),
+            **groups_of(settings, best=2),
         )
 
     def leaves_out(self, sizes: Sizes, tensor: str) -> bool:

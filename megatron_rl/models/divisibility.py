@@ -90,20 +90,20 @@ def trainer_problems(sizes: Sizes, layout: Layout, model: str) -> list[str]:
     Besides divisibility, the function checks three rules: the layout of a dense model does not set ep or etp, a model
     with experts and tensor parallelism has sequence parallelism, and experts with biases are not split over ranks.
     """
-    found = [violation.says(model) for violation in trainer_violations(sizes, layout)]
+    errors = [violation.says(model) for violation in trainer_violations(sizes, layout)]
     if not sizes.experts and (layout.ep > 1 or layout.etp not in (None, 1) or layout.expert_tp != layout.tp):
-        found.append(f"{model} has no experts: set layout.ep = {layout.ep} to 1 and layout.etp = {layout.etp} to null")
+        errors.append(f"{model} has no experts: set layout.ep = {layout.ep} to 1 and layout.etp = {layout.etp} to null")
     if sizes.experts and layout.tp > 1 and not layout.sequence_parallel:
-        found.append(
+        errors.append(
             f"{model} has experts, and layout.tp = {layout.tp}: Megatron-core trains that only with sequence "
             "parallelism; set layout.sequence_parallel to true"
         )
     if sizes.experts and family_of(sizes).common.bias and layout.expert_tp > 1:
-        found.append(
+        errors.append(
             f"{model} has experts with biases, and layout.etp = {layout.etp} (null: tp): each of these ranks would add "
             "the bias; set layout.etp to 1"
         )
-    return found
+    return errors
 
 
 def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool = False) -> list[str]:
@@ -120,7 +120,7 @@ def engine_problems(sizes: Sizes, tp: int, model: str, *, expert_parallel: bool 
             f"{model} has experts with biases, and engine.tp = {tp}: vLLM keeps these on its first rank alone, and "
             "refits send them to all; set engine.expert_parallel to true, or engine.tp to 1"
         ]
-    return [found.says(model) for found in engine_violations(sizes, tp, expert_parallel=expert_parallel)]
+    return [violation.says(model) for violation in engine_violations(sizes, tp, expert_parallel=expert_parallel)]
 
 
 def allowed(sizes: Sizes, axis: str) -> Callable[[int], bool]:
@@ -137,9 +137,9 @@ def _violations(sizes: Sizes, rules: list[_Rule], ranks: dict[str, int]) -> Iter
         number = ranks[rule.axis]
         if _keeps(sizes, rule, number):
             continue
-        same = [other for other in rules if other.axis == rule.axis]
+        same = [axis_rule for axis_rule in rules if axis_rule.axis == rule.axis]
         works = _allowed(sizes, same)
-        most = min(getattr(sizes, other.field) or number for other in same if not other.either)
+        most = min(getattr(sizes, axis_rule.field) or number for axis_rule in same if not axis_rule.either)
         below = next((n for n in range(number - 1, 0, -1) if works(n)), None)
         above = next((n for n in range(number + 1, most + 1) if works(n)), None)
         nearest = tuple(n for n in (below, above) if n is not None)

@@ -32,6 +32,9 @@ KEYS = {  # field of Sizes -> key of config.json
 # fields of Sizes that are positive in every model
 ALWAYS = ("num_layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 MOST, MOST_LAYERS = 10**8, 10**4  # upper bounds for a size and for the number of layers in a config.json
+# Kinds of rotary embedding whose frequencies do not depend on the sequence length. Trainer and engines compute the
+# frequencies once. The frequencies of the kinds "longrope" and "dynamic" depend on the length of each sequence.
+ROTARY = ("default", "linear", "yarn", "llama3")
 # {key of config.json that changes a model's arithmetic: the only supported value}.
 # A missing key, or null as the value, is also accepted.
 SETTLED: Mapping[str, Any] = {
@@ -82,27 +85,35 @@ class Family:
         for key, value in self.settled.items():
             if config.get(key, value) not in (value, None):
                 raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
-        told, wrong = f"{where} is not the config.json of a {self.model_type} model", (AttributeError, OverflowError)
+        prefix, wrong = f"{where} is not the config.json of a {self.model_type} model", (AttributeError, OverflowError)
         with (
             requires_keys(self.model_type, where),
-            refusing(lambda error: f"{told}: {error}", *wrong, TypeError, ValueError),
+            refusing(lambda error: f"{prefix}: {error}", *wrong, TypeError, ValueError),
         ):
-            sizes = self.sizes(config)
-            self.features(config)
+            sizes, features = self.sizes(config), self.features(config)
+        for kind in (kind.rotary.kind for kind in features.kinds):
+            if kind not in ROTARY:
+                cure = (
+                    f"; set it to default if no sequence is longer than {_positions(config)} tokens, which is the same"
+                )
+                raise ConfigError(
+                    f"{where}: rope_type {kind!r} is not supported: {', '.join(ROTARY)} are"
+                    + cure * (kind == "dynamic")
+                )
         return sizes
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes of the model described by a supported config.json. Raises KeyError if a key is missing."""
-        wanted = ["experts", "expert_ffn"] if self.has_experts else []
-        wanted += ["shared_ffn"] if self.has_shared_expert else []
-        wanted += ["num_layers", "hidden", "heads", "ffn", "vocab"]
-        found: dict[str, Any] = {field: int(config[self.key(field, config)]) for field in wanted}
+        fields = ["experts", "expert_ffn"] if self.has_experts else []
+        fields += ["shared_ffn"] if self.has_shared_expert else []
+        fields += ["num_layers", "hidden", "heads", "ffn", "vocab"]
+        counts: dict[str, Any] = {field: int(config[self.key(field, config)]) for field in fields}
         return Sizes(
             family=self.model_type,
-            kv_heads=int(config.get(self.keys["kv_heads"]) or found["heads"]),
-            head_dim=int(config.get(self.keys["head_dim"]) or found["hidden"] // found["heads"]),
+            kv_heads=int(config.get(self.keys["kv_heads"]) or counts["heads"]),
+            head_dim=int(config.get(self.keys["head_dim"]) or counts["hidden"] // counts["heads"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            **found,
+            **counts,
         )
 
     def key(self, field: str, config: Mapping[str, Any]) -> str:
@@ -151,6 +162,12 @@ class Family:
         """Returns the `Row`s (descriptions of Megatron parameters) of the embedding, the final norm and the output
         layer."""
         return blocks.ends(sizes)
+
+
+def _positions(config: Mapping[str, Any]) -> str:
+    """Returns the number of tokens up to which the rotary embedding "dynamic" equals "default", and its key in
+    config.json."""
+    return f"max_position_embeddings = {config.get('max_position_embeddings')}"
 
 
 def windowless(config: Mapping[str, Any], where: str) -> None:

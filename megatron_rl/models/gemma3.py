@@ -47,13 +47,13 @@ class Gemma3(Family):
     def features(self, config: Mapping[str, Any]) -> Features:
         """Returns the features of the model described by a config.json. The layers have two kinds of attention, each
         with a separate rotary embedding."""
-        told = {**DEFAULTS, **config}
-        layers, period = int(told["num_hidden_layers"]), int(told.get("sliding_window_pattern") or PERIOD)
-        types = told.get("layer_types") or [WHOLE if (i + 1) % period == 0 else WINDOWED for i in range(layers)]
+        settings = {**DEFAULTS, **config}
+        layers, period = int(settings["num_hidden_layers"]), int(settings.get("sliding_window_pattern") or PERIOD)
+        types = settings.get("layer_types") or [WHOLE if (i + 1) % period == 0 else WINDOWED for i in range(layers)]
         return replace(
-            super().features(told),
-            softmax_scale=float(told["query_pre_attn_scalar"]) ** -0.5,
-            embedding_scale=float(told["hidden_size"]) ** 0.5,
+            super().features(settings),
+            softmax_scale=float(settings["query_pre_attn_scalar"]) ** -0.5,
+            embedding_scale=float(settings["hidden_size"]) ** 0.5,
             pattern=tuple((WINDOWED, WHOLE).index(word) for word in types),
         )
 
@@ -63,11 +63,11 @@ class Gemma3(Family):
         A config.json of an older transformers version has two keys for the two rotary bases (rope_local_base_freq and
         rope_theta), and the key rope_scaling, which applies only to layers without a window.
         """
-        told = config.get("rope_parameters") or {
+        rope = config.get("rope_parameters") or {
             WINDOWED: {"rope_theta": config.get("rope_local_base_freq", 10_000.0)},
             WHOLE: {"rope_theta": config.get("rope_theta", 1_000_000.0), **(config.get("rope_scaling") or {})},
         }
-        near, far = (Rotary.read({"rope_parameters": told[word]}) for word in (WINDOWED, WHOLE))
+        near, far = (Rotary.read({"rope_parameters": rope[word]}) for word in (WINDOWED, WHOLE))
         return (
             AttentionKind(rotary=near, window=config["sliding_window"], layer_type=WINDOWED),
             AttentionKind(rotary=far, layer_type=WHOLE),
@@ -80,7 +80,7 @@ class Gemma3(Family):
         return [
             *blocks.attention(sizes, head_norms=True),
             blocks.norm("self_attn_bda.weight", "post_attention_layernorm.weight", width),
-            *blocks.feed_forward(sizes, before="pre_feedforward_layernorm.weight"),
+            *blocks.feed_forward(sizes, norm_name="pre_feedforward_layernorm.weight"),
             blocks.norm("mlp_bda.weight", "post_feedforward_layernorm.weight", width),
         ]
 

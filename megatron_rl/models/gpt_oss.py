@@ -3,8 +3,8 @@
 Published experts are quantised (MXFP4) and are converted to bfloat16 when the files are read. Files hold all experts in
 one tensor, transposed. In this project every expert has separate tensors, with names that only this project uses:
 gate_up_proj [2 f, h], down_proj [h, f] and their biases. The rows of gate_up_proj alternate between gate and up, as in
-the files, in vLLM and in the trainer. The chat template writes channels (analysis, final) and starts a dialogue with a
-system turn. Generation ends with <|return|>.
+the files, in vLLM and in the trainer. The chat template writes channels (analysis, final), which
+`response_forms` reads, and starts a dialogue with a system turn. Generation ends with <|return|>.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ class GptOss(Family):
     def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
         """Returns the sizes of the model that a config.json describes. Raises ConfigError if a key is missing or its
         value is not supported, for example files that are quantised in another format than MXFP4."""
-        told = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
-        if told != "mxfp4":
-            raise ConfigError(f"{where}: quantization_config with quant_method {told!r} is not supported, mxfp4 is")
+        method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+        if method != "mxfp4":
+            raise ConfigError(f"{where}: quantization_config with quant_method {method!r} is not supported, mxfp4 is")
         return super().read(config, where)
 
     def features(self, config: Mapping[str, Any]) -> Features:

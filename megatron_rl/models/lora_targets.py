@@ -61,36 +61,36 @@ class Projection:
     def elements(self, rank: int, tp: int = 1) -> float:
         """Returns the number of elements of A and B together on one of `tp` tensor-parallel ranks. `rank`: the LoRA
         rank r. One of A and B is sharded, and the other is replicated."""
-        cut, whole = (self.columns, self.rows) if self.inward else (self.rows, self.columns)
-        return rank * (cut / tp + whole)
+        cut, replicated = (self.columns, self.rows) if self.inward else (self.rows, self.columns)
+        return rank * (cut / tp + replicated)
 
 
-def not_plain(told: Mapping[str, Any]) -> list[str]:
+def not_plain(config: Mapping[str, Any]) -> list[str]:
     """Returns the keys of peft's adapter_config.json whose values may make the adapted weight different from W + alpha
     / r B A.
 
     These are all keys except those that are known to be harmless, are off (null, false or empty), or have a value
     listed in `_PLAIN`.
     """
-    return [key for key, value in told.items() if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)]
+    return [key for key, value in config.items() if key not in _HARMLESS and value not in _PLAIN.get(key, _OFF)]
 
 
-def refusal(told: Mapping[str, Any], key: str) -> str:
+def refusal(config: Mapping[str, Any], key: str) -> str:
     """Returns an error message that says why the value of `key` in adapter_config.json is not supported, and how to fix
-    this. `told`: the contents of the file."""
+    this. `config`: the contents of the file."""
     return (
-        f"{CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes, or is not known, and is not "
+        f"{CONFIG} says {key} = {config[key]!r}, which changes what the adapter computes, or is not known, and is not "
         "supported; give a plain LoRA adapter, or the model that peft's merge_and_unload makes"
     )
 
 
-def target_names(told: Mapping[str, Any]) -> set[str] | None:
+def target_names(config: Mapping[str, Any]) -> set[str] | None:
     """Returns the names of the matrices listed in adapter_config.json, without their parent modules.
 
     Returns None if the file has a pattern or "all-linear" in place of a list. In this case the names must be taken from
     the tensors.
     """
-    targets = told.get("target_modules")
+    targets = config.get("target_modules")
     return {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else None
 
 
@@ -98,26 +98,26 @@ def target_names(told: Mapping[str, Any]) -> set[str] | None:
 def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
     """Returns the matrices in layer `layer` that can have an adapter. Matrices that one Megatron module joins have the
     same order as in the module's weight."""
-    found = []
+    matrices = []
     for row in layer_rows(sizes, layer):
         linear = row.name.removesuffix(".weight")
         if linear not in LINEARS:
             continue
         for source in row.sources:
             module = source.name.removesuffix(".weight")
-            found.append(Projection(module.rpartition(".")[2], module, linear, source.rows, source.columns))
-    return tuple(found)
+            matrices.append(Projection(module.rpartition(".")[2], module, linear, source.rows, source.columns))
+    return tuple(matrices)
 
 
 def linears(sizes: Sizes, layer: int) -> list[str]:
     """Returns the Megatron modules in layer `layer` whose matrices can have an adapter, in the order of LINEARS."""
-    there = {found.linear for found in projections(sizes, layer)}
-    return [linear for linear in LINEARS if linear in there]
+    adaptable = {matrix.linear for matrix in projections(sizes, layer)}
+    return [linear for linear in LINEARS if linear in adaptable]
 
 
 def adapted(sizes: Sizes, layer: int, lora: Lora) -> list[Projection]:
     """Returns the matrices of layer `layer` that have an adapter with the LoRA settings of a role."""
-    return [found for found in projections(sizes, layer) if found.name in lora.targets]
+    return [matrix for matrix in projections(sizes, layer) if matrix.name in lora.targets]
 
 
 def num_elements(sizes: Sizes, lora: Lora) -> int:
@@ -132,7 +132,7 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
     Roles with the same model files, dtype, recomputation and layout share one base model, because adapters do not
     change the base model.
     """
-    found: dict[str, str] = {}
+    base_of_role: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, role in roles.items():
         if role.lora is not None and role.has_policy:
@@ -140,8 +140,8 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
             # Training changes a head, so a role with a head does not share a model.
             alone = None if role.head is None and not role.loss.value_coef else name
             key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout, alone
-            found[name] = first.setdefault(key, name)
-    return found
+            base_of_role[name] = first.setdefault(key, name)
+    return base_of_role
 
 
 def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
@@ -152,20 +152,20 @@ def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
     lora = role.lora
     if lora is None:
         return []
-    found = []
+    errors = []
     if sizes.experts and (others := [target for target in lora.targets if target not in ATTENTION]):
-        found.append(
+        errors.append(
             f"lora.targets = {list(lora.targets)}, and {name} has experts: its attention alone can have adapters, "
             f"{others[0]} cannot; set lora.targets to [{', '.join(ATTENTION)}]"
         )
     if sizes.kv_rank:
-        found.append(f"lora, and {name} attends through latents: adapters of these are not written; leave lora out")
+        errors.append(f"lora, and {name} attends through latents: adapters of these are not written; leave lora out")
     if role.model.fp8:
-        found.append("lora with model.fp8 = true: adapters are computed in the model's own dtype; set fp8 to false")
+        errors.append("lora with model.fp8 = true: adapters are computed in the model's own dtype; set fp8 to false")
     if role.model.init == "random":
-        found.append("lora with model.init = 'random': adapters of random weights learn little; set it to pretrained")
-    if found or lora.path is None:
-        return found
+        errors.append("lora with model.init = 'random': adapters of random weights learn little; set it to pretrained")
+    if errors or lora.path is None:
+        return errors
     return _file_problems(lora, lora.path)
 
 
@@ -174,19 +174,19 @@ def _file_problems(lora: Lora, path: str) -> list[str]:
     adapter_config.json is checked, against the role's LoRA settings."""
     file = Path(path) / CONFIG
     try:
-        told = read_object(file)
+        config = read_object(file)
     except ConfigError as error:
         return [f"lora.path = {path}: {error}; give the directory of an adapter"]
-    found = [f"lora.path = {path}: its {refusal(told, key)}" for key in not_plain(told)]
-    targets = target_names(told)
-    own: dict[str, tuple[Any, Any]] = {
-        "rank": (told.get("r"), lora.rank),
-        "alpha": (told.get("lora_alpha"), lora.alpha),
+    errors = [f"lora.path = {path}: its {refusal(config, key)}" for key in not_plain(config)]
+    targets = target_names(config)
+    compared: dict[str, tuple[Any, Any]] = {
+        "rank": (config.get("r"), lora.rank),
+        "alpha": (config.get("lora_alpha"), lora.alpha),
         "targets": (None, None) if targets is None else (sorted(targets), sorted(lora.targets)),
     }
-    found += [
-        f"lora.{key} = {asked}, and the adapter in lora.path = {path} has {there}: set lora.{key} to that"
-        for key, (there, asked) in own.items()
-        if there != asked
+    errors += [
+        f"lora.{key} = {of_role}, and the adapter in lora.path = {path} has {of_file}: set lora.{key} to that"
+        for key, (of_file, of_role) in compared.items()
+        if of_file != of_role
     ]
-    return found
+    return errors

@@ -87,9 +87,9 @@ class ByRows:
     def held(self, sources: Sequence[Source], ranks: int, rank: int, multiple: int = 1) -> Held:
         rects, place = [], 0
         for name, rows, columns in sources:
-            own = rows // ranks
-            rects.append(Rect(name, rank * own, 0, own, columns, place, 0))
-            place += own
+            shard_rows = rows // ranks
+            rects.append(Rect(name, rank * shard_rows, 0, shard_rows, columns, place, 0))
+            place += shard_rows
         return (place, sources[0].columns), rects
 
 
@@ -101,8 +101,8 @@ class ByColumns:
 
     def held(self, sources: Sequence[Source], ranks: int, rank: int, multiple: int = 1) -> Held:
         ((name, rows, columns),) = sources
-        own = columns // ranks
-        return (rows, own), [Rect(name, 0, rank * own, rows, own, 0, 0)]
+        shard_columns = columns // ranks
+        return (rows, shard_columns), [Rect(name, 0, rank * shard_columns, rows, shard_columns, 0, 0)]
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,10 @@ def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, col
     A segment is (name of a tensor, index of the first row in the tensor, number of rows). Rows beyond the last segment
     are padding and have no block.
     """
-    out, place = [], 0
+    slices, place = [], 0
     for tensor, row, count in segments:
         low, high = max(first, place), min(first + rows, place + count)
         if low < high:
-            out.append(Rect(tensor, row + low - place, 0, high - low, columns, low - first, 0))
+            slices.append(Rect(tensor, row + low - place, 0, high - low, columns, low - first, 0))
         place += count
-    return out
+    return slices

@@ -42,19 +42,19 @@ def add(targets: Sequence[str], setting: str) -> None:
     """
     for target in targets:
         try:
-            found = plugins.find(target)
+            family = plugins.find(target)
         except ConfigError as error:
             raise ConfigError(f"{setting}: {error}") from error
-        if not isinstance(found, Family) or not hasattr(found, "model_type"):
+        if not isinstance(family, Family) or not hasattr(family, "model_type"):
             raise ConfigError(
-                f"{setting}: {target} is a {type(found).__name__}: name an instance of a subclass of "
+                f"{setting}: {target} is a {type(family).__name__}: name an instance of a subclass of "
                 f"{Family.__module__}:{Family.__name__} that has a model_type"
             )
-        there = _table().setdefault(found.model_type, found)
-        if there is not found:
+        registered = _table().setdefault(family.model_type, family)
+        if registered is not family:
             raise ConfigError(
-                f"{setting}: {target} has the model_type {found.model_type!r}, which the family in "
-                f"{type(there).__module__} has already: give it another one"
+                f"{setting}: {target} has the model_type {family.model_type!r}, which the family in "
+                f"{type(registered).__module__} has already: give it another one"
             )
 
 
@@ -81,12 +81,12 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Returns {name: contents of config.json} of public models, so that a run can be planned without the models'
     files."""
-    own = {
+    family_configs = {
         name: {"model_type": family.model_type, **config}
         for family in families().values()
         for name, config in family.known.items()
     }
-    return read_yaml(Path(__file__).with_name("known.yaml")) | own
+    return read_yaml(Path(__file__).with_name("known.yaml")) | family_configs
 
 
 def known_sizes(name: str) -> Sizes:
@@ -102,8 +102,8 @@ def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
     that counts parameters can group equal layers.
     """
     rows = tuple(family_of(sizes).layer(sizes, number))
-    before = layer_rows(sizes, number - 1) if number else rows
-    return before if before == rows else rows
+    previous_rows = layer_rows(sizes, number - 1) if number else rows
+    return previous_rows if previous_rows == rows else rows
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +120,7 @@ def ends(sizes: Sizes) -> OuterRows:
 def _table() -> dict[str, Family]:
     """Returns the mutable dict {model_type: registered family}. The dict is created once per process with the built-in
     families, and `add` inserts further families."""
-    names = sorted(found.name for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
+    names = sorted(module.name for module in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
     parts = [vars(importlib.import_module(name)) for name in names if name != __name__]
     return {part["FAMILY"].model_type: part["FAMILY"] for part in parts if "FAMILY" in part}
 

@@ -11,11 +11,6 @@ from megatron_rl.config.schema import Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
-# Kinds of rotary embedding whose frequencies are the same for all sequences up to max_position_embeddings. Other kinds
-# are not supported, because the trainer and the embedded engine compute the frequencies once. For example, the
-# frequencies of longrope depend on the sequence length.
-ROTARY = ("default", "linear", "dynamic", "yarn", "llama3")
-
 
 def setting_problems(
     sizes: Sizes, features: Features, settings: Model, name: str, *, router_replay: bool = False
@@ -29,23 +24,19 @@ def setting_problems(
 
     Limits of the hardware are not checked.
     """
-    found = [
-        f"rope_type {kind.rotary.kind!r} of {name} is not supported: {', '.join(ROTARY)} are"
-        for kind in features.kinds
-        if kind.rotary.kind not in ROTARY
-    ]
+    errors = list[str]()
     if router_replay and not sizes.experts:
-        found.append(f"router_replay = true, and {name} has no experts: set it to false")
+        errors.append(f"router_replay = true, and {name} has no experts: set it to false")
     if settings.router_aux_loss and not sizes.experts:
-        found.append(f"model.router_aux_loss = {settings.router_aux_loss}, and {name} has no experts: set it to 0")
+        errors.append(f"model.router_aux_loss = {settings.router_aux_loss}, and {name} has no experts: set it to 0")
     if settings.attention_backend == "flash" and features.sinks:
-        found.append(
+        errors.append(
             f"model.attention_backend = 'flash', and {name} has attention sinks, which torch's flash attention cannot "
             "compute: set it to auto"
         )
     if settings.fp8 and core_settings.needs_own_layers(sizes, features):
-        found.append(f"model.fp8 = true, and Transformer Engine's layers cannot compute {name}: set it to false")
-    return found + refusal_of(core_settings.routed, sizes, features, settings.router_aux_loss, place=f"{name}: ")
+        errors.append(f"model.fp8 = true, and Transformer Engine's layers cannot compute {name}: set it to false")
+    return errors + refusal_of(core_settings.routed, sizes, features, place=f"{name}: ")
 
 
 def prefix_problems(role: RoleConfig) -> list[str]:

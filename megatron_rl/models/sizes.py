@@ -108,12 +108,12 @@ class Rotary:
 
         Supports the keys of transformers 5 (rope_parameters) and of older files (rope_theta and rope_scaling).
         """
-        told = config.get("rope_parameters") or {
+        rope = config.get("rope_parameters") or {
             "rope_theta": config.get("rope_theta", cls.theta),
             **(config.get("rope_scaling") or {}),
         }
-        kind = told.get("rope_type", told.get("type", "default"))
-        return cls(theta=float(told["rope_theta"]), kind=kind, factor=float(told.get("factor", cls.factor)))
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        return cls(theta=float(rope["rope_theta"]), kind=kind, factor=float(rope.get("factor", cls.factor)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ class Alternative:
     overrides: Sequence[str]
 
 
-def alternatives(asked: Case) -> list[Alternative]:
+def alternatives(base: Case) -> list[Alternative]:
     """Returns estimates of memory and time of the run with different engines, starting with the run as configured.
 
     The alternatives are, in this order: the embedded engine, the fastest servers (on separate GPUs or on the trainer's
@@ -40,56 +40,57 @@ def alternatives(asked: Case) -> list[Alternative]:
     only with full activation recomputation, this recomputation is planned. An engine is left out if the layouts do not
     divide the GPUs that it leaves to the trainer, or if `megatron-rl check` would refuse the config.
     """
-    first = _alternative(asked, asked)
+    first = _alternative(base, base)
     if first is None:
         return []
-    found, servers, staleness = [first], asked.servers, asked.spec.loop.rollouts.ahead
+    estimates, servers, staleness = [first], base.servers, base.spec.loop.rollouts.ahead
     if servers is not None:  # the embedded engine does not support staleness
-        embedded = _alternative(asked.with_engine(Embedded()).with_staleness(0), asked)
-        found += [] if embedded is None else [embedded]
-    choices = [case for case in engine_choices(asked) if case.servers]
+        embedded = _alternative(base.with_engine(Embedded()).with_staleness(0), base)
+        estimates += [] if embedded is None else [embedded]
+    choices = [case for case in engine_choices(base) if case.servers]
     place = {} if servers is None else {"gpus": servers.gpus, "urls": servers.urls, "start": servers.start}
     # leave out servers whose settings other than gpus, urls and start are those of the configured servers
     others = [case for case in choices if case.servers and replace(case.servers, **place) != servers]
-    found += _fastest(others, asked, SERVED)
+    estimates += _fastest(others, base, SERVED)
     if not staleness:
-        apart = [case for case in [asked, *choices] if case.servers and not case.colocated]
-        found += _fastest([case.with_staleness(1) for case in apart], asked, 1)
-    return found
+        apart = [case for case in [base, *choices] if case.servers and not case.colocated]
+        estimates += _fastest([case.with_staleness(1) for case in apart], base, 1)
+    return estimates
 
 
-def _fastest(cases: Sequence[Case], asked: Case, count: int) -> list[Alternative]:
+def _fastest(cases: Sequence[Case], base: Case, count: int) -> list[Alternative]:
     """Returns the `count` fastest alternatives that fit into GPU memory."""
-    found = [_alternative(case, asked) for case in cases]
-    return sorted((one for one in found if one and not one.problem), key=lambda one: one.cycle_s)[:count]
+    estimates = [_alternative(case, base) for case in cases]
+    fitting = (estimate for estimate in estimates if estimate and not estimate.problem)
+    return sorted(fitting, key=lambda estimate: estimate.cycle_s)[:count]
 
 
-def _alternative(case: Case, asked: Case) -> Alternative | None:
-    """Returns the estimate for a run with another engine. `case`: this run. `asked`: the run as configured.
+def _alternative(case: Case, base: Case) -> Alternative | None:
+    """Returns the estimate for a run with another engine. `case`: this run. `base`: the run as configured.
 
     Returns None if the layouts of `case` do not divide the models or the cluster, or if `megatron-rl check` would
-    refuse `case` although it accepts `asked`.
+    refuse `case` although it accepts `base`.
     """
-    made = make_or_none(case)
-    if made is None:
+    plan = make_or_none(case)
+    if plan is None:
         return None
-    if made.problems and case is not asked:
+    if plan.problems and case is not base:
         smaller = case
         for name in case.held:
             smaller = smaller.with_role(name, model=replace(case.roles[name].model, recompute="full"))
-        other = make_or_none(smaller)
-        if other is not None and not other.problems:
-            made, case = other, smaller
-    if case is not asked and not case.passes() and asked.passes():
+        recomputed_plan = make_or_none(smaller)
+        if recomputed_plan is not None and not recomputed_plan.problems:
+            plan, case = recomputed_plan, smaller
+    if case is not base and not case.passes() and base.passes():
         return None
-    made = simulated(case, made)
+    plan = simulated(case, plan)
     return Alternative(
         engine=_words(case),
-        trainer_gpus=made.ranks,
+        trainer_gpus=plan.ranks,
         engine_gpus=server_gpus(case.spec.engine),
-        cycle_s=made.cycle_s,
-        problem=next(iter(made.problems), ""),
-        overrides=[] if case is asked else overrides(asked, case),
+        cycle_s=plan.cycle_s,
+        problem=next(iter(plan.problems), ""),
+        overrides=[] if case is base else overrides(base, case),
     )
 
 
@@ -101,6 +102,6 @@ def _words(case: Case) -> str:
     many, gpus = "s" * (engine.replicas > 1), f"{engine.tp} GPU{'s' * (engine.tp > 1)}"
     whom = " for each role" if len(case.spec.engine.server_roles) > 1 else ""
     where = ", in the trainer's GPUs" * engine.colocate
-    said = f"{engine.replicas} {engine.kind} server{many} of {gpus}{whom}{where}"
+    description = f"{engine.replicas} {engine.kind} server{many} of {gpus}{whom}{where}"
     ahead = case.spec.loop.rollouts.ahead
-    return f"{said}; {AHEAD.format(ahead)}" if ahead else said
+    return f"{description}; {AHEAD.format(ahead)}" if ahead else description

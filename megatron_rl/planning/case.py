@@ -66,11 +66,11 @@ class Case:
     def with_engine(self, settings: Embedded | Servers) -> Case:
         """Returns this run with another engine, which `settings` describes."""
         alone = {name: replace(role, servers=role.owner) for name, role in self.roles.items()}
-        found = self if isinstance(settings, Servers) else self.with_roles(**alone)
-        engine, auto = found.spec.engine, self.spec.settings.get("refit", {}).get("staging", "auto") == "auto"
+        case = self if isinstance(settings, Servers) else self.with_roles(**alone)
+        engine, auto = case.spec.engine, self.spec.settings.get("refit", {}).get("staging", "auto") == "auto"
         if auto and isinstance(settings, Embedded):
             engine = replace(engine, refit=replace(engine.refit, staging="off"))
-        return replace(found, spec=replace(found.spec, engine=replace(engine, settings=settings)))
+        return replace(case, spec=replace(case.spec, engine=replace(engine, settings=settings)))
 
     def with_staleness(self, staleness: int) -> Case:
         """Returns this run with rollouts that are generated up to `staleness` iterations ahead of training."""
@@ -85,10 +85,10 @@ class Case:
         servers would leave no GPU to the trainer. Also sets engine.start to True, because servers can share the
         trainer's node only if the run starts them.
         """
-        wanted, node = server_gpus(self.spec.engine), self.cluster.per_node
-        if self.servers is None or self.cluster.nodes > 1 or not 0 < wanted < node:
+        gpus, node = server_gpus(self.spec.engine), self.cluster.per_node
+        if self.servers is None or self.cluster.nodes > 1 or not 0 < gpus < node:
             return self
-        return self.with_engine(replace(self.servers, gpus=tuple(range(node - wanted, node)), start=True))
+        return self.with_engine(replace(self.servers, gpus=tuple(range(node - gpus, node)), start=True))
 
     def passes(self) -> bool:
         """Returns whether `megatron-rl check` would accept the run with the number of ranks that the run has on this
@@ -98,7 +98,7 @@ class Case:
         return not checks.problems(spec, to_come=True)
 
 
-def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
+def own_cluster(engine: EngineSpec, cluster: ClusterSpec) -> str:
     """Returns the name of the cluster that a config requests, such as `2x8xA100-80`.
 
     The number of nodes is job.nodes plus the nodes that the servers need. Each node has 8 A100-80 GPUs. If the command
@@ -109,14 +109,14 @@ def own_cluster(engine: EngineSpec, asked: ClusterSpec) -> str:
     are those that the run starts on engine.gpus. In the second case, the run starts servers on engine.gpus, and
     launch.nproc plus the number of their GPUs is 8.
     """
-    settings, wanted = engine.settings, server_gpus(engine)
+    settings, gpus = engine.settings, server_gpus(engine)
     shared = isinstance(settings, Servers) and settings.start and settings.gpus and not settings.urls
-    nproc = asked.launch.nproc
-    if asked.job.nodes == 1 and ((nproc > 1 and (shared or not wanted)) or (shared and nproc + wanted == PER_NODE)):
-        return f"1x{nproc + wanted}xA100-80"
+    nproc = cluster.launch.nproc
+    if cluster.job.nodes == 1 and ((nproc > 1 and (shared or not gpus)) or (shared and nproc + gpus == PER_NODE)):
+        return f"1x{nproc + gpus}xA100-80"
     if not engine.trains:
-        return f"{max(asked.job.nodes, -(-wanted // PER_NODE))}x{PER_NODE}xA100-80"
-    return f"{asked.job.nodes + -(-wanted // PER_NODE)}x{PER_NODE}xA100-80"
+        return f"{max(cluster.job.nodes, -(-gpus // PER_NODE))}x{PER_NODE}xA100-80"
+    return f"{cluster.job.nodes + -(-gpus // PER_NODE)}x{PER_NODE}xA100-80"
 
 
 def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
@@ -125,18 +125,18 @@ def trainer_gpus(engine: EngineSpec, cluster: Cluster) -> int:
 
     Raises ConfigError if the engines leave no GPU, or need more GPUs than there are.
     """
-    wanted = server_gpus(engine)
-    if not engine.trains and wanted <= cluster.gpus:
+    gpus = server_gpus(engine)
+    if not engine.trains and gpus <= cluster.gpus:
         return cluster.gpus
-    left = cluster.gpus - wanted
-    left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
-    if left < 1 and isinstance(engine.settings, Servers):
+    free = cluster.gpus - gpus
+    free = free // cluster.per_node * cluster.per_node if free >= cluster.per_node else free
+    if free < 1 and isinstance(engine.settings, Servers):
         raise ConfigError(
             f"{len(engine.server_roles)} roles x engine.replicas {engine.settings.replicas} x engine.tp "
-            f"{engine.settings.tp} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
+            f"{engine.settings.tp} = {gpus} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
             f"{'for the trainer' if engine.trains else 'or are more'}: lower engine.replicas, or take more nodes"
         )
-    return left
+    return free
 
 
 def server_gpus(engine: EngineSpec) -> int:

@@ -44,7 +44,7 @@ class SequenceBatch:
     micro_tokens: int
     full: bool = False  # whether all sequences have the same length and all micro-batches are full, as in pre-training
     prompt: float = 0.0  # mean number of prompt tokens per sequence
-    told: float = 0.0  # mean number of tokens after the prompt that no model generated, e.g. tool results
+    unwritten: float = 0.0  # mean number of tokens after the prompt that no model generated, e.g. tool results
     # mean number of sequences with the same prompt; a prompt is computed once in each micro-batch that contains it
     per_prompt: float = 1.0
 
@@ -64,7 +64,7 @@ class SequenceBatch:
     @property
     def labels(self) -> float:
         """Returns the number of tokens that go through the output layer: the tokens that a model generated."""
-        return self.sequences * (self.length - self.prompt - self.told)
+        return self.sequences * (self.length - self.prompt - self.unwritten)
 
     def micro_batches(self, parallel: Parallel) -> int:
         """Returns the number of micro-batches in a pass of one data-parallel replica."""
@@ -98,16 +98,16 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
 
     Attention is included in the dense layers.
     """
-    own = flops.of_token(shape)
+    per_token = flops.of_token(shape)
     attention = float(flops.attention(shape, [length])[0]) / length if length else 0.0
-    return own.layers + attention, own.experts, own.head
+    return per_token.layers + attention, per_token.experts, per_token.head
 
 
 def _attention_flops(shape: Shape, batch: SequenceBatch) -> float:
     """Returns the floating-point operations of attention in a forward pass, as the mean over all tokens of the batch
     that are computed (a shared prompt is computed once per micro-batch)."""
-    whole, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
-    return (batch.sequences * whole - batch.repeated * prompt) / batch.tokens
+    sequence_flops, prompt = flops.attention(shape, [batch.length, batch.prompt]).tolist()
+    return (batch.sequences * sequence_flops - batch.repeated * prompt) / batch.tokens
 
 
 def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) -> float:
@@ -115,8 +115,8 @@ def train_flops(shape: Shape, batch: SequenceBatch, lora: Lora | None = None) ->
 
     `lora`: LoRA settings, or None. With LoRA, the model's weights are frozen and have no gradients (see `flops.count`).
     """
-    own, adapters = flops.of_token(shape), None if lora is None else flops.of_adapters(shape, lora)
-    products = own.layers + own.experts + own.head * batch.labels / batch.tokens
+    per_token, adapters = flops.of_token(shape), None if lora is None else flops.of_adapters(shape, lora)
+    products = per_token.layers + per_token.experts + per_token.head * batch.labels / batch.tokens
     return batch.tokens * flops.training(products, _attention_flops(shape, batch), adapters)
 
 
@@ -136,8 +136,9 @@ def pass_seconds(
     tokens = batch.tokens / parallel.dp / count
     layers = layer_seconds(actor, cluster, batch, tokens)
     if backward:
-        own, scores = flops.of_token(shape), _attention_flops(shape, batch)
-        products, adapters = own.layers + own.experts, None if lora is None else flops.of_adapters(shape, lora)
+        per_token, scores = flops.of_token(shape), _attention_flops(shape, batch)
+        products = per_token.layers + per_token.experts
+        adapters = None if lora is None else flops.of_adapters(shape, lora)
         layers *= flops.training(products, scores, adapters) / (products + scores)
         layers += recomputed_seconds(actor, cluster, batch, tokens, recompute)
     # the output layer's time as a multiple of its forward time; a backward pass computes the logits again
@@ -159,9 +160,9 @@ def layer_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, tokens: 
     """Returns the mean seconds of a layer's forward pass over a micro-batch of `tokens` tokens."""
     shape, parallel = actor.shape, actor.parallel
     dense = flops.of_token(shape).layers + _attention_flops(shape, batch)
-    own = tokens / parallel.cp
-    seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
-    return seconds + _tensor_seconds(actor, cluster, own) + _routed_seconds(actor, cluster, batch, own)
+    rank_tokens = tokens / parallel.cp
+    seconds = rank_tokens * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, rank_tokens)
+    return seconds + _tensor_seconds(actor, cluster, rank_tokens) + _routed_seconds(actor, cluster, batch, rank_tokens)
 
 
 def recomputed_seconds(
@@ -175,7 +176,7 @@ def recomputed_seconds(
     if WHOLE in modules:
         return layer_seconds(actor, cluster, batch, tokens)
     shape, parallel = actor.shape, actor.parallel
-    sizes, own = shape.sizes, tokens / parallel.cp
+    sizes, rank_tokens = shape.sizes, tokens / parallel.cp
     sparse = sizes.expert_layers / sizes.num_layers
     parts = {
         "core_attn": _attention_flops(shape, batch) / sizes.num_layers,
@@ -183,35 +184,35 @@ def recomputed_seconds(
         "shared_experts": sparse * 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
     }
     dense = sum(parts.get(name, 0.0) for name in modules)
-    routed = _routed_seconds(actor, cluster, batch, own) if "moe" in modules else 0.0
-    return own * dense / parallel.tp / _dense_rate(cluster, batch, own) + routed
+    routed = _routed_seconds(actor, cluster, batch, rank_tokens) if "moe" in modules else 0.0
+    return rank_tokens * dense / parallel.tp / _dense_rate(cluster, batch, rank_tokens) + routed
 
 
-def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, own: float) -> float:
+def _routed_seconds(actor: Actor, cluster: Cluster, batch: SequenceBatch, rank_tokens: float) -> float:
     """Returns the mean seconds per layer of computing the experts, and of sending tokens to the experts and back.
 
     The mean is over all layers, including layers without experts. The result is 0 for a model without experts.
     """
-    sizes, travel = actor.shape.sizes, _expert_seconds(actor, cluster, own)
+    sizes, travel = actor.shape.sizes, _expert_seconds(actor, cluster, rank_tokens)
     experts = flops.of_token(actor.shape).experts
     if not experts:
         return travel
-    rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
-    computed = own * experts / sizes.num_layers / actor.parallel.tp / rate
+    rate = cluster.device.flops * cluster.device.expert_share * _share(batch, rank_tokens)
+    computed = rank_tokens * experts / sizes.num_layers / actor.parallel.tp / rate
     return computed + (EXPERTS_S + travel) * sizes.expert_layers / sizes.num_layers
 
 
-def _dense_rate(cluster: Cluster, batch: SequenceBatch, own: float) -> float:
+def _dense_rate(cluster: Cluster, batch: SequenceBatch, rank_tokens: float) -> float:
     """Returns the floating-point operations per second that dense matrix products reach on a GPU.
 
-    `own`: number of tokens of a micro-batch on one rank.
+    `rank_tokens`: number of tokens of a micro-batch on one rank.
     """
-    return cluster.device.flops * cluster.device.dense_share * _share(batch, own)
+    return cluster.device.flops * cluster.device.dense_share * _share(batch, rank_tokens)
 
 
-def _share(batch: SequenceBatch, own: float) -> float:
+def _share(batch: SequenceBatch, rank_tokens: float) -> float:
     """Returns the factor (at most 1) by which unequal sequence lengths and few tokens per rank reduce a GPU's rate."""
-    fill = (own / (own + SMALL)) / (8192 / (8192 + SMALL)) if own < 8192 else 1.0
+    fill = (rank_tokens / (rank_tokens + SMALL)) / (8192 / (8192 + SMALL)) if rank_tokens < 8192 else 1.0
     return 1.0 if batch.full else PARTIAL * fill
 
 
@@ -303,15 +304,15 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     later samples evict the caches of earlier samples before the earlier samples continue.
     """
     answers, response = draw.episode.answers, draw.response
-    own = draw.samples / engine.replicas
+    engine_samples = draw.samples / engine.replicas
     # key/value heads are replicated if there are fewer key/value heads than tensor-parallel ranks
     copies = shape.sizes.cache_copies(engine.tp)
     per_prompt = draw.per_prompt if engine.shares_prompt else 1.0
     held = draw.length - draw.prompt * (1 - 1 / per_prompt)
     room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, engine.cache_width or width) / held
     most = max(1.0, min(engine.max_batch, room))
-    rows = max(1.0, min(own, most))
-    waves = own / rows
+    rows = max(1.0, min(engine_samples, most))
+    waves = engine_samples / rows
     context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # mean over all answers
     full, first, last = (
         decode_step_seconds(shape, engine, cluster, rows=count, context=context, width=width)
@@ -321,13 +322,13 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     behind = max(0.0, draw.longest - response) * answers
     late_context = draw.context(answers - 1) + behind + response
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
-    kept = engine.keeps_prefix and own <= room
+    kept = engine.keeps_prefix and engine_samples <= room
     rate = engine.tp * cluster.device.flops * cluster.device.dense_share * PARTIAL
-    prefill = own * _reading_flops(shape, draw, kept=kept, per_prompt=per_prompt) / rate
-    one = response * answers * full
+    prefill = engine_samples * _reading_flops(shape, draw, kept=kept, per_prompt=per_prompt) / rate
+    sample_s = response * answers * full
     return RolloutCost(
-        seconds=prefill + waves * one + behind * late, rows=rows, waves=waves,
-        alone=prefill / waves + one + behind * late, kept=kept, longest=draw.longest * full,
+        seconds=prefill + waves * sample_s + behind * late, rows=rows, waves=waves,
+        alone=prefill / waves + sample_s + behind * late, kept=kept, longest=draw.longest * full,
         places=most * engine.replicas, step_s=(first, last),
     )  # fmt: skip
 
@@ -381,28 +382,28 @@ def refit_cost(
     """
     shape, parallel, numbers, _ = actor
     device, width = cluster.device, numbers.width
-    whole = counting.engine_bytes(shape, width, engine.format)
+    size = counting.engine_bytes(shape, width, engine.format)
     if adapter:
-        whole = float(width * actor._replace(parallel=Parallel(world=1)).adapters(0))
+        size = float(width * actor._replace(parallel=Parallel(world=1)).adapters(0))
     network, nvlink = device.network * NETWORK_SHARE, device.nvlink * NVLINK_SHARE
     if place == "ranks":
-        own = whole * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all / counting.total(shape)
+        shard = size * counting.counts(shape, parallel, counting.heaviest(shape, parallel)).all / counting.total(shape)
         # bytes of weights that the trainer ranks of a node hold in total
-        held = min(whole, own * min(cluster.per_node, parallel.tp * parallel.pp))
-        seconds = (whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)
-        return RefitCost(sent=parallel.world * (whole - own), seconds=seconds)
-    each = whole / engine.tp
-    sent = whole * engine.replicas
+        held = min(size, shard * min(cluster.per_node, parallel.tp * parallel.pp))
+        seconds = (size - held) / network + (held - shard) / nvlink + shard / (device.hbm * HBM_SHARE)
+        return RefitCost(sent=parallel.world * (size - shard), seconds=seconds)
+    gpu_bytes = size / engine.tp
+    sent = size * engine.replicas
     if place == "gpus":  # weights on the same GPU are copied, and other weights are sent by other trainer GPUs
         apart = parallel.tp * parallel.pp
         link = nvlink if apart <= cluster.per_node else network
-        seconds = 2 * each / (device.hbm * HBM_SHARE) + each * (1 - 1 / apart) / link
+        seconds = 2 * gpu_bytes / (device.hbm * HBM_SHARE) + gpu_bytes * (1 - 1 / apart) / link
         return RefitCost(sent=sent, seconds=seconds)
     senders = sent / parallel.world
-    return RefitCost(sent=sent, seconds=max(each, senders) / network)
+    return RefitCost(sent=sent, seconds=max(gpu_bytes, senders) / network)
 
 
-def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
+def _tensor_seconds(actor: Actor, cluster: Cluster, rank_tokens: float) -> float:
     """Returns the seconds of tensor- and context-parallel communication in a layer's forward pass.
 
     Tensor parallelism needs two all-reduces of the residual stream, or equivalent all-gathers and reduce-scatters.
@@ -410,16 +411,16 @@ def _tensor_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     """
     sizes, parallel, seconds = actor.shape.sizes, actor.parallel, 0.0
     if parallel.tp > 1:
-        wire = 2 * own * sizes.hidden * 2 * (parallel.tp - 1) / parallel.tp
+        wire = 2 * rank_tokens * sizes.hidden * 2 * (parallel.tp - 1) / parallel.tp
         seconds += 2 * (wire / cluster.link(parallel.tp) + REDUCE_S)
     if parallel.cp > 1:
         widths = sizes.kv_heads * (sizes.head_dim + sizes.value_width)
-        ring = own * widths / min(parallel.tp, sizes.kv_heads) * 2 * (parallel.cp - 1)
+        ring = rank_tokens * widths / min(parallel.tp, sizes.kv_heads) * 2 * (parallel.cp - 1)
         seconds += ring / cluster.link(parallel.cp, parallel.tp) * 0.3  # most of it overlaps with attention
     return seconds
 
 
-def _expert_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
+def _expert_seconds(actor: Actor, cluster: Cluster, rank_tokens: float) -> float:
     """Returns the seconds that expert parallelism needs in a layer's forward pass to send tokens to the ranks of their
     experts and back.
     """
@@ -427,9 +428,9 @@ def _expert_seconds(actor: Actor, cluster: Cluster, own: float) -> float:
     ranks = parallel.ep * parallel.etp
     if not shape.active or ranks == 1:
         return 0.0
-    stream = own / (parallel.tp if parallel.sequence_parallel else 1)
+    stream = rank_tokens / (parallel.tp if parallel.sequence_parallel else 1)
     wire = 2 * stream * shape.active * shape.sizes.hidden * 2 * parallel.etp
     outside = max(0.0, 1 - cluster.per_node / ranks)  # share of the tokens that are sent to other nodes
     inside = (ranks - 1) / ranks - outside
-    each = outside / (device.network * NETWORK_SHARE) + inside / (device.nvlink * NVLINK_SHARE)
-    return wire * each + 4 * REDUCE_S
+    seconds_per_byte = outside / (device.network * NETWORK_SHARE) + inside / (device.nvlink * NVLINK_SHARE)
+    return wire * seconds_per_byte + 4 * REDUCE_S

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.hardware import A100, HOPPER
+from megatron_rl.devices.hardware import PEAK_FLOPS, board
 
 GIB = 1 << 30
 
@@ -18,10 +18,10 @@ class Device:
     """
 
     name: str
+    board: str  # key of hardware.PEAK_FLOPS
     memory_gib: float  # as torch.cuda reports it
-    flops: float  # dense bfloat16 operations per second
     hbm: float  # memory bandwidth in bytes per second
-    nvlink: float  # bytes per second, in one direction, to the other GPUs of the node
+    nvlink: float  # bytes per second, in one direction, to the other GPUs of the node (by PCIe without NVLink)
     network: float  # bytes per second, in one direction, through the GPU's network adapter
     # share of `flops` that dense matmuls and attention reach in training, including the time of elementwise kernels
     dense_share: float
@@ -32,6 +32,11 @@ class Device:
         """Returns the memory in bytes."""
         return self.memory_gib * GIB
 
+    @property
+    def flops(self) -> float:
+        """Returns the peak number of dense bfloat16 operations per second."""
+        return PEAK_FLOPS[self.board]
+
 
 HBM_SHARE = 0.8  # share of the memory bandwidth Device.hbm that decoding reaches
 EXPERT_HBM_SHARE = 0.5  # share of Device.hbm that decoding reaches when it reads the experts' weights
@@ -40,18 +45,20 @@ NETWORK_SHARE = 0.75  # share of the bandwidth Device.network that collectives r
 HOST = 20e9  # bytes per second between a GPU and host memory
 
 _A100 = Device(
-    name="A100-80", memory_gib=79.2, flops=A100, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67,
+    name="A100-80", board="A100", memory_gib=79.2, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67,
     expert_share=0.25,
 )  # fmt: skip
 _H100 = Device(
-    name="H100", memory_gib=79.1, flops=HOPPER, hbm=3350e9, nvlink=450e9, network=50e9, dense_share=0.52,
+    name="H100", board="H100", memory_gib=79.1, hbm=3350e9, nvlink=450e9, network=50e9, dense_share=0.52,
     expert_share=0.15,
 )  # fmt: skip
 DEVICES = {
     "A100-40": replace(_A100, name="A100-40", memory_gib=39.5, hbm=1555e9),
     "A100-80": _A100,
     "H100": _H100,
-    "H200": replace(_H100, name="H200", memory_gib=139.8, hbm=4800e9),
+    # its GPUs are connected by PCIe 5; the shares of the peak rates are assumed to be the SXM module's
+    "H100-PCIE": replace(_H100, name="H100-PCIE", board="H100-PCIE", hbm=2039e9, nvlink=64e9),
+    "H200": replace(_H100, name="H200", board="H200", memory_gib=139.8, hbm=4800e9),
 }
 OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40", "H100-80": "H100", "H200-141": "H200"}
 
@@ -59,13 +66,14 @@ OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40"
 def device_name(name: str, memory_gib: float) -> str:
     """Returns the name in DEVICES of the device that torch calls `name`, such as "NVIDIA H100 80GB HBM3"; "" if DEVICES
     has no device of this name with about as much memory."""
-    near = (d.name for d in DEVICES.values() if d.name.partition("-")[0] in name and abs(d.memory_gib - memory_gib) < 8)
+    near = (d.name for d in DEVICES.values() if d.board == board(name) and abs(d.memory_gib - memory_gib) < 8)
     return next(near, "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster of identical nodes. Each has `per_node` GPUs connected by NVLink, and one network adapter per GPU."""
+    """A cluster of identical nodes. Each has `per_node` GPUs connected by NVLink or PCIe, and one network adapter per
+    GPU."""
 
     nodes: int
     per_node: int

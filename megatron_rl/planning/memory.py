@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_rl.config.schema import Lora, Model
+from megatron_rl.config.model import WEIGHT_BYTES, Lora, Model, RoleConfig
 from megatron_rl.models.lora_targets import adapted
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import GIB
@@ -44,7 +44,7 @@ class Precision:
     @classmethod
     def gpu(cls, dtype: str) -> Precision:
         """Returns the bytes per element on a GPU for weights of a dtype. Fused norms on a GPU keep only their input."""
-        width = {"bfloat16": 2, "float32": 4}[dtype]
+        width = WEIGHT_BYTES[dtype]
         return cls(width=width, norm=width, attended=width)
 
     @classmethod
@@ -54,7 +54,7 @@ class Precision:
         On a CPU, torch's norm keeps its input and the normalised input, both as float32. Attention to less than about
         400 tokens is computed in float32 (megatron/attention.py).
         """
-        return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8, attended=4, pads_values=True)
+        return cls(width=WEIGHT_BYTES[dtype], norm=8, attended=4, pads_values=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,12 @@ class Actor(NamedTuple):
     numbers: Precision
     lora: Lora | None = None
 
+    @classmethod
+    def of(cls, role: RoleConfig, shape: Shape, ranks: int) -> Actor:
+        """Returns the model of a role on `ranks` GPUs. Raises ConfigError if the layout does not divide the ranks."""
+        parallel = Parallel.of(role.layout, ranks, experts=bool(shape.sizes.experts))
+        return cls(shape, parallel, Precision.gpu(role.model.dtype), role.lora)
+
     def held(self, stage: int) -> int:
         """Returns the number of parameters on a rank of pipeline stage `stage`, without LoRA adapters."""
         return counts(self.shape, self.parallel, stage).all
@@ -121,44 +127,54 @@ class Actor(NamedTuple):
         return 0 if self.lora is None else adapter_elements(self.shape, self.parallel, self.lora, stage)
 
 
-def training(actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool = False) -> TrainingBytes:
-    """Returns the bytes that a rank of pipeline stage `stage` holds in training. `reference`: whether the role has a
-    reference model.
+def resident(actor: Actor, stage: int, *, shared: bool = False) -> TrainingBytes:
+    """Returns the bytes that a rank of pipeline stage `stage` holds between two micro-batches. `shared`: whether the
+    role's adapters are on the base model of another role, which is counted there (models.lora_targets.owners).
     """
     held, added = actor.held(stage), actor.adapters(stage)
     return TrainingBytes(
-        weights=float(actor.numbers.width * (held + added)),
+        weights=float(actor.numbers.width * (added if shared else held + added)),
         gradients=float(GRADIENT * (held if actor.lora is None else added)),
         optimizer=optimizer_bytes(actor, stage),
+    )
+
+
+def training(
+    actor: Actor, load: MicroBatchLoad, *, stage: int, reference: bool = False, shared: bool = False
+) -> TrainingBytes:
+    """Returns the bytes that a rank of pipeline stage `stage` holds in training. `reference`: whether the role has a
+    reference model. `shared`: see `resident`.
+    """
+    return replace(
+        resident(actor, stage, shared=shared),
         activations=activations(actor, load, stage),
         workspace=workspace(actor, load) if stage == actor.parallel.pp - 1 else 0.0,
         swapped=_reference(actor, load.tokens) if reference else 0.0,
     )
 
 
-def worst(actor: Actor, load: MicroBatchLoad, *, reference: bool = False) -> TrainingBytes:
-    """Returns the bytes that a rank holds in training, for the pipeline stage with the highest peak. `reference`:
-    whether the role has a reference model.
-    """
+def worst(actor: Actor, load: MicroBatchLoad, *, reference: bool = False, shared: bool = False) -> TrainingBytes:
+    """Returns the bytes that a rank holds in training, for the pipeline stage with the highest peak. `reference`,
+    `shared`: see `training`."""
     stages = {
         0,
         actor.parallel.pp // 2,
         actor.parallel.pp - 1,
     }  # the other stages differ from one of these only in the number of micro-batches in flight
-    found = (training(actor, load, stage=stage, reference=reference) for stage in stages)
-    return max(found, key=lambda one: one.peak)
+    estimates = (training(actor, load, stage=stage, reference=reference, shared=shared) for stage in stages)
+    return max(estimates, key=lambda estimate: estimate.peak)
 
 
 def optimizer_bytes(actor: Actor, stage: int) -> float:
     """Returns the bytes of a rank's shard (ZeRO-1) of the optimizer state: Adam's moments and the float32 master
     weights. float32 weights have no separate master weights.
     """
-    parallel, each = actor.parallel, MOMENTS + (0 if actor.numbers.width == 4 else MASTER)
+    parallel, element_bytes = actor.parallel, MOMENTS + (0 if actor.numbers.width == 4 else MASTER)
     replicas = parallel.dp * parallel.cp
     if actor.lora is not None:
-        return each * actor.adapters(stage) / replicas
+        return element_bytes * actor.adapters(stage) / replicas
     held = counts(actor.shape, parallel, stage)
-    return each * (held.dense / replicas + held.expert / parallel.expert_dp)
+    return element_bytes * (held.dense / replicas + held.expert / parallel.expert_dp)
 
 
 def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
@@ -173,19 +189,19 @@ def activations(actor: Actor, load: MicroBatchLoad, stage: int) -> float:
     heads = (sizes.heads if sizes.kv_rank else sizes.kv_heads) / parallel.tp
     value = sizes.head_dim if numbers.pads_values else sizes.value_width
     for like, number in Counter(map(sizes.is_sparse, layers)).items():
-        whole = layer_bytes(actor, load.tokens, sparse=like)
+        layer_total = layer_bytes(actor, load.tokens, sparse=like)
         # add A x, which an adapter B A x keeps; its input x is counted already, although frozen matrices keep no input
         adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
-        whole += numbers.width * adapters * load.tokens / parallel.cp
+        layer_total += numbers.width * adapters * load.tokens / parallel.cp
         seen = numbers.attended * load.behind * heads * (sizes.head_dim + value)
-        whole += seen
+        layer_total += seen
         if WHOLE in load.recompute:
-            kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
+            kept, recomputed_bytes = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), layer_total
         else:
             parts = module_bytes(actor, load.tokens, sparse=like) | {"core_attn": seen}
-            own = sum(parts.get(name, 0.0) for name in load.recompute)
-            kept = whole - own
-        held, again = held + number * kept, max(again, own + _sinks(actor, load.tokens))
+            recomputed_bytes = sum(parts.get(name, 0.0) for name in load.recompute)
+            kept = layer_total - recomputed_bytes
+        held, again = held + number * kept, max(again, recomputed_bytes + _sinks(actor, load.tokens))
     under_way = _under_way(parallel, load.count, stage) * held
     outside = _ends(actor, load.tokens) if stage == parallel.pp - 1 else 0.0
     return under_way + max(
@@ -229,12 +245,12 @@ def _latent(actor: Actor, tokens: int) -> float:
     the inputs of the latents' norms.
     """
     shape, parallel, numbers, _ = actor
-    sizes, w, own, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
+    sizes, w, rank_tokens, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
     heads, value = sizes.heads / parallel.tp, max(sizes.value_dim, sizes.head_dim if numbers.pads_values else 0)
     ranks = sizes.kv_rank + sizes.q_rank
     low = stream * (ranks * (numbers.norm + w) + 4 * (2 if sizes.q_rank else 1) + w * sizes.rope_dim)
     attended = numbers.attended * (2 * sizes.head_dim + 2 * value)
-    return low + own * heads * (attended + w * sizes.value_dim + 4)
+    return low + rank_tokens * heads * (attended + w * sizes.value_dim + 4)
 
 
 def _attention(actor: Actor, tokens: int) -> float:
@@ -242,19 +258,19 @@ def _attention(actor: Actor, tokens: int) -> float:
     input of the output projection.
     """
     shape, parallel, numbers, _ = actor
-    sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
+    sizes, w, rank_tokens = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
-    attention = own * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
+    attention = rank_tokens * (numbers.attended * (2 * q + 2 * kv) + w * q + 4 * sizes.heads / parallel.tp)
     if shape.features.sinks:  # keeps only its inputs, see sdpa.py
-        attention = own * w * (2 * q + 2 * kv)
+        attention = rank_tokens * w * (2 * q + 2 * kv)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
         copied = q if sizes.kv_heads > parallel.tp else 0  # with one query group on this rank, q is a view, not a copy
-        attention += own * w * (q + 2 * kv + copied)
+        attention += rank_tokens * w * (q + 2 * kv + copied)
     if shape.features.qk_norm:
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
-        attention += own * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
+        attention += rank_tokens * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
     if shape.features.qk_norm_joint:  # the norms of q and k each keep their unconverted input and one float32 per token
-        attention += own * 4 * 2
+        attention += rank_tokens * 4 * 2
     return attention
 
 
@@ -279,11 +295,11 @@ def module_bytes(actor: Actor, tokens: int, *, sparse: bool) -> dict[str, float]
     shared prompts are not included either, because `activations` counts them.
     """
     shape, parallel, numbers, _ = actor
-    sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
+    sizes, rank_tokens, w = shape.sizes, tokens / parallel.cp, numbers.width
     if not sparse:
         widths = GATE_KEEPS[shape.features.activation]
-        return {"mlp": own * w * widths * sizes.ffn / parallel.tp}
-    shared = own * w * 3 * sizes.shared_ffn / parallel.tp
+        return {"mlp": rank_tokens * w * widths * sizes.ffn / parallel.tp}
+    shared = rank_tokens * w * 3 * sizes.shared_ffn / parallel.tp
     shared += _stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0
     return {"moe": _experts(actor, tokens), "shared_experts": shared}
 
@@ -324,8 +340,8 @@ def _ends(actor: Actor, tokens: int) -> float:
     """Returns the bytes of activations that the last pipeline stage keeps outside its layers: those of the final norm,
     and the hidden states from which log-probs are computed.
     """
-    stream, own, h = _stream(actor.parallel, tokens), tokens / actor.parallel.cp, actor.shape.sizes.hidden
-    return stream * h * actor.numbers.norm + own * actor.numbers.width * h
+    stream, rank_tokens, h = _stream(actor.parallel, tokens), tokens / actor.parallel.cp, actor.shape.sizes.hidden
+    return stream * h * actor.numbers.norm + rank_tokens * actor.numbers.width * h
 
 
 def _stream(parallel: Parallel, tokens: int) -> float:

@@ -40,11 +40,11 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The numbers of rows of data sets. `given`: {data set: number of rows that the user gave}; the key "" applies to
+    """The numbers of rows of data sets. `user_counts`: {data set: number of rows, from the user}; the key "" applies to
     all sets. `notes`: list to which a note is added for each number that is assumed.
     """
 
-    given: Mapping[str, float]
+    user_counts: Mapping[str, float]
     notes: list[str]
 
     def of(self, name: str, source: PromptSet) -> int:
@@ -53,17 +53,17 @@ class Rows:
         The number is the first of these that is known: the number that the user gave, the size of a generated set, the
         number of rows in files on this host, the published size of a benchmark, ASSUMED.
         """
-        found = self.given.get(name, self.given.get(""))
-        if found is None and generated_name(source.path) is not None:
-            found = (source.generated or Generated()).size
-        if found is None and Path(source.path).exists():
-            found = sum(1 for _ in rows_of(source.path, source.split, source.subset, source.file))
-        found = SIZES.get(name) if found is None else found
-        if found is None and source.limit is None:
+        count = self.user_counts.get(name, self.user_counts.get(""))
+        if count is None and generated_name(source.path) is not None:
+            count = (source.generated or Generated()).size
+        if count is None and Path(source.path).exists():
+            count = sum(1 for _ in rows_of(source.path, source.split, source.subset, source.file))
+        count = SIZES.get(name) if count is None else count
+        if count is None and source.limit is None:
             self.notes.append(
                 f"{name}: {ASSUMED:,} rows are assumed, because the data are not here; give --rows {name}=NUMBER"
             )
-        return min(round(ASSUMED if found is None else found), source.limit or 1 << 60)
+        return min(round(ASSUMED if count is None else count), source.limit or 1 << 60)
 
 
 def as_run(spec: Spec) -> RunSpec:
@@ -115,20 +115,21 @@ def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) ->
             if size and times
         ]
     assert isinstance(spec, EvalSpec)
-    out = list[IterationWork]()
-    for own in spec.evaluated:
-        count, judged = rows.of(own.name, own.source) * own.n, own.benchmark is not None and own.benchmark.judged
-        draw = _draw(run.roles["model"], count, fills, own.n)
+    work = list[IterationWork]()
+    for evaluated in spec.evaluated:
+        count = rows.of(evaluated.name, evaluated.source) * evaluated.n
+        judged = evaluated.benchmark is not None and evaluated.benchmark.judged
+        draw = _draw(run.roles["model"], count, fills, evaluated.n)
         draws = [draw]
         if spec.config.verifier is not None and not judged:
             votes = spec.config.verifier.votes
             draws.append(_draw(run.roles[_judge(spec)], count * votes, fills, votes))
         if judged or "solve" in spec.config.measures:
-            out.append(_part(own.name, *draws))
+            work.append(_part(evaluated.name, *draws))
         if "handoff" in spec.config.measures and not judged:  # each of the two models writes half of an answer
             half = replace(draw, response=draw.response / 2, longest=-(-draw.longest // 2))
-            out.append(_part(f"{own.name}, handoff", half, replace(half, role="junior")))
-    return out
+            work.append(_part(f"{evaluated.name}, handoff", half, replace(half, role="junior")))
+    return work
 
 
 def evaluation_work(
@@ -137,17 +138,18 @@ def evaluation_work(
     """Returns the parts of one evaluation during training: the answers of the role `solver` to the problems of
     each set. `greedy`: whether one greedy answer is generated in addition to the samples.
     """
-    counts = {own.name: own.n + (greedy and own.temperature > 0) for own in sets}
-    return [
-        _part(own.name, _draw(solver, rows.of(own.name, own.source) * counts[own.name], fills, own.n)) for own in sets
-    ]
+    work = list[IterationWork]()
+    for held_out in sets:
+        samples = rows.of(held_out.name, held_out.source) * (held_out.n + (greedy and held_out.temperature > 0))
+        work.append(_part(held_out.name, _draw(solver, samples, fills, held_out.n)))
+    return work
 
 
 def _judge(spec: EvalSpec) -> str:
     """Returns the name of the role that judges samples in an evaluation; "" if there is none."""
     judging = spec.config.verifier
-    found = [name for name, role in spec.roles.items() if judging is not None and role.model == judging.model]
-    return found[-1] if found else ""
+    judges = [name for name, role in spec.roles.items() if judging is not None and role.model == judging.model]
+    return judges[-1] if judges else ""
 
 
 def _part(name: str, *draws: Draw, trained: Sequence[Draw] = (), times: int = 1) -> IterationWork:
@@ -158,10 +160,10 @@ def _draw(role: RoleSpec, samples: int, fills: Mapping[str, float], per_prompt: 
     """Returns the samples that a role draws. `fills`: {role: mean length as a share of the maximum length}. For a role
     without an entry, the mean lengths are those of the setting mean_tokens or, if not set, a share FILL of the maximum.
     """
-    share, own, longest = fills.get(role.name, FILL), role.mean_tokens, role.sampling.max_tokens
+    share, mean_tokens, longest = fills.get(role.name, FILL), role.mean_tokens, role.sampling.max_tokens
     prompt, answer = share * role.max_prompt_tokens, share * longest
     if role.name not in fills:
-        prompt, answer = own.prompt or prompt, min(own.answer or answer, longest)
+        prompt, answer = mean_tokens.prompt or prompt, min(mean_tokens.answer or answer, longest)
     return Draw(
         role=role.name, samples=samples, prompt=prompt, response=answer, longest=longest, per_prompt=float(per_prompt)
     )

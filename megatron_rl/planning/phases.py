@@ -38,19 +38,19 @@ class EpisodePlan:
     waiting: float  # seconds by which tool calls prolong the generation of the role's answers
 
     def __str__(self) -> str:
-        own = self.estimate
+        estimate = self.estimate
         parts = [
-            f"{self.role} is taken to answer {own.answers} times in an episode, in {self.answer:.0f} tokens each",
-            f"between two answers it is told {own.told} tokens, and its longest sample has {self.longest:,}",
+            f"{self.role} is taken to answer {estimate.answers} times in an episode, in {self.answer:.0f} tokens each",
+            f"between two answers it is told {estimate.told} tokens, and its longest sample has {self.longest:,}",
             "an engine keeps what it has read of an episode until the next answer"
             if self.kept
             else "before each answer an engine reads again all that stands before it",
         ]
-        if own.tool_s:
+        if estimate.tool_s:
             beside = f"{self.waiting:,.0f} s longer than generation takes" if self.waiting else "hidden by generation"
             parts.append(
-                f"tools take {own.tool_s:g} s between two answers, {own.calls_at_once} calls at once, beside the "
-                f"generation of other episodes: {beside}"
+                f"tools take {estimate.tool_s:g} s between two answers, {estimate.calls_at_once} calls at once, beside "
+                f"the generation of other episodes: {beside}"
             )
         if self.micro_batch is not None and self.longest > self.micro_batch:
             parts.append(
@@ -114,8 +114,8 @@ def plan_iteration(
     roles = case.roles
     # Roles whose answers come from an endpoint have no cost, because the endpoint's hardware is unknown.
     # Roles with a value or reward head generate nothing: their samples are those of another role.
-    own = [draw for draw in work.draws if roles[draw.role].endpoint is None and roles[draw.role].head is None]
-    costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in own}
+    text_draws = [draw for draw in work.draws if roles[draw.role].endpoint is None and roles[draw.role].head is None]
+    costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in text_draws}
     phases = _generation(case, work, costs)
     if work.draws and case.spec.reward.target:
         reward_s = work.draws[0].samples * GRADING_S / case.spec.reward.workers
@@ -143,9 +143,9 @@ def plan_iteration(
         flops=sum(flops), sent=sum(refit.sent for refit in refits),
         rows={name: cost.rows for name, cost in costs.items()},
         longest={name: cost.longest for name, cost in costs.items()},
-        episodes=[_episode(roles[d.role], d, costs[d.role]) for d in own if d.episode.answers > 1],
+        episodes=[_episode(roles[d.role], d, costs[d.role]) for d in text_draws if d.episode.answers > 1],
         policies=list(trained),
-        generation=[_generated(roles[draw.role], draw, costs[draw.role]) for draw in own],
+        generation=[_generated(roles[draw.role], draw, costs[draw.role]) for draw in text_draws],
     )  # fmt: skip
 
 
@@ -171,14 +171,14 @@ def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.Rol
     Therefore, the phase of a later role has only the seconds by which this role takes longer than the earlier roles.
     If a later role uses the same server or the same GPUs as an earlier role, its phase has all its seconds.
     """
-    phases, before, asked = dict[str, float](), 0.0, set[str]()
+    phases, earlier_s, busy_engines = dict[str, float](), 0.0, set[str]()
     apart = case.servers is not None and not case.colocated
     for role, cost in costs.items():
         engine, seconds = case.roles[role].servers, cost.seconds
-        if apart and before and engine not in asked:
-            seconds = max(seconds - before, seconds / max(1.0, cost.waves) / 4)
-        asked.add(engine)
-        before += seconds
+        if apart and earlier_s and engine not in busy_engines:
+            seconds = max(seconds - earlier_s, seconds / max(1.0, cost.waves) / 4)
+        busy_engines.add(engine)
+        earlier_s += seconds
         waiting = min(cost.waiting, seconds)
         phases[f"rollout {role}"] = seconds - waiting
         if waiting:
@@ -202,8 +202,8 @@ def _changes_of_place(
         moved += actor.numbers.width * actor.held(stage) + memory.optimizer_bytes(actor, stage)
     for name in case.spec.engine.server_roles:
         if name not in trained:
-            whole = actors[name].numbers.width * counting.total(case.models[name])
-            moved += writers_of(case.roles[name]) * whole / engines[name].tp
+            model_bytes = actors[name].numbers.width * counting.total(case.models[name])
+            moved += writers_of(case.roles[name]) * model_bytes / engines[name].tp
     return 2 * moved / HOST + 2 * CHANGE_S
 
 
@@ -252,7 +252,7 @@ def batch_of(role: RoleConfig, draw: Draw, sequences: int) -> SequenceBatch:
     of these samples that the pass processes."""
     return SequenceBatch(
         sequences=sequences, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp,
-        prompt=draw.prompt, told=draw.length - draw.prompt - draw.written,
+        prompt=draw.prompt, unwritten=draw.length - draw.prompt - draw.written,
         per_prompt=draw.per_prompt if role.shared_prefixes else 1.0,
     )  # fmt: skip
 
@@ -285,8 +285,8 @@ def _training(role: RoleSpec, cluster: Cluster, draws: Sequence[Draw], actor: Ac
         phases["reference log-probs"] = forward + _reference_swap(actor)
     if steps > 1 and role.head is None:
         phases["old log-probs"] = forward
-    again, each = memory.recomputed(role.model), [batch_of(role, draw, -(-draw.samples // steps)) for draw in draws]
-    passed = [compute.pass_seconds(actor, cluster, batch, backward=True, recompute=again) for batch in each]
+    again, per_step = memory.recomputed(role.model), [batch_of(role, draw, -(-draw.samples // steps)) for draw in draws]
+    passed = [compute.pass_seconds(actor, cluster, batch, backward=True, recompute=again) for batch in per_step]
     phases["forward and backward"] = steps * sum(passed)
     phases["optimizer"] = steps * compute.optimizer_seconds(actor, cluster)
     if role.sleep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_rl.algorithms.value_loss import loss_of
@@ -105,11 +105,11 @@ class RunPlan:
     @property
     def phases(self) -> dict[str, float]:
         """Returns {phase: seconds per cycle of the schedule}."""
-        out: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for iteration in self.iterations:
             for name, seconds in iteration.phases.items():
-                out[name] = out.get(name, 0.0) + seconds * iteration.times
-        return out
+                totals[name] = totals.get(name, 0.0) + seconds * iteration.times
+        return totals
 
     @property
     def reserve(self) -> float:
@@ -117,7 +117,7 @@ class RunPlan:
 
     def peak(self, role: RolePlan) -> float:
         """Returns the peak bytes on a trainer's GPU while `role` trains."""
-        others = sum(other.asleep for other in self.roles if other is not role)
+        others = sum(other_role.asleep for other_role in self.roles if other_role is not role)
         return self.reserve + others + role.embedded + role.training.peak + self.beside
 
     @property
@@ -158,12 +158,13 @@ class RunPlan:
     def staging_per_node(self) -> float:
         """Returns the bytes of pinned host memory that servers need on a node if they use all its GPUs. 0 if servers
         share the trainer's GPUs."""
-        return 0.0 if self.beside else max((one.staging for one in self.servers), default=0.0) * self.cluster.per_node
+        per_gpu = max((server.staging for server in self.servers), default=0.0)
+        return 0.0 if self.beside else per_gpu * self.cluster.per_node
 
     @property
     def problems(self) -> list[str]:
         """Returns the reasons why the run does not fit into memory, one line each; an empty list if the run fits."""
-        room, out = self.cluster.device.memory, list[str]()
+        room, problems = self.cluster.device.memory, list[str]()
         places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
         if any(role.embedded for role in self.roles):
             places.append(("the embedded engine generates", self.rollout_peak))
@@ -174,30 +175,30 @@ class RunPlan:
             if need > room:
                 gib = need / memory.GIB
                 device = self.cluster.device
-                out.append(f"while {what} a GPU needs {gib:.1f} GiB; {device.name} has {device.memory_gib}")
+                problems.append(f"while {what} a GPU needs {gib:.1f} GiB; {device.name} has {device.memory_gib}")
         for server in self.servers:
             if server.sequences < 1:
-                out.append(
+                problems.append(
                     f"a server of {server.role} has {max(0.0, server.cache) / memory.GIB:.1f} GiB a GPU for keys and "
                     f"values beside {server.weights / memory.GIB:.1f} GiB of weights: "
                     "not one sequence of the greatest length fits"
                 )
-        return out
+        return problems
 
     def to_json(self) -> dict[str, Any]:
         """Returns the whole estimate as JSON-serializable values, in bytes and seconds."""
-        whole = ("problems", "cycle_s", "reserve", "rollout_peak", "host_per_node", "staging_per_node")
-        own = ("name", "embedded", "cache", "asleep")
+        plan_fields = ("problems", "cycle_s", "reserve", "rollout_peak", "host_per_node", "staging_per_node")
+        role_fields = ("name", "embedded", "cache", "asleep")
         return {
             "cluster": str(self.cluster),
             "trainer_gpus": self.ranks,
             "fits": not self.problems,
             "tokens_per_s_per_gpu": self.tokens_per_gpu,
             "phases_s": self.phases,
-            **{name: getattr(self, name) for name in whole},
+            **{name: getattr(self, name) for name in plan_fields},
             "roles": [
                 {
-                    **{name: getattr(role, name) for name in own},
+                    **{name: getattr(role, name) for name in role_fields},
                     "model": role.shape.name,
                     "parameters": counting.total(role.shape),
                     "layout": {**asdict(role.parallel), "dp": role.parallel.dp},
@@ -217,27 +218,19 @@ def make(case: Case) -> RunPlan:
     for name, role in roles.items():
         problems = trainer_problems(shapes[name].sizes, role.layout, shapes[name].name)
         refuse(*(f"roles.{name}: {line}" for line in problems))
-    actors = {
-        name: Actor(
-            shapes[name],
-            Parallel.of(role.layout, case.ranks, experts=bool(shapes[name].sizes.experts)),
-            Precision.gpu(role.model.dtype),
-            role.lora,
-        )
-        for name, role in roles.items()
-    }
+    actors = {name: Actor.of(role, shapes[name], case.ranks) for name, role in roles.items()}
     draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
     draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
     trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
     inside = case.servers is None  # the embedded engine also holds the models of roles that are not trained
     held = [name for name in case.roles if name in case.held or (inside and name in case.spec.engine.opened)]
-    found = [_role(case, actors[name], name, draws, trained=name in trained) for name in held]
+    role_plans = [_role(case, actors[name], name, draws, trained=name in trained) for name in held]
     names = [] if case.servers is None else case.spec.engine.server_roles
     servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
     engines = {name: _engine(case, servers.get(role.servers)) for name, role in case.roles.items()}
     iterations = [plan_iteration(case, iteration, actors, engines) for iteration in case.work]
     return RunPlan(
-        cluster=case.cluster, ranks=case.ranks, roles=found, servers=list(servers.values()), iterations=iterations
+        cluster=case.cluster, ranks=case.ranks, roles=role_plans, servers=list(servers.values()), iterations=iterations
     )
 
 
@@ -259,7 +252,7 @@ def _longest(case: Case, name: str, draws: Mapping[str, Draw]) -> int:
 def _players(case: Case, name: str) -> list[str]:
     """Returns all roles whose answers are generated by the engines of one role. `name`: this role, which is one of the
     returned roles."""
-    return [other for other, role in case.roles.items() if role.servers == name]
+    return [player for player, role in case.roles.items() if role.servers == name]
 
 
 def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, trained: bool) -> RolePlan:
@@ -267,13 +260,10 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     `trained`: False for a role that generates but is never trained, and so holds only its weights."""
     role, engine, (shape, parallel, numbers, _) = case.roles[name], case.spec.engine.settings, actor
     reference = role.reference or "reference" in loss_of(role).needs
-    own_draws = [draws.get(other) for other, one in case.roles.items() if one.owner == name]
+    own_draws = [draws.get(role_name) for role_name, role_spec in case.roles.items() if role_spec.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
-    held = memory.worst(actor, micro, reference=reference)
-    shared = role.lora is not None and owners(case.roles).get(name, name) != name
-    own = float(numbers.width * actor.adapters(0))
-    if shared:  # the role trains an adapter on the model of another role
-        held = replace(held, weights=own)
+    held = memory.worst(actor, micro, reference=reference, shared=owners(case.roles).get(name, name) != name)
+    adapter_bytes = float(numbers.width * actor.adapters(0))
     if not trained:
         held, reference = TrainingBytes(weights=held.weights if role.has_policy else 0.0), False
     embedded, cache = 0.0, 0.0
@@ -284,9 +274,9 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
         ):  # the engine keeps the quantised values, and computes with dequantised weights
             embedded += counting.engine_bytes(shape, 0, FORMATS[engine.quantization])
         tokens = max(
-            min(engine.max_batch, -(-(draws[other].samples if other in draws else 1) // parallel.world))
-            * _longest(case, other, draws)
-            for other in _players(case, name)
+            min(engine.max_batch, -(-(draws[player].samples if player in draws else 1) // parallel.world))
+            * _longest(case, player, draws)
+            for player in _players(case, name)
         )
         cache = writers_of(role) * float(tokens * compute.kv_bytes(shape, numbers.width))
     leaves = case.colocated
@@ -294,7 +284,7 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
         sleeps=role.sleep, leaves=leaves,
-        host=asleep + ((held.weights if role.lora is None else own) if reference else 0.0),
+        host=asleep + ((held.weights if role.lora is None else adapter_bytes) if reference else 0.0),
     )  # fmt: skip
 
 
@@ -307,7 +297,7 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     weights = writers_of(role) * counting.engine_bytes(shape, width, form) / settings.tp
     share = settings.memory_share * case.cluster.device.memory
     cache = share - weights - ENGINE_WORKSPACE
-    longest = max(_longest(case, other, draws) for other in _players(case, name))
+    longest = max(_longest(case, player, draws) for player in _players(case, name))
     copies = shape.sizes.cache_copies(settings.tp)
     token = compute.kv_bytes(shape, settings.cache_width or width)
     sequences = max(0.0, cache) * settings.tp / copies / token / longest / writers_of(role)

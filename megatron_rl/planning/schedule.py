@@ -52,7 +52,7 @@ class Sample:
 
     visits: Sequence[tuple[int, float]]  # (index of the station, units of work) of each visit, in order
     policy: str = ""  # policy that generates the sample
-    after: int | None = None  # index of another sample of the iteration, after whose end this sample begins
+    predecessor: int | None = None  # index of another sample of the iteration, after whose end this sample begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +143,12 @@ class _Servers:
 
 @dataclass
 class _InFlight:
-    """An iteration whose generation has begun. `left`: number of unfinished samples. `visits`: for each sample, the
-    index in Sample.visits of the current visit; -1 if the sample has not begun.
+    """An iteration whose generation has begun. `unfinished`: number of unfinished samples. `visits`: for each sample,
+    the index in Sample.visits of the current visit; -1 if the sample has not begun.
     """
 
     work: SimulatedIteration
-    left: int
+    unfinished: int
     visits: list[int]
     versions: list[int]  # for each sample: number of updates of the sample's policy before the sample began
     later: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # {sample: samples that wait for its end}
@@ -196,13 +196,13 @@ class _Simulation:
         while self._admitted - self.trained <= self._ahead and not (self._one_at_a_time and self._flying):
             number, work = self._admitted, self._cycle[self._admitted % len(self._cycle)]
             count = len(work.samples)
-            own = _InFlight(work, count, [-1] * count, [0] * count)
-            self._flying[number], self._admitted = own, number + 1
+            in_flight = _InFlight(work, count, [-1] * count, [0] * count)
+            self._flying[number], self._admitted = in_flight, number + 1
             for index, sample in enumerate(work.samples):
-                if sample.after is not None:
-                    own.later.setdefault(sample.after, []).append(index)
+                if sample.predecessor is not None:
+                    in_flight.later.setdefault(sample.predecessor, []).append(index)
             for index, sample in enumerate(work.samples):
-                if sample.after is None:
+                if sample.predecessor is None:
                     self._next_visit(number, index)
             if not count:
                 heapq.heappush(self._timers, (self.now + work.grading_s, number, "grading"))
@@ -217,28 +217,28 @@ class _Simulation:
         """Moves waiting samples into free places of a station, samples of older iterations first."""
         while servers.queue and len(servers.active) < servers.station.places:
             iteration, _, index, work = heapq.heappop(servers.queue)
-            own = self._flying[iteration]
-            if not own.visits[index]:
-                own.versions[index] = self._versions[own.work.samples[index].policy]
+            in_flight = self._flying[iteration]
+            if not in_flight.visits[index]:
+                in_flight.versions[index] = self._versions[in_flight.work.samples[index].policy]
             heapq.heappush(servers.active, (servers.done + work, iteration, index))
 
     def _next_visit(self, iteration: int, index: int) -> None:
         """Sends a sample to its next station. After the last station, ends the sample and begins the samples that wait
         for the end of this sample.
         """
-        own = self._flying[iteration]
-        own.visits[index] += 1
-        visits = own.work.samples[index].visits
-        if own.visits[index] < len(visits):
-            place, work = visits[own.visits[index]]
+        in_flight = self._flying[iteration]
+        in_flight.visits[index] += 1
+        visits = in_flight.work.samples[index].visits
+        if in_flight.visits[index] < len(visits):
+            place, work = visits[in_flight.visits[index]]
             self._servers[place].arrive(iteration, index, work)
             self._fill(self._servers[place])
             return
-        own.left -= 1
-        for other in own.later.get(index, ()):
-            self._next_visit(iteration, other)
-        if not own.left:
-            heapq.heappush(self._timers, (self.now + own.work.grading_s, iteration, "grading"))
+        in_flight.unfinished -= 1
+        for successor in in_flight.later.get(index, ()):
+            self._next_visit(iteration, successor)
+        if not in_flight.unfinished:
+            heapq.heappush(self._timers, (self.now + in_flight.work.grading_s, iteration, "grading"))
 
     def _end(self, iteration: int, what: str) -> None:
         """Ends a phase of an iteration. `what`: "grading", "training" or "refit" (weight sync)."""
@@ -252,11 +252,11 @@ class _Simulation:
         else:
             for servers in self._servers:
                 servers.paused = False
-            self._training, own = False, self._ready.pop(iteration)
+            self._training, in_flight = False, self._ready.pop(iteration)
             self.spent_s += work.train_s + work.refit_s
             self.ages.update(
                 self._versions[sample.policy] - version
-                for sample, version in zip(work.samples, own.versions, strict=True)
+                for sample, version in zip(work.samples, in_flight.versions, strict=True)
                 if sample.policy in work.trained
             )
             self._versions.update(work.trained)
@@ -274,8 +274,8 @@ def lengths(mean: float, longest: float, count: int, *, seed: int = 0) -> np.nda
         clipped = math.exp(middle * middle / 2 - tail * middle) * _NORMAL.cdf(tail - middle) + LONGEST_SHARE
         low, high = (middle, high) if clipped * longest > mean else (low, middle)
     scores = np.array([_NORMAL.inv_cdf((i + 0.5) / count) for i in range(count)])
-    found = np.minimum(np.exp((scores - tail) * low), 1.0) * longest
-    return np.random.default_rng(seed).permutation(found)
+    answer_lengths = np.minimum(np.exp((scores - tail) * low), 1.0) * longest
+    return np.random.default_rng(seed).permutation(answer_lengths)
 
 
 def schedules(case: Case, plan: RunPlan) -> list[Schedule]:
@@ -299,7 +299,7 @@ def simulated(case: Case, plan: RunPlan) -> RunPlan:
     if not ahead or case.servers is None or case.colocated:
         return plan
     rate = simulate(*_model(plan.iterations), max_staleness=ahead).iterations_per_hour
-    return replace(plan, simulated_s=3600 / rate * sum(one.times for one in plan.iterations))
+    return replace(plan, simulated_s=3600 / rate * sum(iteration.times for iteration in plan.iterations))
 
 
 def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
@@ -314,18 +314,18 @@ def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
     return str(cluster), schedules(case, make(case))
 
 
-def best_staleness(found: Sequence[Schedule]) -> int:
+def best_staleness(simulations: Sequence[Schedule]) -> int:
     """Returns the lowest max_staleness whose rate is at least NEAR_BEST times the highest rate."""
-    best = max(one.iterations_per_hour for one in found)
-    return min(one.max_staleness for one in found if one.iterations_per_hour >= NEAR_BEST * best)
+    best = max(schedule.iterations_per_hour for schedule in simulations)
+    return min(schedule.max_staleness for schedule in simulations if schedule.iterations_per_hour >= NEAR_BEST * best)
 
 
 def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[SimulatedIteration]]:
     """Returns (stations, iterations of a cycle) for the simulation of planned iterations. The numbers of samples and
     the capacities of stations are divided by the same factor, so that an iteration has about VISITS answers at most.
     """
-    draws = [draw for one in iterations for draw in one.generation]
-    most = max(sum(draw.samples * draw.answers for draw in one.generation) for one in iterations)
+    draws = [draw for iteration in iterations for draw in iteration.generation]
+    most = max(sum(draw.samples * draw.answers for draw in iteration.generation) for iteration in iterations)
     scale = max(1.0, most / VISITS)
     stations: dict[str, Station] = {}
     for draw in draws:
@@ -335,10 +335,10 @@ def _model(iterations: Sequence[IterationPlan]) -> tuple[list[Station], list[Sim
         if draw.tool_s:
             calls = max(1, round(draw.calls_at_once / scale))
             stations[f"tools of {draw.role}"] = Station(places=calls, rates=[1.0] * (calls + 1), engine=False)
-    share = min(1.0, KINDS / sum(one.times for one in iterations))
+    share = min(1.0, KINDS / sum(iteration.times for iteration in iterations))
     cycle = list[SimulatedIteration]()
-    for one in iterations:
-        cycle += [_simulated(one, stations, scale)] * max(1, round(one.times * share))
+    for iteration in iterations:
+        cycle += [_simulated(iteration, stations, scale)] * max(1, round(iteration.times * share))
     return list(stations.values()), cycle
 
 
@@ -348,18 +348,18 @@ def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: floa
 
     `stations`: all stations by name. `scale`: factor by which the number of samples is divided.
     """
-    names, samples, before = list(stations), list[Sample](), range(0)
+    names, samples, predecessors = list(stations), list[Sample](), range(0)
     for draw in plan.generation:
         count = max(1, round(draw.samples / scale))
-        own = range(len(samples), len(samples) + count)
+        indices = range(len(samples), len(samples) + count)
         for i, length in enumerate(lengths(draw.answer, draw.longest, count, seed=len(samples)).tolist()):
             visits = [(names.index(draw.engine), length)]
             if draw.tool_s:
                 visits.append((names.index(f"tools of {draw.role}"), draw.tool_s))
             visits = (visits * draw.answers)[: (len(visits) * draw.answers) - (len(visits) - 1)]
-            after = before[i * len(before) // count] if before else None
-            samples.append(Sample(visits=visits, policy=draw.policy, after=after))
-        before = own
+            predecessor = predecessors[i * len(predecessors) // count] if predecessors else None
+            samples.append(Sample(visits=visits, policy=draw.policy, predecessor=predecessor))
+        predecessors = indices
     alone = _Simulation(
         [_Servers(station) for station in stations.values()], [SimulatedIteration(samples=samples, train_s=0.0)], 0,
         one_at_a_time=False,
@@ -367,7 +367,7 @@ def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: floa
     alone.until(1)
     planned = sum(seconds for name, seconds in plan.phases.items() if name.startswith("rollout"))
     ratio = planned / alone.now if alone.now else 0.0
-    samples = [replace(one, visits=[(place, ratio * work) for place, work in one.visits]) for one in samples]
+    samples = [replace(sample, visits=[(place, ratio * work) for place, work in sample.visits]) for sample in samples]
     grading, refit = plan.phases.get("reward", 0.0), plan.phases.get("refit", 0.0)
     return SimulatedIteration(
         samples=samples, grading_s=grading, refit_s=refit, trained=plan.policies,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from megatron_rl.config.engine_kinds import default_servers
+from megatron_rl.config.model import WEIGHT_BYTES
 from megatron_rl.config.schema import Embedded, Layout, RoleConfig
 from megatron_rl.models.divisibility import allowed, engine_violations, trainer_problems
 from megatron_rl.models.shape import Shape
@@ -47,7 +48,7 @@ class Proposal:
     overrides: Sequence[str]  # command-line overrides (a.b=c) that change the original config to this run
 
 
-def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
+def search(base: Case, *, keep: int = 5) -> list[Proposal]:
     """Returns the fastest combinations of layouts and engines that fit into memory, fastest first. Returns an empty
     list if nothing fits.
 
@@ -58,65 +59,65 @@ def search(asked: Case, *, keep: int = 5) -> list[Proposal]:
     the feed-forward part, and everything. Each setting is tried with the largest micro-batch size that fits, and with
     the configured size if it fits.
     """
-    found = [one for case in engine_choices(asked) for one in _with_engines(case, asked, keep)]
-    measured = [replace(one, plan=simulated(one.case, one.plan)) for one in found]
-    best = sorted(measured, key=lambda one: one.plan.cycle_s)[:keep]
-    grown = [_grown(asked, one) for one in best]
-    different = {tuple(one.overrides): one for one in grown}  # two proposals may have become equal
-    return sorted(different.values(), key=lambda one: one.plan.cycle_s)
+    proposals = [proposal for case in engine_choices(base) for proposal in _with_engines(case, base, keep)]
+    measured = [replace(proposal, plan=simulated(proposal.case, proposal.plan)) for proposal in proposals]
+    best = sorted(measured, key=lambda proposal: proposal.plan.cycle_s)[:keep]
+    grown = [_grown(base, proposal) for proposal in best]
+    different = {tuple(proposal.overrides): proposal for proposal in grown}  # two proposals may have become equal
+    return sorted(different.values(), key=lambda proposal: proposal.plan.cycle_s)
 
 
-def advice(case: Case, made: RunPlan) -> list[str]:
+def advice(case: Case, base_plan: RunPlan) -> list[str]:
     """Returns lines of advice on changes that make the run fit into memory or, if it fits, make it faster.
 
     The most useful line is first.
     """
-    found = [(other, plan) for other in _changes(case, made) if (plan := make_or_none(other)) and not plan.problems]
-    changes = [(other, simulated(other, plan)) for other, plan in found]
+    plans = [(new, plan) for new in _changes(case, base_plan) if (plan := make_or_none(new)) and not plan.problems]
+    changes = [(new, simulated(new, plan)) for new, plan in plans]
     changes.sort(key=lambda change: change[1].cycle_s)
-    if made.problems:
-        fitting = [f"it fits with {_told(case, other)}: {plan.cycle_s:.0f} s a cycle" for other, plan in changes[:MOST]]
+    if base_plan.problems:
+        fitting = [f"it fits with {_words(case, new)}: {plan.cycle_s:.0f} s a cycle" for new, plan in changes[:MOST]]
         return fitting or ["no single change makes it fit: --search looks at all of them together"]
-    phases = made.phases
+    phases = base_plan.phases
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
     total = sum(phases.values())
     lines = [f"{name} is {seconds / total:.0%} of the work of a cycle, all generation {drawn / total:.0%}"]
-    for other, plan in changes[:MOST]:
-        saved = 1 - plan.cycle_s / made.cycle_s
+    for new, plan in changes[:MOST]:
+        saved = 1 - plan.cycle_s / base_plan.cycle_s
         if saved > WORTH:
-            cycles = f"{plan.cycle_s:.0f} s a cycle instead of {made.cycle_s:.0f} ({saved:.0%} less)"
-            lines.append(f"{_told(case, other)}: {cycles}")
-    lines += _waits(case, made)
-    node = made.cluster.per_node
+            cycles = f"{plan.cycle_s:.0f} s a cycle instead of {base_plan.cycle_s:.0f} ({saved:.0%} less)"
+            lines.append(f"{_words(case, new)}: {cycles}")
+    lines += _waits(case, base_plan)
+    node = base_plan.cluster.per_node
     lines += [
         f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network"
-        for role in made.roles
+        for role in base_plan.roles
         if role.parallel.tp > node
     ]
-    if made.host_per_node > HOST_MEMORY:
+    if base_plan.host_per_node > HOST_MEMORY:
         lines.append(
-            f"roles that sleep, references and servers hold {made.host_per_node / GIB:.0f} GiB of each node's own "
+            f"roles that sleep, references and servers hold {base_plan.host_per_node / GIB:.0f} GiB of each node's own "
             "memory: check that a node has as much"
         )
-    if made.staging_per_node > HOST_MEMORY:
+    if base_plan.staging_per_node > HOST_MEMORY:
         lines.append(
-            f"servers receive weights in {made.staging_per_node / GIB:.0f} GiB of each node's own memory: check that a "
-            "node has as much, or set refit.staging to off"
+            f"servers receive weights in {base_plan.staging_per_node / GIB:.0f} GiB of each node's own memory: check "
+            "that a node has as much, or set refit.staging to off"
         )
     return lines
 
 
-def _waits(case: Case, made: RunPlan) -> list[str]:
+def _waits(case: Case, plan: RunPlan) -> list[str]:
     """Returns a warning for each role whose longest answer may exceed the request timeout, and a note for each role
     whose answers come from an external endpoint.
     """
     lines = list[str]()
     for name in case.roles:
-        own = [iteration for iteration in made.iterations if name in iteration.longest]
-        if not own or case.servers is None:
+        iterations = [iteration for iteration in plan.iterations if name in iteration.longest]
+        if not iterations or case.servers is None:
             continue
-        worst, limit = max(own, key=lambda iteration: iteration.longest[name]), case.servers.request_timeout_s
+        worst, limit = max(iterations, key=lambda iteration: iteration.longest[name]), case.servers.request_timeout_s
         seconds = worst.longest[name]
         if PATIENCE * seconds > limit:
             lines.append(
@@ -151,7 +152,7 @@ def engine_choices(case: Case) -> Iterator[Case]:
     if isinstance(case.spec.engine.settings, Embedded):
         yield case
     settings, cluster, names = case.servers or default_servers(), case.cluster, case.spec.engine.server_roles
-    width = {name: {"bfloat16": 2, "float32": 4}[case.roles[name].model.dtype] for name in names}
+    width = {name: WEIGHT_BYTES[case.roles[name].model.dtype] for name in names}
     largest = max(width.values()) * max(counting.total(case.models[name]) for name in names)
 
     def holds(tp: int, share: float) -> bool:
@@ -169,30 +170,30 @@ def engine_choices(case: Case) -> Iterator[Case]:
         if not holds(tp, settings.memory_share) or replicas < 1 or (replicas, tp) in seen or gpus >= cluster.gpus:
             continue
         seen.add((replicas, tp))
-        own = {"colocate": False, "memory_share": OWN_SHARE} if settings.colocate else {}
-        yield case.with_engine(replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **own)).beside_trainer()
+        extra = {"colocate": False, "memory_share": OWN_SHARE} if settings.colocate else {}
+        yield case.with_engine(replace(settings, replicas=replicas, tp=tp, urls={}, gpus=(), **extra)).beside_trainer()
     if case.spec.loop.rollouts.ahead or any(role.lora is not None for role in case.roles.values()):
         return
     # colocated servers: each role has servers on all of the trainer's GPUs, with any tp within a node
     share = settings.memory_share if settings.colocate else round(COLOCATED_SHARE / len(names), 2)
     for tp in (1, 2, 4, 8, 16):
         if tp <= cluster.per_node and not cluster.per_node % tp and holds(tp, share):
-            own = {"replicas": cluster.gpus // tp, "tp": tp, "memory_share": share, "colocate": True, "start": True}
-            yield case.with_engine(replace(settings, urls={}, gpus=(), **own))
+            extra = {"replicas": cluster.gpus // tp, "tp": tp, "memory_share": share, "colocate": True, "start": True}
+            yield case.with_engine(replace(settings, urls={}, gpus=(), **extra))
 
 
-def setting_words(place: str, before: Any, after: Any) -> list[str]:
+def setting_words(place: str, old: Any, new: Any) -> list[str]:
     """Returns the config overrides that change some settings.
 
-    `before`, `after`: the old and the new settings, two dataclasses of the same type.
+    `old`, `new`: the old and the new settings, two dataclasses of the same type.
     `place`: dotted name of the settings in the config, such as roles.generator.
 
     The field `urls` is left out, because no override can remove it from a config. The field `servers` is left out,
     because it follows from other settings.
     """
     words = list[str]()
-    for name in (field.name for field in dataclasses.fields(after)):
-        was, now = getattr(before, name), getattr(after, name)
+    for name in (field.name for field in dataclasses.fields(new)):
+        was, now = getattr(old, name), getattr(new, name)
         if was == now or name in ("urls", "servers"):
             continue
         if dataclasses.is_dataclass(now) and type(was) is type(now):
@@ -202,22 +203,22 @@ def setting_words(place: str, before: Any, after: Any) -> list[str]:
     return words
 
 
-def _nodes_words(asked: Case, case: Case) -> list[str]:
+def _nodes_words(base: Case, case: Case) -> list[str]:
     """Returns the config overrides that change the trainer's number of nodes from that of one run to that of another.
 
-    `asked`: the run with the original config. `case`: the changed run. If the trainer shares a single node with
+    `base`: the run with the original config. `case`: the changed run. If the trainer shares a single node with
     servers, the overrides also set the number of ranks. Returns an empty list if both runs have the same numbers.
     """
-    ranks, before = case.ranks, asked.spec.cluster
+    ranks, cluster = case.ranks, base.spec.cluster
     nodes = -(-ranks // case.cluster.per_node)
-    words = [] if nodes == before.job.nodes else [f"job.nodes={nodes}"]
+    words = [] if nodes == cluster.job.nodes else [f"job.nodes={nodes}"]
     shared = case.servers is not None and bool(case.servers.gpus)
-    if nodes == 1 and ranks != before.launch.nproc and (shared or before.launch.nproc > 1):
+    if nodes == 1 and ranks != cluster.launch.nproc and (shared or cluster.launch.nproc > 1):
         words.append(f"launch.nproc={ranks}")
     return words
 
 
-def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
+def _with_engines(case: Case, base: Case, keep: int) -> list[Proposal]:
     """Returns the fastest runs with the engines of `case` and different layouts of the roles, fastest first.
 
     First, layouts are tried for each role separately. Then the best layouts of all roles are combined, and combinations
@@ -234,35 +235,35 @@ def _with_engines(case: Case, asked: Case, keep: int) -> list[Proposal]:
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
     combined = (dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values()))
-    found = (_proposal(asked, case.with_roles(**roles)) for roles in combined)
-    return sorted((one for one in found if one), key=lambda one: one.plan.cycle_s)[:keep]
+    proposals = (_proposal(base, case.with_roles(**roles)) for roles in combined)
+    return sorted((proposal for proposal in proposals if proposal), key=lambda proposal: proposal.plan.cycle_s)[:keep]
 
 
-def _proposal(asked: Case, case: Case) -> Proposal | None:
+def _proposal(base: Case, case: Case) -> Proposal | None:
     """Returns a run as a proposal. Returns None if the run does not fit into memory or if `megatron-rl check` would
     refuse it.
     """
-    made = make_or_none(case)
-    if made is None or made.problems or not case.passes():
+    plan = make_or_none(case)
+    if plan is None or plan.problems or not case.passes():
         return None
-    return Proposal(case=case, plan=made, overrides=overrides(asked, case))
+    return Proposal(case=case, plan=plan, overrides=overrides(base, case))
 
 
-def _grown(asked: Case, found: Proposal) -> Proposal:
+def _grown(base: Case, proposal: Proposal) -> Proposal:
     """Returns the proposal with larger micro-batches if these fit into memory and save time; otherwise, returns the
     proposal unchanged.
     """
-    for name in found.case.held:
-        role = found.case.roles[name]
+    for name in proposal.case.held:
+        role = proposal.case.roles[name]
         for tokens in (tokens for tokens in _micro_batches(role) if tokens > role.micro_batch_tokens):
-            grown = _proposal(asked, found.case.with_role(name, micro_batch_tokens=tokens))
+            grown = _proposal(base, proposal.case.with_role(name, micro_batch_tokens=tokens))
             if grown is None:
                 continue
             grown = replace(grown, plan=simulated(grown.case, grown.plan))
-            if grown.plan.cycle_s < found.plan.cycle_s:
-                found = grown
+            if grown.plan.cycle_s < proposal.plan.cycle_s:
+                proposal = grown
                 break
-    return found
+    return proposal
 
 
 def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSpec]]:
@@ -272,7 +273,7 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
     The other roles get a default layout, because their configured layouts may not divide the ranks.
     """
     role, shape = case.roles[name], case.models[name]
-    plain = {other: replace(one, layout=Layout(), sleep=True) for other, one in case.roles.items() if other != name}
+    plain = {key: replace(spec, layout=Layout(), sleep=True) for key, spec in case.roles.items() if key != name}
     part = "moe" if shape.sizes.experts else "mlp"  # the largest part of a layer
     recomputes = {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
     choices = itertools.product(layouts(role, shape, case.ranks, case.cluster.per_node), recomputes)
@@ -282,13 +283,13 @@ def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSp
             if fits and tokens != role.micro_batch_tokens:
                 continue  # a larger micro-batch fits
             model = replace(role.model, **cast(Any, recompute))
-            other = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
-            made = make_or_none(case.with_roles(**plain, **{name: other}))
-            if made is None or not all(server.sequences >= 1 for server in made.servers):
+            variant = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
+            plan = make_or_none(case.with_roles(**plain, **{name: variant}))
+            if plan is None or not all(server.sequences >= 1 for server in plan.servers):
                 continue
-            own = next(one for one in made.roles if one.name == name)
-            if made.reserve + own.embedded + own.training.peak <= made.cluster.device.memory:
-                yield made.cycle_s, own.training.peak + own.asleep, other
+            role_plan = next(planned for planned in plan.roles if planned.name == name)
+            if plan.reserve + role_plan.embedded + role_plan.training.peak <= plan.cluster.device.memory:
+                yield plan.cycle_s, role_plan.training.peak + role_plan.asleep, variant
                 fits = True
 
 
@@ -296,50 +297,50 @@ def _micro_batches(role: RoleConfig) -> list[int]:
     """Returns the micro-batch sizes in tokens to try, largest first: the configured size, and the sizes of
     MICRO_BATCHES that hold the role's longest sample.
     """
-    own, longest = role.micro_batch_tokens, role.max_prompt_tokens + role.sampling.max_tokens
-    return sorted({own, *(tokens for tokens in MICRO_BATCHES if tokens >= min(own, longest))}, reverse=True)
+    size, longest = role.micro_batch_tokens, role.max_prompt_tokens + role.sampling.max_tokens
+    return sorted({size, *(tokens for tokens in MICRO_BATCHES if tokens >= min(size, longest))}, reverse=True)
 
 
-def _changes(case: Case, made: RunPlan) -> Iterator[Case]:
+def _changes(case: Case, plan: RunPlan) -> Iterator[Case]:
     """Yields variants of the run with one change each: to one role, to all roles alike, or to the engines."""
-    node = made.cluster.per_node
+    node = plan.cluster.per_node
     for names in [[name] for name in case.held] + ([case.held] if len(case.held) > 1 else []):
         role, shape = case.roles[names[0]], case.models[names[0]]
         sleep: list[dict[str, Any]] = [] if role.sleep else [{"sleep": True}]
         recomputed = [{"recompute": kind} for kind in ("none", "full") if kind != role.model.recompute]
         tokens = [{"micro_batch_tokens": number} for number in _micro_batches(role) if number > role.micro_batch_tokens]
-        cut = [{"layout": layout} for layout in layouts(role, shape, made.ranks, node) if layout != role.layout]
+        cut = [{"layout": layout} for layout in layouts(role, shape, plan.ranks, node) if layout != role.layout]
         for change in [*sleep, *recomputed, *tokens, *cut]:
-            other = case
+            variant = case
             for name in names:
                 model = {"model": replace(case.roles[name].model, **change)} if "recompute" in change else change
-                other = other.with_role(name, **model)
-            yield other
+                variant = variant.with_role(name, **model)
+            yield variant
     sets, engine = len(case.spec.engine.server_roles), case.servers
     if engine is None:  # try servers on half of the GPUs instead of the embedded engine
         yield case.with_engine(
-            replace(default_servers(), replicas=max(1, made.cluster.gpus // 2 // sets))
+            replace(default_servers(), replicas=max(1, plan.cluster.gpus // 2 // sets))
         ).beside_trainer()
     elif not engine.colocate:
-        other = case.with_engine(replace(engine, replicas=engine.replicas + max(1, node // (engine.tp * sets))))
-        yield other.beside_trainer() if engine.gpus else other
+        variant = case.with_engine(replace(engine, replicas=engine.replicas + max(1, node // (engine.tp * sets))))
+        yield variant.beside_trainer() if engine.gpus else variant
 
 
-def _told(asked: Case, case: Case) -> str:
+def _words(base: Case, case: Case) -> str:
     """Returns the result of `overrides` as words of a command line."""
-    return " ".join(overrides(asked, case))
+    return " ".join(overrides(base, case))
 
 
-def overrides(asked: Case, case: Case) -> list[str]:
+def overrides(base: Case, case: Case) -> list[str]:
     """Returns the config overrides that change a run's config, including the number of the trainer's nodes.
 
-    `asked`: the run with the original config. `case`: the run with the changed config.
+    `base`: the run with the original config. `case`: the run with the changed config.
     """
-    out = [word for name in case.held for word in setting_words(f"roles.{name}", asked.roles[name], case.roles[name])]
+    words = [word for name in case.held for word in setting_words(f"roles.{name}", base.roles[name], case.roles[name])]
     if case.servers is None:
-        out += [] if asked.servers is None else ["engine={kind: embedded}"]
+        words += [] if base.servers is None else ["engine={kind: embedded}"]
     else:
-        out += [f"engine.kind={case.servers.kind}"] if asked.servers is None else []
-        out += setting_words("engine", asked.servers or default_servers(), case.servers)
-    out += setting_words("rollouts", asked.spec.loop.rollouts, case.spec.loop.rollouts)
-    return out + _nodes_words(asked, case)
+        words += [f"engine.kind={case.servers.kind}"] if base.servers is None else []
+        words += setting_words("engine", base.servers or default_servers(), case.servers)
+    words += setting_words("rollouts", base.spec.loop.rollouts, case.spec.loop.rollouts)
+    return words + _nodes_words(base, case)

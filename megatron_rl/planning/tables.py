@@ -28,7 +28,7 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
         f"{flops / plan.cycle_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone",
         highlight=True,
     )
-    assumed = [f"in {iteration.role}'s iteration {one}" for iteration in plan.iterations for one in iteration.episodes]
+    assumed = [f"in {part.role}'s iteration {episode}" for part in plan.iterations for episode in part.episodes]
     _show_remarks([*notes, *assumed], plan.problems, console)
     for line in advice:
         console.print(f"- {escape(line)}")
@@ -38,47 +38,47 @@ def show_parts(plan: RunPlan, console: Console, *, notes: Sequence[str]) -> None
     """Prints the tables of a command other than `train`, followed by notes and problems."""
     _show_memory(plan, console)
     table = _table("part", "times", "seconds", "of these", "tokens written", title="time")
-    for one in plan.iterations:
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in one.phases.items())
-        table.add_row(one.role, f"{one.times:,}", f"{one.seconds:,.1f}", phases, f"{one.generated:,.0f}")
+    for part in plan.iterations:
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in part.phases.items())
+        table.add_row(part.role, f"{part.times:,}", f"{part.seconds:,.1f}", phases, f"{part.generated:,.0f}")
     console.print(table)
     _show_remarks(notes, plan.problems, console)
 
 
-def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:
+def show_search(proposals: Sequence[Proposal], base: RunPlan, console: Console) -> None:
     """Prints the proposals of a search, fastest first, with the config overrides of each proposal."""
-    if not found:
+    if not proposals:
         console.print("[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths")
-    for one in found:
-        saved = "" if asked.problems else f" ({one.plan.cycle_s / asked.cycle_s:.0%} of what was asked about)"
-        layouts = "; ".join(f"{role.name} {role.parallel}" for role in one.plan.roles)
-        console.print(f"[bold]{one.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}")
-        words = " ".join(map(_quoted, one.overrides)) or "as it is"
+    for proposal in proposals:
+        saved = "" if base.problems else f" ({proposal.plan.cycle_s / base.cycle_s:.0%} of what was asked about)"
+        layouts = "; ".join(f"{role.name} {role.parallel}" for role in proposal.plan.roles)
+        console.print(f"[bold]{proposal.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}")
+        words = " ".join(map(_quoted, proposal.overrides)) or "as it is"
         console.print(f"    {words}", markup=False, soft_wrap=True)  # brackets such as [mlp] are not markup
 
 
-def show_schedules(found: Sequence[Schedule], own: int, console: Console, *, auto: bool) -> None:
-    """Prints the simulated schedules. `own`: max_staleness of the run. `auto`: whether the plan chose this value."""
+def show_schedules(schedules: Sequence[Schedule], max_staleness: int, console: Console, *, auto: bool) -> None:
+    """Prints the simulated schedules. `max_staleness`: the run's value. `auto`: whether the plan chose this value."""
     table = _table(
         "rollouts.max_staleness", "iterations an hour", "engines idle", "trainer idle",
         "samples trained 0, 1, ... updates after their start", title="iterations in flight, simulated",
     )  # fmt: skip
-    for one in found:
-        mark = "" if one.max_staleness != own else " (auto)" if auto else " (configured)"
-        ages = ", ".join(f"{share:.0%}" for share in one.staleness)
-        idle = f"{one.engines_idle:.0%}", f"{one.trainer_idle:.0%}"
-        table.add_row(f"{one.max_staleness}{mark}", f"{one.iterations_per_hour:.3g}", *idle, ages)
+    for schedule in schedules:
+        mark = "" if schedule.max_staleness != max_staleness else " (auto)" if auto else " (configured)"
+        ages = ", ".join(f"{share:.0%}" for share in schedule.staleness)
+        idle = f"{schedule.engines_idle:.0%}", f"{schedule.trainer_idle:.0%}"
+        table.add_row(f"{schedule.max_staleness}{mark}", f"{schedule.iterations_per_hour:.3g}", *idle, ages)
     console.print(table)
 
 
-def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
+def show_alternatives(alternatives: Sequence[Alternative], console: Console) -> None:
     """Prints the time and GPUs of the run with the configured engine, which comes first, and with other engines."""
     title = "engines: the config's own first, then what others would give"
     table = _table("engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title)
-    for one in found:
-        cost = "does not fit" if one.problem else f"{one.cycle_s:.0f}"
-        words = "\n".join(map(_quoted, one.overrides)) or "as it is"
-        table.add_row(one.engine, str(one.engine_gpus or ""), str(one.trainer_gpus), cost, words)
+    for option in alternatives:
+        cost = "does not fit" if option.problem else f"{option.cycle_s:.0f}"
+        words = "\n".join(map(_quoted, option.overrides)) or "as it is"
+        table.add_row(option.engine, str(option.engine_gpus or ""), str(option.trainer_gpus), cost, words)
     console.print(table)
 
 
@@ -143,19 +143,19 @@ def _servers_table(plan: RunPlan) -> Table:
 
 def _time_table(plan: RunPlan) -> Table:
     every = plan.iterations
-    heads = [f"{one.role}'s iteration" + (f" (x{one.times})" if one.times > 1 else "") for one in every]
+    heads = [f"{part.role}'s iteration" + (f" (x{part.times})" if part.times > 1 else "") for part in every]
     table = _table("seconds", *heads, "of a cycle", title="time")
-    whole, longest = sum(plan.phases.values()), max(plan.phases.values())
+    total_s, longest = sum(plan.phases.values()), max(plan.phases.values())
     for name, seconds in plan.phases.items():
-        own = [f"{one.phases[name]:.1f}" if name in one.phases else "" for one in every]
-        table.add_row(name, *own, f"{seconds / whole:.0%}", style="bold" if seconds == longest else "")
-    if any(one.hidden for one in every):
-        table.add_row("beside others", *(f"-{one.hidden:.1f}" for one in every), "")
-    table.add_row("iteration", *(f"{one.seconds:.1f}" for one in every), f"{plan.cycle_s:.0f} s")
-    decoded = ["; ".join(f"{name} {count:.0f}" for name, count in one.rows.items()) for one in every]
+        cells = [f"{part.phases[name]:.1f}" if name in part.phases else "" for part in every]
+        table.add_row(name, *cells, f"{seconds / total_s:.0%}", style="bold" if seconds == longest else "")
+    if any(part.hidden for part in every):
+        table.add_row("beside others", *(f"-{part.hidden:.1f}" for part in every), "")
+    table.add_row("iteration", *(f"{part.seconds:.1f}" for part in every), f"{plan.cycle_s:.0f} s")
+    decoded = ["; ".join(f"{name} {count:.0f}" for name, count in part.rows.items()) for part in every]
     table.add_row("decoded at once, an engine", *decoded, "", style="dim")
-    table.add_row("model's PFLOP in training", *(f"{one.flops / 1e15:,.0f}" for one in every), "", style="dim")
-    table.add_row("refit, GB sent", *(f"{one.sent / 1e9:,.1f}" for one in every), "", style="dim")
+    table.add_row("model's PFLOP in training", *(f"{part.flops / 1e15:,.0f}" for part in every), "", style="dim")
+    table.add_row("refit, GB sent", *(f"{part.sent / 1e9:,.1f}" for part in every), "", style="dim")
     return table
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.model import WEIGHT_BYTES, RoleConfig
+from megatron_rl.models.shape import Shape
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.memory import MASTER, MOMENTS
 from megatron_rl.planning.other_commands import Rows, evaluation_work
@@ -38,57 +40,62 @@ class Totals:
         )
 
 
-def of_training(case: Case, made: RunPlan, rows: Rows, fills: Mapping[str, float]) -> Totals:
+def of_training(case: Case, plan: RunPlan, rows: Rows, fills: Mapping[str, float]) -> Totals:
     """Returns the totals of a training run. All iterations are assumed to take as long as those of the planned cycle.
     `rows`: numbers of rows of the evaluation sets."""
     spec, iterations = case.spec, case.spec.loop.num_iterations
     settings, run = spec.loop.evaluation, spec.run
     solver = spec.roles[case.work[0].draws[0].role]
     evaluated_s, evaluations = 0.0, 0
-    cycles = iterations / sum(one.times for one in made.iterations)
+    cycles = iterations / sum(iteration.times for iteration in plan.iterations)
     if spec.data.held_out and solver.endpoint is None and solver.head is None:
         work = evaluation_work(spec.data.held_out, solver, rows, fills, greedy=settings.greedy)
         each_s = make(replace(case.with_staleness(0), work=work)).cycle_s
-        regular, left = divmod(iterations, settings.every) if settings.every else (0, iterations)
-        evaluations = settings.at_start + regular + (left > 0)
+        regular, remainder = divmod(iterations, settings.every) if settings.every else (0, iterations)
+        evaluations = settings.at_start + regular + (remainder > 0)
         evaluated_s = evaluations * each_s
         if evaluations and spec.evaluates_beside:  # all evaluations except the last overlap one iteration each
-            beside_s = max(0.0, each_s - cycles * made.cycle_s / iterations)
+            beside_s = max(0.0, each_s - cycles * plan.cycle_s / iterations)
             evaluated_s = (evaluations - 1) * beside_s + each_s
     best = settings.best.keep if settings.best else 0
     disk = checkpoint_bytes(case, keep=run.keep + 1 + best, models=1 + best)
     if run.save_rollouts_every:
-        written = cycles * sum(one.generated * one.times for one in made.iterations)
+        written = cycles * sum(iteration.generated * iteration.times for iteration in plan.iterations)
         disk += TOKEN_BYTES * written / run.save_rollouts_every
     return _totals(
-        "iterations", iterations, cycles * made.cycle_s, case, disk=disk, evaluations=(evaluations, evaluated_s)
+        "iterations", iterations, cycles * plan.cycle_s, case, disk=disk, evaluations=(evaluations, evaluated_s)
     )  # fmt: skip
 
 
-def of_command(spec: Spec, case: Case, made: RunPlan, rows: Rows) -> Totals:
+def of_command(spec: Spec, case: Case, plan: RunPlan, rows: Rows) -> Totals:
     """Returns the totals of `sft`, `generate` or `eval`."""
     if isinstance(spec, SftSpec):
         size = 0 if spec.steps else rows.of("data", PromptSet(path=spec.data.train))
-        steps = spec.steps or max(1, round(spec.epochs * size / spec.samples_per_step))
+        steps = max(1, spec.num_steps(size))
         disk = checkpoint_bytes(case, keep=spec.run.keep + 1, models=1)
-        return _totals("steps", steps, steps * made.cycle_s, case, disk=disk)
-    answers = sum(draw.samples * one.times for one in case.work for draw in one.draws[:1])
-    disk = TEXT_BYTES * sum(one.generated * one.times for one in made.iterations)
-    return _totals("answers", answers, made.cycle_s, case, disk=disk)
+        return _totals("steps", steps, steps * plan.cycle_s, case, disk=disk)
+    answers = sum(draw.samples * work.times for work in case.work for draw in work.draws[:1])
+    disk = TEXT_BYTES * sum(iteration.generated * iteration.times for iteration in plan.iterations)
+    return _totals("answers", answers, plan.cycle_s, case, disk=disk)
 
 
 def checkpoint_bytes(case: Case, *, keep: int, models: int) -> float:
-    """Returns the bytes of `keep` checkpoints and of `models` exported models of all trained policies. A checkpoint has
-    the weights, the float32 master weights and Adam's moments. If a policy trains LoRA adapters, a checkpoint has
-    these tensors only for the adapters.
+    """Returns the bytes of `keep` checkpoints and of `models` exported models of all trained policies."""
+    trained = {case.roles[role].owner for work in case.work for role in work.roles}
+    sizes = [saved_bytes(case.roles[name], case.models[name]) for name in trained]
+    return float(sum(keep * checkpoint + models * model for checkpoint, model in sizes))
+
+
+def saved_bytes(role: RoleConfig, shape: Shape) -> tuple[int, int]:
+    """Returns the bytes of (one checkpoint, the exported model) of a trained policy.
+
+    A checkpoint has the weights, Adam's moments and float32 weights, which Megatron-core's optimizer writes as `param`
+    also if the weights are float32 (megatron/optimizer_checkpoint.py). If the policy trains LoRA adapters, a checkpoint
+    has these tensors only for the adapters.
     """
-    out = 0.0
-    for name in {case.roles[role].owner for one in case.work for role in one.roles}:
-        role, shape = case.roles[name], case.models[name]
-        width = {"bfloat16": 2, "float32": 4}[role.model.dtype]
-        own = adapter_elements(shape, Parallel(world=1), role.lora, 0) if role.lora else total(shape)
-        out += keep * own * (width + MOMENTS + (MASTER if width == 2 else 0)) + models * width * total(shape)
-    return out
+    width = WEIGHT_BYTES[role.model.dtype]
+    trained = adapter_elements(shape, Parallel(world=1), role.lora) if role.lora else total(shape)
+    return trained * (width + MOMENTS + MASTER), width * total(shape)
 
 
 def _totals(

@@ -107,31 +107,31 @@ def cycle_work(
     cycle = schedule[bisect_right(ends, ends[-1] // 2)]
     # leave out critics that share a policy's model, because they add no work
     iterations = [tuple(name for name in roles if not spec.roles[name].shares_as_critic) for roles in cycle]
-    out = list[IterationWork]()
+    work = list[IterationWork]()
     for roles in dict.fromkeys(iterations):
-        said, same = Counter[str](), Counter[str]()
+        drawn, same = Counter[str](), Counter[str]()
         for name in roles:  # take the largest number of any role, because all roles share one set of samples
-            said |= Counter(parts[name].drawn or {name: parts[name].samples})
+            drawn |= Counter(parts[name].drawn or {name: parts[name].samples})
             same |= Counter(parts[name].per_prompt)
-        own = {**said, **{to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}}
-        found = _draws(spec, own, same, fills or {}, episodes)
+        counts = {**drawn, **{to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}}
+        role_draws = _draws(spec, counts, same, fills or {}, episodes)
         trained = [
-            replace(one, samples=max(1, round(one.samples * parts[one.role].samples / said[one.role])))
-            for one in found if one.role in roles
+            replace(draw, samples=max(1, round(draw.samples * parts[draw.role].samples / drawn[draw.role])))
+            for draw in role_draws if draw.role in roles
         ]  # fmt: skip
         scores = spec.recipe.scores_of(roles)
         # a critic is trained on the samples that it scores
         read = {score.by: score.role for score in scores if score.name == "value"}
-        trained += [replace(one, role=name) for name in roles for one in trained if read.get(name) == one.role != name]
+        trained += [replace(d, role=name) for name in roles for d in trained if read.get(name) == d.role != name]
         # no texts are generated for a reward model: it reads the samples of the first trained role
-        sizes = {one.role: one for one in [*found, *trained]}
+        sizes = {draw.role: draw for draw in [*role_draws, *trained]}
         passes = dict.fromkeys((score.role, score.by, score.name == "reference_logprobs") for score in scores)
         scored = [
             ScorePass(draw=replace(sizes.get(role, trained[0]), role=role), by=by, reference=reference)
             for role, by, reference in passes
         ]
-        out.append(IterationWork(draws=found, scores=scored, trained=trained, times=iterations.count(roles)))
-    return out
+        work.append(IterationWork(draws=role_draws, scores=scored, trained=trained, times=iterations.count(roles)))
+    return work
 
 
 def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float]:
@@ -141,16 +141,16 @@ def fills_of(roles: Collection[str], settings: Sequence[str]) -> dict[str, float
 
     Raises ConfigError for an unknown role, and for a share outside (0, 1].
     """
-    found = _by_name("--fill", "ROLE=SHARE", settings, roles)
+    fills = _by_name("--fill", "ROLE=SHARE", settings, roles)
     refuse(
         *(
             f"--fill {share:g}: mean lengths as a share of the longest, above 0 and at most 1"
-            for share in found.values()
+            for share in fills.values()
             if not 0 < share <= 1
         )
     )
-    everywhere = found.pop("", None)
-    return ({} if everywhere is None else dict.fromkeys(roles, everywhere)) | found
+    everywhere = fills.pop("", None)
+    return ({} if everywhere is None else dict.fromkeys(roles, everywhere)) | fills
 
 
 def rows_given(sets: Collection[str], settings: Sequence[str]) -> dict[str, float]:
@@ -158,9 +158,9 @@ def rows_given(sets: Collection[str], settings: Sequence[str]) -> dict[str, floa
 
     Raises ConfigError for an unknown set, and for a number below 1.
     """
-    found = _by_name("--rows", "SET=NUMBER", settings, sets)
-    refuse(*(f"--rows {number:g}: a number of rows, 1 or more" for number in found.values() if not 1 <= number < 1e12))
-    return found
+    counts = _by_name("--rows", "SET=NUMBER", settings, sets)
+    refuse(*(f"--rows {number:g}: a number of rows, 1 or more" for number in counts.values() if not 1 <= number < 1e12))
+    return counts
 
 
 def _by_name(option: str, form: str, settings: Sequence[str], names: Collection[str]) -> dict[str, float]:
@@ -177,13 +177,13 @@ def draws_of(roles: Collection[str], settings: Sequence[str]) -> dict[tuple[str,
 
     Raises ConfigError for an unknown role, and for a number that is not positive.
     """
-    out = dict[tuple[str, str], float]()
+    draws = dict[tuple[str, str], float]()
     for text in settings:
         [iteration, role, _] = _split("--draws", "ITERATION.ROLE=NUMBER", text, roles)
-        out[iteration, role] = _number("--draws", text)
-        if not 0 < out[iteration, role] < float("inf"):
+        draws[iteration, role] = _number("--draws", text)
+        if not 0 < draws[iteration, role] < float("inf"):
             raise ConfigError(f"--draws {text}: a mean number of samples for each prompt, above 0")
-    return out
+    return draws
 
 
 def _split(option: str, form: str, text: str, roles: Collection[str]) -> list[str]:
@@ -221,18 +221,18 @@ def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEsti
 
     Raises ConfigError for an unknown role or name, and for an invalid value.
     """
-    own: dict[str, list[str]] = {name: [] for name in spec.roles}
+    settings_of_role: dict[str, list[str]] = {name: [] for name in spec.roles}
     for text in settings:
         [role, name, value] = _split("--episode", "ROLE.name=value", text, spec.roles)
-        own[role].append(f"{name}={value}")
-    parts, out = spec.recipe.roles(), dict[str, EpisodeEstimate]()
-    for name, given in own.items():
-        said = asdict(parts[name].episode) if name in parts else {}
+        settings_of_role[role].append(f"{name}={value}")
+    parts, estimates = spec.recipe.roles(), dict[str, EpisodeEstimate]()
+    for name, role_settings in settings_of_role.items():
+        defaults = asdict(parts[name].episode) if name in parts else {}
         try:
-            out[name] = config_files.load(EpisodeEstimate, [], given, trees=[("the recipe", said)])
+            estimates[name] = config_files.load(EpisodeEstimate, [], role_settings, trees=[("the recipe", defaults)])
         except ConfigError as error:
             raise ConfigError(f"--episode of {name}: {error}") from error
-    return out
+    return estimates
 
 
 def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
@@ -253,18 +253,18 @@ def _draws(
     fills: Mapping[str, float],
     episodes: Mapping[str, EpisodeEstimate],
 ) -> list[Draw]:
-    out = list[Draw]()
-    for name, each in drawn.items():
+    draws = list[Draw]()
+    for name, samples_per_prompt in drawn.items():
         role, episode = spec.roles[name], episodes[name]
-        samples = max(1, round(spec.run.prompts_per_iteration * each))
+        samples = max(1, round(spec.run.prompts_per_iteration * samples_per_prompt))
         prompt, response, longest = _lengths(role, episode, fills.get(name))
-        out.append(
+        draws.append(
             Draw(
                 role=name, samples=samples, prompt=prompt, response=response, longest=longest, episode=episode,
-                per_prompt=max(1.0, min(each, alike.get(name, 1))),
+                per_prompt=max(1.0, min(samples_per_prompt, alike.get(name, 1))),
             )
         )  # fmt: skip
-    return out
+    return draws
 
 
 def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> tuple[float, float, int]:
@@ -277,32 +277,32 @@ def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float | None) -> 
     least a part 1 / (number of answers) of these tokens is left to the prompt. The maximum is the length of each answer
     in the longest sample, if all answers of this sample are equally long.
     """
-    own, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
-    before, response = share * role.max_prompt_tokens, share * longest
+    mean_tokens, share, longest = role.mean_tokens, FILL if fill is None else fill, role.sampling.max_tokens
+    preceding, response = share * role.max_prompt_tokens, share * longest
     if fill is None:
-        before = min(own.prompt or before, role.max_prompt_tokens)
-        response = min(own.answer or response, longest)
+        preceding = min(mean_tokens.prompt or preceding, role.max_prompt_tokens)
+        response = min(mean_tokens.answer or response, longest)
     if not episode.bounded or episode.answers == 1:
-        return before, response, longest
+        return preceding, response, longest
     later = episode.answers - 1
-    response = min(response, max(1.0, before / episode.answers - episode.told))
-    prompt = max(1.0, before - later * (response + episode.told))
+    response = min(response, max(1.0, preceding / episode.answers - episode.told))
+    prompt = max(1.0, preceding - later * (response + episode.told))
     room = longest_context(role, episode) - prompt - later * episode.told
     return prompt, response, min(longest, max(1, int(room / episode.answers)))
 
 
-def models_of(roles: Mapping[str, RoleConfig], given: Sequence[str]) -> dict[str, Shape]:
+def models_of(roles: Mapping[str, RoleConfig], settings: Sequence[str]) -> dict[str, Shape]:
     """Returns the shape of every role's model.
 
-    `given`: texts of the form ROLE=SOURCE. For such a role, the shape is read from SOURCE instead of from the role's
+    `settings`: texts of the form ROLE=SOURCE. For such a role, the shape is read from SOURCE instead of from the role's
     model path.
 
     Raises ConfigError for an invalid format, and for a model whose shape cannot be resolved.
     """
     sources = {name: role.model.path for name, role in roles.items()}
-    sources |= dict(_split("--shape", "ROLE=SOURCE", word, roles) for word in given)
+    sources |= dict(_split("--shape", "ROLE=SOURCE", word, roles) for word in settings)
     shapes = {name: read_shape(source) for name, source in sources.items()}
-    return {name: replace(own, sizes=own.sizes.with_head(roles[name].head)) for name, own in shapes.items()}
+    return {name: replace(shape, sizes=shape.sizes.with_head(roles[name].head)) for name, shape in shapes.items()}
 
 
 def guess_notes(models: Mapping[str, Shape]) -> list[str]:

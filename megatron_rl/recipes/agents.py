@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.algorithms.advantages import TRAINED, EstimatorName, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
 from megatron_rl.config.base import Count, Decay, refuse
 from megatron_rl.recipes.critics import Critics, WithCritics
@@ -19,7 +19,7 @@ from megatron_rl.training.iteration import (
     RolloutsByRole,
     Schedule,
 )
-from megatron_rl.types import EPISODE, Prompt, Rollout
+from megatron_rl.types import EPISODE, TRAINED, Prompt, Rollout
 
 
 @dataclass(kw_only=True)
@@ -85,14 +85,14 @@ class Agents(OverEpisodes, WithCritics):
         problems = source.take()
         seeds = [context.seed_for(iteration.number, "task", i) for i in range(len(problems))]
         samplings = {role: sampling_for(context, iteration, role, 1) for role in self.agents}
-        played = self.play_episodes(context, problems, seeds, samplings, each=self.group_size)
+        played = self.play_episodes(context, problems, seeds, samplings, per_problem=self.group_size)
         context.add_metrics(iteration.role, played.metrics)
         return {role: [r for r in played.rollouts if r.role == role] for role in self._trained}
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         if self._critics.critic_of:
             return self._critics.credit(iteration, rollouts, context, reward=self.rewards)
-        return {role: self._credited(own) for role, own in rollouts.items()}
+        return {role: self._credited(credited) for role, credited in rollouts.items()}
 
     def evaluate(self, prompts: Sequence[Prompt], context: RolloutContext) -> dict[str, float]:
         """Plays `context.evaluation.n` episodes of each problem, and one greedy episode if `context.evaluation` asks

@@ -13,10 +13,11 @@ from megatron_rl.rewards.answer_key import answer_key
 from megatron_rl.run.metrics import REPLACED
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import evaluated, greedy
-from megatron_rl.types import Outcome, Prompt, Rollout
+from megatron_rl.types import CUT_OFF, Outcome, Prompt, Rollout
 
 Answer = dict[str, Any]  # a Sample (see evaluation.samples) of a graded answer, without the keys "set", "measure"
-GradedAnswer = tuple[Rollout, str, bool]  # an answer with the reward `outcome`, its text, and whether it is correct
+# an answer with the reward `outcome`, its text, and whether it is correct (None if unknown)
+GradedAnswer = tuple[Rollout, str, bool | None]
 
 
 def accuracies(
@@ -31,11 +32,11 @@ def accuracies(
     wrong, with a reward of 0. The metric `replaced` is the number of samples that were replaced because their grading
     failed. Counts of 0 are left out.
     """
-    draws, own, seed = context.evaluation, context.samplings[role], context.seed
-    answers, solutions, replaced = _answers(context, role, prompts, evaluated(own, draws, seed=seed))
+    draws, sampling, seed = context.evaluation, context.samplings[role], context.seed
+    answers, solutions, replaced = _answers(context, role, prompts, evaluated(sampling, draws, seed=seed))
     metrics = answer_metrics(role, answers, draws.k) | ({f"{role}/replaced": replaced} if replaced else {})
     if draws.also_greedy:
-        likeliest = answer_metrics(role, _answers(context, role, prompts, greedy(own, seed=seed))[0])
+        likeliest = answer_metrics(role, _answers(context, role, prompts, greedy(sampling, seed=seed))[0])
         names = [f"{role}/{name}" for name in ("accuracy", "reward", "ungraded")]
         metrics |= {f"{name}_greedy": likeliest[name] for name in names if name in likeliest}
     context.answers[role] = answers
@@ -43,14 +44,14 @@ def accuracies(
 
 
 def accuracies_of_fitting(
-    context: RolloutContext, role: str, prompts: Sequence[Prompt], own: Sequence[Prompt | None]
+    context: RolloutContext, role: str, prompts: Sequence[Prompt], prompts_of_role: Sequence[Prompt | None]
 ) -> dict[str, float]:
     """Evaluates a role, like `accuracies`, on the problems whose prompts are short enough for the role. Returns the
     metrics, among them `too_long`, the number of problems whose prompts are too long.
 
-    `own`: the role's prompt of each problem, or None if the prompt is too long.
+    `prompts_of_role`: the role's prompt of each problem, or None if the prompt is too long.
     """
-    fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
+    fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, prompts_of_role, strict=True) if o is not None]
     metrics = accuracies(context, role, fitting)[0] if fitting else {}
     too_long = len(prompts) - len(fitting)
     return metrics | ({f"{role}/too_long": float(too_long)} if too_long else {})
@@ -59,8 +60,8 @@ def accuracies_of_fitting(
 def answer_metrics(role: str, answers: Sequence[Sequence[Answer]], ks: Sequence[int] = ()) -> dict[str, float]:
     """Returns {role/metric: mean over problems} of graded answers. role/ungraded is the number of answers without a
     score, and is left out if it is 0. `answers`: [P][n] answers. `ks`: the values of k for pass@k."""
-    ungraded = sum(row["outcome"] != Outcome.SCORE.value for own in answers for row in own)
-    metrics = {f"{role}/{name}": sum(own) / len(own) for name, own in answer_values(answers, ks).items()}
+    ungraded = sum(row["outcome"] not in (Outcome.SCORE.value, CUT_OFF) for group in answers for row in group)
+    metrics = {f"{role}/{name}": sum(values) / len(values) for name, values in answer_values(answers, ks).items()}
     return metrics | ({f"{role}/ungraded": float(ungraded)} if ungraded else {})
 
 
@@ -80,8 +81,8 @@ def _answer(prompt: Prompt, place: int, sample: int, graded: GradedAnswer | None
     rollout, text, correct = graded
     return row | {
         "response": text, "score": rollout.rewards["outcome"], "correct": correct,
-        "outcome": Outcome.SCORE.value, "key": answer_key(text), "finished": rollout.stop.finished,
-        "tokens": rollout.length,
+        "outcome": rollout.payload.get("grading", Outcome.SCORE.value), "key": answer_key(text),
+        "finished": rollout.stop.finished, "tokens": rollout.length,
     }  # fmt: skip
 
 
@@ -91,8 +92,10 @@ def _answers(
     """Samples and grades n = `sampling.n` answers to each of P problems. Returns ([P][n] answers as dictionaries, the
     solutions that were graded, number of samples that were replaced because their grading failed).
     """
-    found: dict[int, Solution] = {}
-    solutions, metrics = solve(context, role, prompts, sampling, found.__setitem__, voted=False)
+    solved: dict[int, Solution] = {}
+    solutions, metrics = solve(context, role, prompts, sampling, solved.__setitem__, voted=False)
     replaced = sum(count for name, count in metrics.items() if name.startswith(REPLACED))
-    graded = {divmod(place, sampling.n): (s.rollout, s.text, s.correct) for place, s in found.items()}
+    graded = {
+        divmod(place, sampling.n): (s.rollout, s.text, s.rollout.payload["correct"]) for place, s in solved.items()
+    }
     return answers_of(prompts, graded, sampling.n), solutions, replaced

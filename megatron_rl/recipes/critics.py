@@ -9,25 +9,28 @@ from typing import Any
 from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.algorithms.estimators import GAE, word_of
 from megatron_rl.algorithms.gae import Gae, adapted, assign_gae
-from megatron_rl.chat_template import check_models
+from megatron_rl.algorithms.value_loss import ValueLoss
+from megatron_rl.batches.packed_batch import inputs_of_rollouts
 from megatron_rl.config import files
 from megatron_rl.config.base import Use, refuse
 from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.texts.chat_template import check_models
 from megatron_rl.training.iteration import CreditContext, Iteration, Recipe, RecipeRole, RolloutsByRole, Schedule, Score
 from megatron_rl.types import Rollout
 
 
 @dataclass(kw_only=True)
 class Critics:
-    """The critics of a recipe, and the current KL coefficient of each role with a critic. The coefficients are saved
-    with the recipe's state. Without critics, the methods change nothing.
+    """The critics of a recipe, and the factor on the KL coefficient of each role with a critic, which `kl_target`
+    changes. The factors are saved with the recipe's state, the coefficient is a setting. Without critics, the methods
+    change nothing.
     """
 
     critic_of: Mapping[str, str]  # {role: name of the critic that reads the rollouts of the role}
     settings: Gae = field(default_factory=Gae)
 
     def __post_init__(self) -> None:
-        self.kl_coefs = dict.fromkeys(self.critic_of, self.settings.kl_coef)  # current coefficient by role
+        self.kl_factors = dict.fromkeys(self.critic_of, 1.0)  # current factor on settings.kl_coef by role
 
     @staticmethod
     def of(estimator: EstimatorName, critic_of: Mapping[str, str]) -> "Critics":
@@ -40,11 +43,11 @@ class Critics:
         return Critics(critic_of=critic_of, settings=files.load(Gae, trees=[("estimator gae", args)]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the KL coefficients, for the recipe's state."""
-        return {"kl_coefs": dict(self.kl_coefs)}
+        """Returns the factors on the KL coefficient, for the recipe's state."""
+        return {"kl_factors": dict(self.kl_factors)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.kl_coefs = dict(state["kl_coefs"])
+        self.kl_factors = {role: state["kl_factors"].get(role, 1.0) for role in self.critic_of}
 
     def roles(self, parts: Mapping[str, RecipeRole]) -> dict[str, RecipeRole]:
         """Returns the roles of a recipe and of its critics. `parts`: the roles of the recipe."""
@@ -52,7 +55,9 @@ class Critics:
             role: replace(parts[role], reference=parts[role].trained and self.settings.kl_coef > 0)
             for role in self.critic_of
         }
-        return {**parts, **read, **{self.critic_of[role]: replace(parts[role], head="value") for role in read}}
+        values = inputs_of_rollouts(ValueLoss.needs)
+        critics = {self.critic_of[role]: replace(parts[role], head="value", gives=values) for role in read}
+        return {**parts, **read, **critics}
 
     def schedule(self, schedule: Schedule) -> Schedule:
         """Returns a schedule in which the critic of a role is trained in every iteration that trains the role."""
@@ -64,10 +69,10 @@ class Critics:
     def scores(self, iteration: Iteration) -> list[Score]:
         """Returns the requests for values and log-probs per token that `credit` needs in an iteration."""
         read = self._read(iteration)
-        found = [Score(role=role, name="value", by=critic) for role, critic in read.items()]
+        requests = [Score(role=role, name="value", by=critic) for role, critic in read.items()]
         if self.settings.kl_coef:
-            found += [Score(role=r, name=name, by=r) for r in read for name in ("logprobs", "reference_logprobs")]
-        return found
+            requests += [Score(role=r, name=name, by=r) for r in read for name in ("logprobs", "reference_logprobs")]
+        return requests
 
     def check(self, spec: RunSpec) -> None:
         """Raises ConfigError if a critic cannot read the rollouts of its role."""
@@ -100,15 +105,15 @@ class Critics:
     def _too_short(self, spec: RunSpec) -> Iterator[str]:
         """Yields an error message for each critic that reads shorter prompts or responses than its role may have."""
         for role, critic in self.critic_of.items():
-            own, read = spec.roles[critic], spec.roles[role]
+            critic_spec, read = spec.roles[critic], spec.roles[role]
             lengths = {
-                "max_prompt_tokens": (own.max_prompt_tokens, read.max_prompt_tokens),
-                "sampling.max_tokens": (own.sampling.max_tokens, read.sampling.max_tokens),
+                "max_prompt_tokens": (critic_spec.max_prompt_tokens, read.max_prompt_tokens),
+                "sampling.max_tokens": (critic_spec.sampling.max_tokens, read.sampling.max_tokens),
             }
-            for setting, (given, needed) in lengths.items():
-                if given < needed:
+            for setting, (limit, needed) in lengths.items():
+                if limit < needed:
                     yield (
-                        f"roles.{critic}.{setting} = {given} is less than roles.{role}.{setting} = {needed}, and "
+                        f"roles.{critic}.{setting} = {limit} is less than roles.{role}.{setting} = {needed}, and "
                         f"{critic} reads the rollouts of {role}: set it to {needed}"
                     )
 
@@ -130,15 +135,16 @@ class Critics:
         """
         credited: dict[str, list[Rollout]] = {}
         for role, critic in self._read(iteration).items():
-            kl_coef = self.kl_coefs[role]
-            found = assign_gae(rollouts[role], self.settings, reward=reward, kl_coef=kl_coef, weights=weights)
-            self.kl_coefs[role] = adapted(kl_coef, found.kl, len(rollouts[role]), self.settings)
+            factor = self.kl_factors[role]
+            kl_coef = self.settings.kl_coef * (1.0 if self.settings.kl_target is None else factor)
+            credit = assign_gae(rollouts[role], self.settings, reward=reward, kl_coef=kl_coef, weights=weights)
+            self.kl_factors[role] = adapted(factor, credit.kl, credit.num_units, self.settings)
             warm = iteration.update(role) >= self.settings.critic_warmup
-            credited[role] = finish(found.policy) if warm else []
-            credited[critic] = [replace(rollout, role=critic) for rollout in found.critic]
-            context.add_metrics(critic, found.metrics)
+            credited[role] = finish(credit.policy) if warm else []
+            credited[critic] = [replace(rollout, role=critic) for rollout in credit.critic]
+            context.add_metrics(critic, credit.metrics)
             if kl_coef:
-                context.add_metrics(role, {"kl_in_reward": found.kl, "kl_coef": kl_coef})
+                context.add_metrics(role, {"kl_in_reward": credit.kl, "kl_coef": kl_coef})
         return credited
 
     def _read(self, iteration: Iteration) -> dict[str, str]:

@@ -52,29 +52,30 @@ class Curriculum(Rates):
 
     def check(self, spec: RunSpec) -> None:
         """Raises ConfigError if the argument `sources` has a key that is not a name in the setting data.sources."""
-        known = spec.data.weights
+        weights = spec.data.weights
         refuse(
             *(
                 f"recipe.args.curriculum.sources.{name}: there is no such source; data.sources has "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(weights) or 'none'}"
                 for name in self.sources
-                if name not in known
+                if name not in weights
             )
         )
 
 
 @dataclass
 class Record:
-    """The state of a curriculum: the data rows that are never used again (retired), and the rows that are skipped for
-    some epochs (resting). A row is an index, or SOURCE/INDEX if the data has several sources.
+    """The state of a curriculum: the success rate of each data row for which a group was sampled. From the rates and
+    the present settings follow the rows that are never used again (retired), and the rows that are skipped for some
+    epochs (resting). A row is an index, or SOURCE/INDEX if the data has several sources.
 
     The state is saved with the recipe's state, together with the position in the data. So a resumed run skips the same
-    problems.
+    problems, and a run that continues with other settings skips the problems that these settings select.
     """
 
-    curriculum: Curriculum | None  # None if no problem is ever skipped
-    retired: set[int | str] = field(default_factory=set)
-    resting: dict[int | str, int] = field(default_factory=dict)
+    curriculum: Curriculum | None  # None if no problem is skipped; the rates are then kept unchanged
+    # {row: (epoch, success rate) of the last group; of the first group that retired the row}
+    rates: dict[int | str, tuple[int, float]] = field(default_factory=dict)
 
     def over(self, source: PromptSource) -> PromptSource:
         """Returns a source that yields the problems of `source` without the problems that the curriculum skips. The
@@ -87,18 +88,25 @@ class Record:
         if self.curriculum is None:
             return
         for epoch, row, rate in rates:
-            self.resting.pop(row, None)
-            own = self.curriculum.of(row)
-            if own.retire_at is not None and rate >= own.retire_at:
-                self.retired.add(row)
-            elif row in self.retired:  # an update larger than the data set has a problem twice
-                continue
-            elif own.rest_at is not None and rate <= own.rest_at:
-                self.resting[row] = epoch + 1 + own.rest_epochs
+            # a retired row can be sampled again: an update larger than the data set has a problem twice
+            if not self.retired(row):
+                self.rates[row] = (epoch, rate)
+
+    def retired(self, row: int | str) -> bool:
+        """Returns whether a row is never used again."""
+        limit = None if self.curriculum is None else self.curriculum.of(row).retire_at
+        return limit is not None and row in self.rates and self.rates[row][1] >= limit
+
+    def rests_until(self, row: int | str) -> int:
+        """Returns the epoch before which a row is skipped, because its problem was too hard; 0 if it is not skipped."""
+        if self.curriculum is None or row not in self.rates:
+            return 0
+        limits, (epoch, rate) = self.curriculum.of(row), self.rates[row]
+        return epoch + 1 + limits.rest_epochs if limits.rest_at is not None and rate <= limits.rest_at else 0
 
     def admits(self, prompt: Prompt) -> bool:
         epoch, row = place_of(prompt)
-        return row not in self.retired and epoch >= self.resting.get(row, epoch)
+        return not self.retired(row) and epoch >= self.rests_until(row)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics `retired` and `resting`: the numbers of retired and of resting problems. If the data has
@@ -107,17 +115,21 @@ class Record:
         if self.curriculum is None:
             return {}
         counts = Counter[str]({"retired": 0, "resting": 0})
-        for name, rows in (("retired", self.retired), ("resting", self.resting)):
-            counts.update(place for row in rows for place in {name, f"{name}/{_source(row)}".rstrip("/")})
+        for row in self.rates:
+            name = "retired" if self.retired(row) else "resting" if self.rests_until(row) else None
+            if name is not None:
+                counts.update({name, f"{name}/{_source(row)}".rstrip("/")})
         return {name: float(count) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        if self.curriculum is None:
+        if not self.rates:
             return {}
-        return {"retired": sorted(self.retired), "resting": sorted(self.resting.items())}
+        epochs, rates = zip(*self.rates.values(), strict=True)
+        return {"rows": list(self.rates), "epochs": list(epochs), "rates": list(rates)}  # columns are small as JSON
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.retired, self.resting = set(state.get("retired", ())), dict(state.get("resting", ()))
+        columns = (state.get(name, ()) for name in ("rows", "epochs", "rates"))
+        self.rates = {row: (epoch, rate) for row, epoch, rate in zip(*columns, strict=True)}
 
 
 def success_rates(groups: Sequence[Group]) -> list[tuple[int, int | str, float]]:
@@ -152,11 +164,12 @@ class _Chosen:
             if self.record.admits(prompt):
                 since.pop(_source(row), None)
                 return fits(prompt)
-            own, first = curriculum.of(row), since.setdefault(_source(row), epoch)
+            limits, first = curriculum.of(row), since.setdefault(_source(row), epoch)
             # true if problems were skipped for longer than a problem rests, so that all of them must be retired
-            if epoch - first > 1 + (0 if own.rest_at is None else own.rest_epochs):
+            if epoch - first > 1 + (0 if limits.rest_at is None else limits.rest_epochs):
+                retired = sum(map(self.record.retired, self.record.rates))
                 raise NothingLeft(
-                    f"no problem is left: {len(self.record.retired)} are retired; end the run (run.iterations), "
+                    f"no problem is left: {retired} are retired; end the run (run.iterations), "
                     "add data, or raise recipe.args.curriculum.retire_at"
                 )
             return False

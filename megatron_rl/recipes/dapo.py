@@ -66,11 +66,15 @@ class Dapo(Grpo):
         if self.hints is not None and self.reward_model.used:
             yield "recipe.args: hints and reward_model: a reward model would not see the hint; take one of the two"
 
+    def needs_correct(self) -> str:
+        parts = ("curriculum", "hints", "brevity", "length_reward")
+        return next((f"recipe.args.{name}" for name in parts if vars(self)[name] is not None), "")
+
     def roles(self) -> Mapping[str, RecipeRole]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
         group = {GENERATOR: self.group_size}
-        own = {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
-        return self.reward_model.roles(own)
+        generator = {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
+        return self.reward_model.roles(generator)
 
     def check(self, spec: RunSpec) -> None:
         self.reward_model.check(spec, GENERATOR)
@@ -78,12 +82,21 @@ class Dapo(Grpo):
             self.curriculum.check(spec)
         if self.overlong is not None:
             self.overlong.check(spec, GENERATOR)
+        if spec.loop.rollouts.labels == "votes":
+            refuse(*self._vote_problems())
         if self.hints is not None:
-            if spec.loop.rollouts.labels == "votes":
-                refuse(
-                    "recipe.args.hints show known solutions, but rollouts.labels = 'votes' has none; set one of them"
-                )
             check_fields(spec, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
+
+    def _vote_problems(self) -> Iterator[str]:
+        """Yields an error message for each option that needs known answers, which majority votes replace."""
+        place = "rollouts.labels = 'votes'"
+        if self.hints is not None:
+            yield f"recipe.args.hints show known solutions, but {place} has none; set one of them"
+        if self.curriculum is not None:
+            yield (
+                f"recipe.args.curriculum retires problems that are solved, but with {place} a success rate is how "
+                "often the samples agree, right or wrong; set one of them"
+            )
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         draw = partial(self._draw, iteration, context)

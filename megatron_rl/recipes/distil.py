@@ -2,18 +2,17 @@
 every position.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_rl.algorithms.objectives import find
-from megatron_rl.chat_template import check_models
 from megatron_rl.config.base import Count, CountOrZero, refuse
 from megatron_rl.recipes.answers import accuracies
 from megatron_rl.recipes.retokenised import score_texts
 from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.texts.chat_template import check_models
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -34,8 +33,6 @@ SCORES = (
 )
 # keys in Rollout.values
 NAMES: tuple[str, ...] = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
-# inputs of a loss objective that exist only if `top_k` is above 0
-CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}
 # Two lists with an item for each rollout: {name: values from the teacher}, and the log-ratios of student to teacher at
 # the trained tokens.
 Scored = tuple[list[dict[str, np.ndarray]], list[np.ndarray]]
@@ -62,12 +59,17 @@ class Distil(Recipe):
 
     def __post_init__(self) -> None:
         check_arguments(self, templates={"template": ["question"]})
+        if self.top_k and self.retokenise:
+            refuse(f"recipe.args.top_k = {self.top_k} with retokenise: the teacher's tokens have other ids; give 0")
 
     def roles(self) -> Mapping[str, RecipeRole]:
         return {
-            STUDENT: RecipeRole(samples=self.group_size, drawn={STUDENT: self.group_size}),
+            STUDENT: RecipeRole(
+                samples=self.group_size, drawn={STUDENT: self.group_size},
+                gives=frozenset(NAMES if self.top_k else NAMES[:1]),
+            ),
             TEACHER: RecipeRole(trained=False),
-        }
+        }  # fmt: skip
 
     def schedule(self) -> Schedule:
         return [[(STUDENT,)]] * self.updates
@@ -78,24 +80,6 @@ class Distil(Recipe):
     def check(self, spec: RunSpec) -> None:
         if not self.retokenise:
             check_models(spec.roles[STUDENT].model, spec.roles[TEACHER].model, SCORES)
-        refuse(*self._problems(spec))
-
-    def _problems(self, spec: RunSpec) -> Iterator[str]:
-        """Yields an error message if the student's loss objective does not fit the recipe's arguments."""
-        loss = spec.roles[STUDENT].loss
-        reads_top = bool((objective := find(loss.objective, loss.objective_args)).needs & CANDIDATES)
-        said = f"roles.{STUDENT}.loss.objective = {loss.objective!r}"
-        if objective.uses_advantages:
-            yield f"{said} wants advantages, and nothing is rewarded here: give distilled"
-        if self.top_k and self.retokenise:
-            yield f"recipe.args.top_k = {self.top_k} with retokenise: the teacher's tokens have other ids; give 0"
-        if reads_top and not self.top_k:
-            yield f"recipe.args.top_k = 0: {said} reads the teacher's likeliest tokens; give at least 1"
-        if self.top_k and not reads_top:
-            yield (
-                f"recipe.args.top_k = {self.top_k}: {said} reads no likeliest tokens, and the teacher would be asked "
-                "for them in vain; give 0, or loss.objective: distilled_top_k"
-            )
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         sampling = sampling_for(context, iteration, STUDENT, self.group_size)
@@ -118,12 +102,12 @@ class Distil(Recipe):
         is above 0) under the names that loss objectives read, and the log-ratios of student to teacher.
         """
         if self.retokenise:
-            told, gaps = score_texts(context, written, TEACHER, self.prompt)
-            return [{NAMES[0]: scores} for scores in told], gaps
+            scores_of_rollout, gaps = score_texts(context, written, TEACHER, self.prompt)
+            return [{NAMES[0]: scores} for scores in scores_of_rollout], gaps
         texts = [rollout.tokens for rollout in written]
         if self.top_k:
-            found = context.engines[TEACHER].score_top(texts, self.top_k)
-            values = [dict(zip(NAMES, (s.logprobs, s.ids, s.top_logprobs), strict=True)) for s in found]
+            top_scores = context.engines[TEACHER].score_top(texts, self.top_k)
+            values = [dict(zip(NAMES, (s.logprobs, s.ids, s.top_logprobs), strict=True)) for s in top_scores]
         else:
             values = [{NAMES[0]: scores} for scores in context.engines[TEACHER].score(texts)]
         return values, [(r.logprobs - v[NAMES[0]])[r.trainable] for r, v in zip(written, values, strict=True)]

@@ -13,6 +13,7 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.solutions import Solution, solve
 from megatron_rl.run.metrics import REPLACED
 from megatron_rl.training.iteration import PromptSource, RolloutContext
+from megatron_rl.training.rollouts import has_signal
 from megatron_rl.types import Prompt
 
 Metrics = dict[str, float]
@@ -34,10 +35,10 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the outcomes of the solutions differ. If all outcomes are equal, all advantages are 0 and there is
-        nothing to learn.
+        """Whether the outcomes of the solutions differ by more than a rounding error. If they do not, all advantages
+        are 0 and there is nothing to learn.
         """
-        return len({s.rollout.rewards["outcome"] for s in self.solutions}) > 1
+        return has_signal((s.rollout for s in self.solutions), "outcome")
 
     def renamed(self, name: str) -> Group:
         """Returns the group with the group id of all rollouts set to `name`."""
@@ -55,10 +56,10 @@ def solve_groups(
     """Samples and grades n solutions of each of [P] prompts with recipes.solutions.solve. Returns [P] groups, and the
     metrics that `solve` returned.
     """
-    found: dict[int, Solution] = {}
-    _, metrics = solve(context, role, prompts, sampling, then=found.__setitem__)
+    solved: dict[int, Solution] = {}
+    _, metrics = solve(context, role, prompts, sampling, then=solved.__setitem__)
     places = [range(i * sampling.n, (i + 1) * sampling.n) for i in range(len(prompts))]
-    solutions = [[found[place] for place in own if place in found] for own in places]
+    solutions = [[solved[place] for place in places_of_group if place in solved] for places_of_group in places]
     return [Group(prompt=p, solutions=s, drawn=sampling.n) for p, s in zip(prompts, solutions, strict=True)], metrics
 
 
@@ -84,30 +85,30 @@ def draw_groups(source: PromptSource, draw: Draw, dynamic: DynamicSampling | Non
     Returns the groups to train on, and metrics: the metrics of `draw`, prompts_taken, rounds, and, over all sampled
     groups, outcome_of_all (mean outcome), alike (share of groups whose outcomes are all equal) and tokens_drawn.
     """
-    wanted = source.prompts_per_iteration
-    rounds, size = (1, wanted) if dynamic is None else (dynamic.rounds, wanted * dynamic.oversampling)
+    num_prompts = source.prompts_per_iteration
+    rounds, size = (1, num_prompts) if dynamic is None else (dynamic.rounds, num_prompts * dynamic.oversampling)
     kept: list[Group] = []
     drawn: list[Group] = []
     metrics: list[Metrics] = []
     for number in range(rounds):
-        groups, found = draw(number, source.take(size))
+        groups, draw_metrics = draw(number, source.take(size))
         if number > 0:
             groups = [g.renamed(f"{number}/{i}:{g.prompt.id}") for i, g in enumerate(groups)]
         drawn += groups
-        metrics.append(found)
+        metrics.append(draw_metrics)
         kept += groups if dynamic is None else [g for g in groups if g.has_signal]
-        if len(kept) >= wanted:
+        if len(kept) >= num_prompts:
             break
-    found = merged(metrics) | {"prompts_taken": float(len(drawn)), "rounds": float(len(metrics))}
+    metrics_of_all = merged(metrics) | {"prompts_taken": float(len(drawn)), "rounds": float(len(metrics))}
     if rollouts := [s.rollout for group in drawn for s in group.solutions]:
-        found["outcome_of_all"] = fmean(rollout.rewards["outcome"] for rollout in rollouts)
-        found["alike"] = fmean(float(not group.has_signal) for group in drawn)
-        found["tokens_drawn"] = float(sum(rollout.length for rollout in rollouts))
-    return kept[:wanted], found
+        metrics_of_all["outcome_of_all"] = fmean(rollout.rewards["outcome"] for rollout in rollouts)
+        metrics_of_all["alike"] = fmean(float(not group.has_signal) for group in drawn)
+        metrics_of_all["tokens_drawn"] = float(sum(rollout.length for rollout in rollouts))
+    return kept[:num_prompts], metrics_of_all
 
 
 def merged(metrics: Sequence[Mapping[str, float]]) -> Metrics:
     """Merges the metrics of several draws: counts (see COUNTS) are summed, other metrics are averaged."""
-    names = dict.fromkeys(name for own in metrics for name in own)
-    parts = {name: [own[name] for own in metrics if name in own] for name in names}
+    names = dict.fromkeys(name for draw_metrics in metrics for name in draw_metrics)
+    parts = {name: [draw_metrics[name] for draw_metrics in metrics if name in draw_metrics] for name in names}
     return {name: sum(values) if name.startswith(COUNTS) else fmean(values) for name, values in parts.items()}

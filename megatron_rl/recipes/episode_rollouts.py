@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import FiniteFloat
 
-from megatron_rl.chat_template import problem_text
+from megatron_rl.batches.units import members
 from megatron_rl.config.base import refuse
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.environments.dialogue import TEXT, check_dialogue
+from megatron_rl.environments.dialogue import CHAT, TEXT, check_dialogue
 from megatron_rl.environments.environment import EpisodeMaker, EpisodeSettings, estimates, problems
 from megatron_rl.environments.episode_types import Episode
 from megatron_rl.environments.validation import check_agents, with_rewards
@@ -22,10 +22,11 @@ from megatron_rl.recipes.answers import Answer, GradedAnswer, answer_metrics, an
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.rewards.grading_pool import Graded, check_failures
 from megatron_rl.run.metrics import REPLACED
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import problem_text
+from megatron_rl.texts.response_forms import response_text
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import evaluated, greedy
-from megatron_rl.types import AGENT, EPISODE, Outcome, Prompt, Rollout
+from megatron_rl.types import AGENT, EPISODE, Outcome, Prompt, Rollout, is_correct
 
 # name of the reward computed by the run's reward function, if the environment does not compute the rewards itself
 OUTCOME = "outcome"
@@ -101,10 +102,10 @@ class OverEpisodes(EpisodeSettings):
     def play_episodes(
         self, context: RolloutContext, prompts: Sequence[Prompt], seeds: Sequence[int],
         samplings: Mapping[str, Sampling], *,
-        each: int = 1,
+        per_problem: int = 1,
     ) -> EpisodesGraded:  # fmt: skip
-        """Plays `each` episodes of each of [P] problems. Texts for which the environment gives no reward are graded
-        with the run's reward function.
+        """Plays `per_problem` episodes of each of [P] problems. Texts for which the environment gives no reward are
+        graded with the run's reward function.
 
         `seeds`: [P] environment seeds, one for all episodes of a problem.
         `samplings`: sampling settings by role.
@@ -118,33 +119,39 @@ class OverEpisodes(EpisodeSettings):
         fail even after they were played again. Raises ConfigError if an episode had more agents of a role than
         configured in the recipe.
         """
-        tasks = [prompt for prompt in prompts for _ in range(each)]
+        tasks = [prompt for prompt in prompts for _ in range(per_problem)]
         played = _Played(context)
 
-        def play(numbers: Sequence[int], own: Mapping[str, Sampling]) -> None:
-            given = [tasks[number] for number in numbers], [seeds[number // each] for number in numbers]
+        def play(numbers: Sequence[int], by_role: Mapping[str, Sampling]) -> None:
+            problems = [tasks[number] for number in numbers]
+            env_seeds = [seeds[number // per_problem] for number in numbers]
             with context.watch("rollout"):
-                episodes = self._maker.play(context, *given, own, self, numbers)
+                episodes = self._maker.play(context, problems, env_seeds, by_role, self, numbers)
             check_agents(episodes, self._agents)
             least = context.lowest_reward
             played.add(with_rewards(e, self.rewards, self._rewarded, graded=OUTCOME, lowest=least) for e in episodes)
 
         self._maker.load()
         play(range(len(tasks)), samplings)
-        repeated = [number for number, one in played.episodes.items() if one.failure == "infrastructure"]
+        repeated = [number for number, episode in played.episodes.items() if episode.failure == "infrastructure"]
         repeated = [] if len(repeated) == len(tasks) > 1 else repeated
         if repeated:
             played.counts["episodes/repeated"] = len(repeated)
             play(repeated, samplings)
         played.check()
-        for attempt in range(ROUNDS if any(own.temperature for own in samplings.values()) else 0):
+        for attempt in range(ROUNDS if any(sampling.temperature for sampling in samplings.values()) else 0):
             failed = played.failed()
-            if not (numbers := to_replace(failed, count=len(tasks), group_size=each)):
+            if not (numbers := to_replace(failed, count=len(tasks), group_size=per_problem)):
                 break
             played.counts.update(f"{REPLACED}{failed[number]}" for number in numbers)
             seeded = {r: replace(s, seed=context.seed_for(s.seed, "replaced", attempt)) for r, s in samplings.items()}
             play(numbers, seeded)
-        return played.result(each)
+        return played.result(per_problem)
+
+    def reads_answers(self) -> Mapping[str, str]:
+        """Returns the roles that take part with the dialogue "chat": the history of a conversation holds their answers,
+        and not their thoughts."""
+        return dict.fromkeys(self._agents if self.dialogue == CHAT else (), f"recipe.args.dialogue = {CHAT!r}")
 
     def total(self, rollout: Rollout) -> float:
         """Returns the total reward of a sample: the sum of its rewards, weighted by the argument `rewards`."""
@@ -170,13 +177,13 @@ class OverEpisodes(EpisodeSettings):
         if draws.also_greedy:
             samplings["_greedy"] = {role: greedy(context.samplings[role], seed=seed) for role in self._agents}
         played = []
-        for suffix, own in samplings.items():
-            each = 1 if suffix else draws.n
-            alone = {role: replace(sampling, n=1) for role, sampling in own.items()}
-            found = self.play_episodes(context, prompts, seeds, alone, each=each)
-            last = [samples[-1] for samples in by_agent(found.rollouts)]
+        for suffix, by_role in samplings.items():
+            per_problem = 1 if suffix else draws.n
+            alone = {role: replace(sampling, n=1) for role, sampling in by_role.items()}
+            episodes = self.play_episodes(context, prompts, seeds, alone, per_problem=per_problem)
+            last = [episodes.rollouts[unit[-1]] for unit in members(episodes.rollouts)]
             for role, count in self._agents.items():
-                agents = len(prompts) * count * each
+                agents = len(prompts) * count * per_problem
                 for name in self.rewards:  # samples of a frozen role may lack rewards
                     gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
                     if not gained and role not in self._rewarded:
@@ -184,18 +191,18 @@ class OverEpisodes(EpisodeSettings):
                     metrics[f"{role}/{'reward' if name == OUTCOME else name}{suffix}"] = sum(gained) / agents
                     if len(gained) < agents:
                         metrics[f"{role}/ungraded{suffix}"] = float(agents - len(gained))
-                    if [*self.rewards] == [OUTCOME]:
-                        correct = sum(value > context.threshold for value in gained)
-                        metrics[f"{role}/accuracy{suffix}"] = correct / agents
+                    correct = [is_correct(value, context.threshold) for value in gained]
+                    if [*self.rewards] == [OUTCOME] and None not in correct:
+                        metrics[f"{role}/accuracy{suffix}"] = sum(map(bool, correct)) / agents
                 graded = role in self._rewarded or any(r.role == role and OUTCOME in r.rewards for r in last)
                 if [*self.rewards] == [OUTCOME] and graded and not suffix:
-                    own_answers = self._answers(context, prompts, [r for r in last if r.role == role], count * each)
-                    context.answers[role] = own_answers
-                    metrics |= answer_metrics(role, own_answers, draws.k)
-            metrics[f"episodes/answers{suffix}"] = found.metrics["answers"]
-            if replaced := sum(count for name, count in found.metrics.items() if name.startswith(REPLACED)):
+                    answers = self._answers(context, prompts, [r for r in last if r.role == role], count * per_problem)
+                    context.answers[role] = answers
+                    metrics |= answer_metrics(role, answers, draws.k)
+            metrics[f"episodes/answers{suffix}"] = episodes.metrics["answers"]
+            if replaced := sum(count for name, count in episodes.metrics.items() if name.startswith(REPLACED)):
                 metrics[f"episodes/replaced{suffix}"] = replaced
-            played.append(found)
+            played.append(episodes)
         return metrics, played[0]
 
     def _answers(
@@ -210,20 +217,10 @@ class OverEpisodes(EpisodeSettings):
         seen = Counter[int]()
         for rollout in (r for r in rollouts if OUTCOME in r.rewards):
             place = int(rollout.group.partition(":")[0])
-            text = decode(context.tokenizers[rollout.role], rollout.response).text
-            graded[place, seen[place]] = rollout, text, rollout.rewards[OUTCOME] > context.threshold
+            text = response_text(context.tokenizers[rollout.role], rollout.prompt, rollout.response)
+            graded[place, seen[place]] = rollout, text, is_correct(rollout.rewards[OUTCOME], context.threshold)
             seen[place] += 1
         return answers_of(prompts, graded, count)
-
-
-def by_agent(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Groups the samples of episodes by episode and agent. An agent whose transcript was truncated during the episode
-    has several samples. The order of the agents and of their samples is preserved.
-    """
-    agents: dict[tuple[str, str], list[Rollout]] = {}
-    for rollout in rollouts:
-        agents.setdefault((rollout.payload[EPISODE], rollout.payload[AGENT]), []).append(rollout)
-    return list(agents.values())
 
 
 @dataclass(eq=False)
@@ -240,49 +237,50 @@ class _Played:
         """Adds episodes. An added episode replaces an earlier episode with the same index. Texts for which the
         environment gave no reward are graded with the run's reward function.
         """
-        added = {one.number: one for one in episodes}
-        asked = [(one, agent) for one in added.values() for agent in one.answers]
+        added = {episode.number: episode for episode in episodes}
+        answers = [(episode, agent) for episode in added.values() for agent in episode.answers]
         with self.context.watch("reward"):
-            texts = [one.answers[agent] for one, agent in asked]
-            graded = self.context.grade(texts, [one.task.payload for one, _ in asked])
+            texts = [episode.answers[agent] for episode, agent in answers]
+            graded = self.context.grade(texts, [episode.task.payload for episode, _ in answers])
         self.episodes |= added
         self.gradings |= {number: {} for number in added}
-        for (one, agent), grading in zip(asked, graded, strict=True):
-            self.gradings[one.number][agent] = grading
+        for (episode, agent), grading in zip(answers, graded, strict=True):
+            self.gradings[episode.number][agent] = grading
             self.counts["graded/repeated"] += grading.repeated
 
     def check(self) -> None:
         """Raises RewardFailure if the share of failed episodes, or of failed gradings, is above max_failure_share."""
-        ended = [Graded(one.outcome, detail=one.why, trace=one.trace) for one in self.episodes.values()]
+        ended = [Graded(episode.outcome, detail=episode.why, trace=episode.trace) for episode in self.episodes.values()]
         check_failures(ended, self.context.max_failure_share, what="episodes", cure=CURE)
-        gradings = [grading for own in self.gradings.values() for grading in own.values()]
+        gradings = [grading for by_agent in self.gradings.values() for grading in by_agent.values()]
         check_failures(gradings, self.context.max_failure_share)
 
     def failed(self) -> dict[int, str]:
         """Returns {index: reason} of the episodes that failed for a reason that the policy did not cause. The reason is
         tool (an environment or one of its tools failed), timeout, or error (a grading failed).
         """
-        found = {}
-        for number, one in self.episodes.items():
-            if one.failure == "infrastructure":
-                found[number] = "timeout" if one.outcome is Outcome.TIMEOUT else "tool"
+        reasons_of_failure = {}
+        for number, episode in self.episodes.items():
+            if episode.failure == "infrastructure":
+                reasons_of_failure[number] = "timeout" if episode.outcome is Outcome.TIMEOUT else "tool"
             elif reasons := [grading.outcome.value for grading in self.gradings[number].values() if grading.failed]:
-                found[number] = reasons[0]
-        return found
+                reasons_of_failure[number] = reasons[0]
+        return reasons_of_failure
 
-    def result(self, each: int) -> EpisodesGraded:
-        """Returns the episodes, their samples with all rewards, and metrics. `each`: number of episodes per problem."""
-        rollouts, episodes = [], [one for _, one in sorted(self.episodes.items())]
-        for number, one in enumerate(episodes):
-            for rollout in one.rollouts:
+    def result(self, per_problem: int) -> EpisodesGraded:
+        """Returns the episodes, their samples with all rewards, and metrics. `per_problem`: number of episodes."""
+        rollouts, episodes = [], [episode for _, episode in sorted(self.episodes.items())]
+        for number, episode in enumerate(episodes):
+            for rollout in episode.rollouts:
                 grading = self.gradings[number].get(rollout.payload[AGENT])
                 if grading is not None and grading.outcome is not Outcome.SCORE:
                     continue
                 extra = {} if grading is None else {**grading.metrics, OUTCOME: grading.score}
                 payload = {**rollout.payload, EPISODE: str(number)}
-                group = f"{number // each}:{one.task.id}"
+                payload |= {} if grading is None else {"grading": grading.label}
+                group = f"{number // per_problem}:{episode.task.id}"
                 rollouts.append(replace(rollout, group=group, payload=payload).with_rewards(**extra))
-        counts = self.counts | Counter({"episodes/policy": sum(one.failure == "policy" for one in episodes)})
+        counts = self.counts | Counter({"episodes/policy": sum(episode.failure == "policy" for episode in episodes)})
         metrics = _figures(episodes) | {name: float(count) for name, count in counts.items() if count}
         return EpisodesGraded(episodes=episodes, rollouts=rollouts, metrics=metrics)
 
@@ -291,7 +289,7 @@ def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
     count = max(1, len(episodes))
     # {name of the metric: attribute of Episode}
     names = {"answers": "turns", "tool_calls": "tool_calls", "cuts": "cuts"}
-    metrics = {metric: sum(getattr(one, own) for one in episodes) / count for metric, own in names.items()}
+    metrics = {metric: sum(getattr(e, attribute) for e in episodes) / count for metric, attribute in names.items()}
     for kind in (Outcome.TIMEOUT, Outcome.ERROR):
-        metrics[f"episodes/{kind.value}"] = float(sum(one.outcome is kind for one in episodes))
+        metrics[f"episodes/{kind.value}"] = float(sum(episode.outcome is kind for episode in episodes))
     return metrics

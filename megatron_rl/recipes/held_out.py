@@ -4,6 +4,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.review import Reviewer, Reviews, StepLabels, aligned, gold_confusion, outcome_confusion
 from megatron_rl.recipes.solutions import Solution, annotate_steps
 from megatron_rl.recipes.transcripts import Transcript, annotate_turns, turn_texts
-from megatron_rl.text import decode
+from megatron_rl.texts.text import decode
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
@@ -28,7 +29,8 @@ KEPT = "balanced_solutions"  # key under which RolloutContext.kept stores the so
 @dataclass(frozen=True)
 class BalancedSet:
     """A fixed set with equal numbers of correct and wrong solutions, on which a reviewer is evaluated. The first
-    evaluation of a run creates the set and stores it in RolloutContext.kept.
+    evaluation of a run creates the set and stores it in RolloutContext.kept. If the run continues with other held-out
+    problems or with other settings of the set, its next evaluation creates a new set.
     """
 
     solver: str  # role that generates the solutions
@@ -43,11 +45,13 @@ class BalancedSet:
         """Evaluates the reviewer on the set and returns the metrics. The first call of a run chooses the set from the
         given solutions `first` and, if these are not enough, from further samples for the same problems.
         """
-        if KEPT not in context.kept:
+        made_for = {"per_class": self.per_class, "rounds": self.rounds, "problems": _digest(prompts)}
+        if KEPT not in context.kept or context.kept[KEPT]["made_for"] != made_for:
             rounds = self._rounds(context, prompts, first)
             chosen = balanced(rounds, lambda s: reviewer.prompt(context, s) is not None, self.per_class)
-            context.kept[KEPT] = solutions_to_json(chosen)
-        solutions = solutions_from_json(context.kept[KEPT], prompts, self.solver, context.tokenizers[self.solver])
+            context.kept[KEPT] = {"made_for": made_for, "solutions": solutions_to_json(chosen)}
+        rows, tokenizer = context.kept[KEPT]["solutions"], context.tokenizers[self.solver]
+        solutions = solutions_from_json(rows, prompts, self.solver, tokenizer)
         return measure_reviewer(context, reviewer, solutions, labels)[0]
 
     def _rounds(
@@ -92,15 +96,15 @@ def measure_reviewer(
     """
     correct, role = sum(s.correct for s in solutions), reviewer.role
     metrics: dict[str, float | None] = {"num_correct": float(correct), "num_wrong": float(len(solutions) - correct)}
-    own, opinions = context.samplings[role], list[tuple[float, str]]()
-    for suffix, sampling in (("", plain(own, seed=context.seed)), ("_greedy", greedy(own, seed=context.seed))):
+    base, opinions = context.samplings[role], list[tuple[float, str]]()
+    for suffix, sampling in (("", plain(base, seed=context.seed)), ("_greedy", greedy(base, seed=context.seed))):
         reviews = Reviews(reviewer, context, sampling)
         for place, solution in enumerate(solutions):
             reviews.add(place, solution)
-        found = reviews.finish()
-        rows = [verification for group in found for verification in group]
+        groups = reviews.finish()
+        rows = [verification for group in groups for verification in group]
         if not suffix:
-            opinions = [(float(v[0].opinion.final is True), v[0].decoded.text) if v else (0.0, "") for v in found]
+            opinions = [(float(v[0].opinion.final is True), v[0].decoded.text) if v else (0.0, "") for v in groups]
         outcome = outcome_confusion(rows)
         metrics[f"outcome_f1{suffix}"] = outcome.f1
         metrics[f"step_f1{suffix}"] = gold_confusion(rows, step_labels).f1 if step_labels else None
@@ -135,16 +139,11 @@ def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
 def solutions_from_json(
     rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], role: str, tokenizer: Any
 ) -> list[Solution]:
-    """Restores the solutions from the rows of a checkpoint. The problems are looked up in `prompts` by id. Raises
-    ValueError if the problem of a row is not in `prompts`.
-    """
+    """Restores the solutions from the rows of a checkpoint. The problems are looked up in `prompts` by id."""
     problems = {p.id: p for p in prompts}
-    out = []
+    solutions = []
     for i, row in enumerate(rows):
-        if (prompt := problems.get(row["id"])) is None:
-            raise ValueError(
-                f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.sets back as it was"
-            )
+        prompt = problems[row["id"]]
         tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(row["tokens"], np.int32)])
         spans = [(len(prompt.tokens), Author.ENVIRONMENT), *row["spans"]]
         rollout = Rollout(
@@ -159,9 +158,17 @@ def solutions_from_json(
         if "text" in row:
             rollout = annotate_turns(rollout)
             turns = turn_texts(rollout, tokenizer)
-            out.append(Transcript(rollout=rollout, text=row["text"], correct=row["correct"], turns=turns))
+            solutions.append(Transcript(rollout=rollout, text=row["text"], correct=row["correct"], turns=turns))
         else:
             decoded = decode(tokenizer, rollout.response)
             rollout = annotate_steps(rollout, decoded)
-            out.append(Solution(rollout=rollout, text=decoded.text, correct=row["correct"]))
-    return out
+            solutions.append(Solution(rollout=rollout, text=decoded.text, correct=row["correct"]))
+    return solutions
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Returns a digest of the ids and the tokens of held-out problems."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.id} {list(prompt.tokens)}\n".encode())
+    return digest.hexdigest()

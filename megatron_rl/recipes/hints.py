@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.chat_template import tokenize
 from megatron_rl.config.base import ConfigError, PositiveShare, config
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.dynamic_sampling import COUNTS, Group, Metrics, merged, solve_groups
+from megatron_rl.texts.chat_template import tokenize
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Prompt
 
@@ -49,32 +49,34 @@ class Hints:
         Raises ConfigError for a problem without the solution field.
         """
         solutions = [self._solution(group.prompt) for group in groups]
-        out, hinted, too_long = list(groups), set[int](), set[int]()
+        new_groups, hinted, too_long = list(groups), set[int](), set[int]()
         # The maximum share of failed gradings was already checked for the whole round.
         # This maximum is not checked for the few samples with hints, where two failures could end the run.
         lenient = replace(context, max_failure_share=1.0)
         for share in self.shares:
             fitting = dict[int, Prompt]()
             # groups with graded solutions, none of which is correct
-            for i in (i for i, group in enumerate(out) if group.success_rate == 0.0):
+            for i in (i for i, group in enumerate(new_groups) if group.success_rate == 0.0):
                 payload = groups[i].prompt.payload
                 hint = solutions[i][: round(len(solutions[i]) * share)]
-                asked = text({**payload, "question": f"{payload['question']}{self.introduction}{hint}"})
-                tokens = tokenize(context.tokenizers[role], asked)
+                prompt = text({**payload, "question": f"{payload['question']}{self.introduction}{hint}"})
+                tokens = tokenize(context.tokenizers[role], prompt)
                 if len(tokens) <= context.max_prompt_tokens[role]:
                     fitting[i] = replace(groups[i].prompt, tokens=tokens, payload={**payload, "hint_share": share})
                 else:
                     too_long.add(i)
             if not fitting:
                 continue
-            own = replace(sampling, seed=context.seed_for(sampling.seed, "hint", share))
-            redrawn, found = solve_groups(lenient, role, list(fitting.values()), own)
-            metrics = metrics | merged([{k: v for k, v in f.items() if k.startswith(COUNTS)} for f in (metrics, found)])
+            hint_sampling = replace(sampling, seed=context.seed_for(sampling.seed, "hint", share))
+            redrawn, counts = solve_groups(lenient, role, list(fitting.values()), hint_sampling)
+            metrics = metrics | merged(
+                [{k: v for k, v in f.items() if k.startswith(COUNTS)} for f in (metrics, counts)]
+            )
             for i, group in zip(fitting, redrawn, strict=True):
                 if group.solutions:
-                    out[i] = group.renamed(groups[i].solutions[0].rollout.group)
+                    new_groups[i] = group.renamed(groups[i].solutions[0].rollout.group)
                     hinted.add(i)
-        return out, metrics | {"hinted": float(len(hinted)), "hints_too_long": float(len(too_long))}
+        return new_groups, metrics | {"hinted": float(len(hinted)), "hints_too_long": float(len(too_long))}
 
     def _solution(self, prompt: Prompt) -> str:
         solution = prompt.payload.get(self.field)

@@ -151,6 +151,6 @@ def priced(groups: Sequence[Group], limit: int, added: Mapping[str, AddedReward]
     """
     rollouts = [s.rollout for group in groups for s in group.solutions]
     for name, option in added.items():
-        found = [value for own in option.rewards(groups, limit) for value in own]
-        rollouts = [r.with_rewards(**{name: value}) for r, value in zip(rollouts, found, strict=True)]
+        values = [value for values_of_group in option.rewards(groups, limit) for value in values_of_group]
+        rollouts = [r.with_rewards(**{name: value}) for r, value in zip(rollouts, values, strict=True)]
     return rollouts

@@ -25,7 +25,7 @@ class OnlineDpo(Grpo):
     group_size: Count = 2
 
     def roles(self) -> Mapping[str, RecipeRole]:
-        return {name: replace(role, samples=2, paired=True) for name, role in super().roles().items()}
+        return {name: replace(role, samples=2, gives=frozenset({"pairs"})) for name, role in super().roles().items()}
 
     def check(self, spec: RunSpec) -> None:
         super().check(spec)

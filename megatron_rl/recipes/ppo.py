@@ -50,8 +50,8 @@ class Ppo(WithCritics, Grpo):
         self.reward_model.check(spec, GENERATOR)
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
-        found = super().rollout(iteration, source, context)
-        return {**found, **self.reward_model.texts(context, found[GENERATOR], self.prompt)}
+        rollouts = super().rollout(iteration, source, context)
+        return {**rollouts, **self.reward_model.texts(context, rollouts[GENERATOR], self.prompt)}
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
         return [*self.reward_model.scores, *super().scores(iteration)]

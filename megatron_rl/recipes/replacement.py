@@ -17,6 +17,6 @@ def to_replace(failed: Collection[int], *, count: int, group_size: int) -> list[
     If all samples of a problem failed, they are not replaced, because the problem is the likely cause. If `group_size`
     is 1 and all `count` samples failed, none is replaced, because the grader or the environment is the likely cause.
     """
-    whole = count if group_size == 1 else group_size
-    sizes = Counter(place // whole for place in failed)
-    return [place for place in sorted(failed) if sizes[place // whole] < whole]
+    limit = count if group_size == 1 else group_size
+    sizes = Counter(place // limit for place in failed)
+    return [place for place in sorted(failed) if sizes[place // limit] < limit]

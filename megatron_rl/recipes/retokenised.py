@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat_template import tokenize
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.text import decode
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import NO_VERSION, WRITTEN_BY, Author, Rollout, Stop, spans_of
 
@@ -43,13 +43,13 @@ def align(first: np.ndarray, second: np.ndarray, *, equal: int | None = None) ->
     """
     common = np.intersect1d(first, second)
     common = common if equal is None else common[common <= equal]
-    one, other = (np.searchsorted(common, np.append(0, ends)[:-1], side="right") for ends in (first, second))
-    shared, last = np.intersect1d(one, other), common.max(initial=-1)
+    first_ids, second_ids = (np.searchsorted(common, np.append(0, ends)[:-1], side="right") for ends in (first, second))
+    shared, last = np.intersect1d(first_ids, second_ids), common.max(initial=-1)
 
     def known(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
         return np.where(np.isin(chunks, shared) & (ends <= last), chunks, -1)
 
-    return known(one, first), known(other, second)
+    return known(first_ids, first), known(second_ids, second)
 
 
 def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Retokenised | None:
@@ -66,16 +66,16 @@ def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str
     tokenizer, ended = context.tokenizers[role], rollout.stop is Stop.EOS
     source = decode(context.tokenizers[rollout.role], response[: len(response) - ended])
     text = _valid(source.raw)
-    asked, written = tokenize(tokenizer, prompt), list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    found = decode(tokenizer, written)
-    ends = [np.append(own.ends, len(own.raw)) if ended else own.ends for own in (source, found)]
+    prompt_tokens, written = tokenize(tokenizer, prompt), list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    decoded = decode(tokenizer, written)
+    ends = [np.append(part.ends, len(part.raw)) if ended else part.ends for part in (source, decoded)]
     if ended and tokenizer.eos_token_id is not None and len(text.encode()) == len(source.raw):
         written.append(tokenizer.eos_token_id)
-    if len(asked) + len(written) > context.max_prompt_tokens[role] + context.samplings[role].max_tokens:
+    if len(prompt_tokens) + len(written) > context.max_prompt_tokens[role] + context.samplings[role].max_tokens:
         return None
-    source_chunks, chunks = align(ends[0], ends[1][: len(written)], equal=_equal_bytes(source.raw, found.raw))
-    tokens = np.array([*asked, *written], np.int32)
-    return Retokenised(tokens=tokens, start=len(asked), chunks=chunks, source_chunks=source_chunks)
+    source_chunks, chunks = align(ends[0], ends[1][: len(written)], equal=_equal_bytes(source.raw, decoded.raw))
+    tokens = np.array([*prompt_tokens, *written], np.int32)
+    return Retokenised(tokens=tokens, start=len(prompt_tokens), chunks=chunks, source_chunks=source_chunks)
 
 
 def rewritten(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Rollout | None:
@@ -87,18 +87,19 @@ def rewritten(context: RolloutContext, rollout: Rollout, role: str, prompt: str)
     the two models. The ratio is exact for a chunk and for the whole rollout, and loss.correction can apply it. The
     rollout keeps the group and the rewards. `prompt`: the text with which `role` is prompted.
     """
-    own = retokenise(context, rollout, role, prompt)
-    if own is None or not len(own.chunks) or own.chunks.min() < 0:
+    retokenised = retokenise(context, rollout, role, prompt)
+    if retokenised is None or not len(retokenised.chunks) or retokenised.chunks.min() < 0:
         return None
-    sums = own.sums(own.source_chunks, rollout.logprobs[rollout.start :])
-    counts = own.sums(own.chunks, np.ones(len(own.chunks)))
+    sums = retokenised.sums(retokenised.source_chunks, rollout.logprobs[rollout.start :])
+    counts = retokenised.sums(retokenised.chunks, np.ones(len(retokenised.chunks)))
     return Rollout(
         role=role,
         group=rollout.group,
-        tokens=own.tokens,
-        logprobs=np.append(np.zeros(own.start), sums[own.chunks] / counts[own.chunks]),
+        tokens=retokenised.tokens,
+        logprobs=np.append(np.zeros(retokenised.start), sums[retokenised.chunks] / counts[retokenised.chunks]),
         spans=spans_of(
-            (own.start, Author.ENVIRONMENT, NO_VERSION), (len(own.chunks), Author.POLICY, context.engines[role].version)
+            (retokenised.start, Author.ENVIRONMENT, NO_VERSION),
+            (len(retokenised.chunks), Author.POLICY, context.engines[role].version),
         ),
         stop=rollout.stop,
         payload={**rollout.payload, WRITTEN_BY: rollout.role},
@@ -120,24 +121,24 @@ def score_texts(
 
     `prompt`: function that returns the text of a problem's prompt.
     """
-    found = [retokenise(context, rollout, teacher, prompt(rollout.payload)) for rollout in rollouts]
-    scores = iter(context.engines[teacher].score([own.tokens for own in found if own is not None]))
-    told, gaps, unaligned = [], [], 0
-    for rollout, own in zip(rollouts, found, strict=True):
+    retokenised = [retokenise(context, rollout, teacher, prompt(rollout.payload)) for rollout in rollouts]
+    scores = iter(context.engines[teacher].score([response.tokens for response in retokenised if response is not None]))
+    scores_of_rollout, gaps, unaligned = [], [], 0
+    for rollout, teacher_response in zip(rollouts, retokenised, strict=True):
         difference, gap = np.zeros(len(rollout.tokens)), np.zeros(len(rollout.tokens))
-        if own is not None:
-            chunks, response = own.source_chunks, slice(rollout.start, None)
-            theirs = own.sums(own.chunks, next(scores)[own.start :])
-            by_chunk = theirs - own.sums(chunks, rollout.logprobs[response])
-            counts = np.maximum(own.sums(chunks, np.ones(len(chunks))), 1)
+        if teacher_response is not None:
+            chunks, response = teacher_response.source_chunks, slice(rollout.start, None)
+            theirs = teacher_response.sums(teacher_response.chunks, next(scores)[teacher_response.start :])
+            by_chunk = theirs - teacher_response.sums(chunks, rollout.logprobs[response])
+            counts = np.maximum(teacher_response.sums(chunks, np.ones(len(chunks))), 1)
             difference[response] = np.where(chunks >= 0, by_chunk[chunks], 0)
             gap[response] = np.where(chunks >= 0, -(by_chunk / counts)[chunks], 0)
-        unaligned += rollout.length if own is None else int((own.source_chunks < 0).sum())
-        told.append((rollout.logprobs + difference).astype(np.float32))
+        unaligned += rollout.length if teacher_response is None else int((teacher_response.source_chunks < 0).sum())
+        scores_of_rollout.append((rollout.logprobs + difference).astype(np.float32))
         gaps.append(gap[rollout.trainable])
     total = sum(rollout.length for rollout in rollouts)
     context.add_metrics(rollouts[0].role, {"unaligned": unaligned / max(1, total)})
-    return told, gaps
+    return scores_of_rollout, gaps
 
 
 def _valid(raw: bytes) -> str:

@@ -8,14 +8,15 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import PAPER_CREDIT, StepCredit, step_rewards
-from megatron_rl.chat_template import tokenize
-from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.solutions import Solution, annotate_steps
 from megatron_rl.rewards import verdicts
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.control_tokens import fill_quoting
 from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.rollouts import has_signal
 from megatron_rl.types import STEP, Annotations, Prompt, Rollout
 
 # function (step texts, payload) -> known correctness (gold label) of each step
@@ -106,26 +107,26 @@ class Reviews:
         if self._reviewed == "all":
             self._judging.ask(place, solution)
             return
-        own = self._waiting.setdefault(solution.rollout.group, {})
-        own[place] = solution
-        if len(own) == self._size:
+        solutions = self._waiting.setdefault(solution.rollout.group, {})
+        solutions[place] = solution
+        if len(solutions) == self._size:
             self._decide(self._waiting.pop(solution.rollout.group))
 
     def finish(self) -> list[list[Verification]]:
         """Waits for all verifications. Returns the n verifications of each added solution, ordered by index. A solution
         that is not verified or whose prompt was too long has an empty list.
         """
-        for own in self._waiting.values():
-            self._decide(own)
-        found = self._judging.collect(self._watch)
-        return [found.get(place, []) for place in sorted(self._places)]
+        for solutions in self._waiting.values():
+            self._decide(solutions)
+        verifications = self._judging.collect(self._watch)
+        return [verifications.get(place, []) for place in sorted(self._places)]
 
     def _decide(self, solutions: Mapping[int, Solution]) -> None:
-        alike = len({s.rollout.rewards["outcome"] for s in solutions.values()}) == 1
-        asked = self._reviewed is not None and alike
-        asked = asked and not (self._reviewed == "failed" and any(s.correct for s in solutions.values()))
-        self.skipped += 0 if asked else len(solutions)
-        for place, solution in solutions.items() if asked else ():
+        alike = not has_signal((s.rollout for s in solutions.values()), "outcome")
+        requested = self._reviewed is not None and alike
+        requested = requested and not (self._reviewed == "failed" and any(s.correct for s in solutions.values()))
+        self.skipped += 0 if requested else len(solutions)
+        for place, solution in solutions.items() if requested else ():
             self._judging.ask(place, solution)
 
 
@@ -137,9 +138,9 @@ def with_verdicts(
     """
     if not verifications:
         return rollout
-    [own], annotations = verifications, rollout.annotations_of(STEP)
-    payload = {**rollout.payload, "verdicts": list(own.opinion.verdicts), "review": own.decoded.text}
-    scored = step_rewards(own.opinion.verdicts, len(annotations), credit=credit)
+    [verification], annotations = verifications, rollout.annotations_of(STEP)
+    payload = {**rollout.payload, "verdicts": list(verification.opinion.verdicts), "review": verification.decoded.text}
+    scored = step_rewards(verification.opinion.verdicts, len(annotations), credit=credit)
     return replace(
         rollout, payload=payload, annotations={**rollout.annotations, STEP: Annotations(annotations.ranges, scored)}
     )
@@ -159,7 +160,7 @@ def gold_confusion(verifications: Sequence[Verification], step_labels: StepLabel
 def aligned(verifications: Sequence[Verification]) -> float:
     """Returns the share of verifications with exactly one verdict per step of the solution; 0.0 if there are none."""
     counts = [(len(v.opinion.verdicts), len(v.item.rollout.annotations_of(STEP))) for v in verifications]
-    return fmean(float(said == steps and steps > 0) for said, steps in counts) if counts else 0.0
+    return fmean(float(num_verdicts == steps and steps > 0) for num_verdicts, steps in counts) if counts else 0.0
 
 
 def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int = 0) -> dict[str, float]:

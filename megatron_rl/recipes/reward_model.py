@@ -10,12 +10,12 @@ import numpy as np
 
 from megatron_rl.algorithms.advantages import step_rewards
 from megatron_rl.algorithms.gae import mix_steps
-from megatron_rl.chat_template import answered_ids, thought_opening, tokenize
 from megatron_rl.config.base import Share, config, refuse
 from megatron_rl.data.scored_texts import scored_rollout
-from megatron_rl.rewards.tags import after_thinking, step_texts
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import answered_ids, tokenize
+from megatron_rl.texts.response_forms import form_problems, read_response, response_answer
+from megatron_rl.texts.tags import step_texts
 from megatron_rl.training.iteration import RecipeRole, RolloutContext, RolloutsByRole, Score
 from megatron_rl.types import STEP, Annotations, Rollout
 
@@ -87,14 +87,17 @@ class RewardModel:
                 "recipe.args.reward_model.scale = 'none', and this recipe or its estimator understands rewards from 0 "
                 "to 1 alone: set it to sigmoid"
             )
-        own, read = (
+        if self.reads == "answer":
+            model = spec.roles[role].model
+            yield from form_problems(model, f"roles.{role}.model", "recipe.args.reward_model.reads = 'answer'")
+        limit, read = (
             part.max_prompt_tokens + part.sampling.max_tokens for part in (spec.roles[self.role], spec.roles[role])
         )
-        if own < read:
+        if limit < read:
             yield (
-                f"roles.{self.role}.max_prompt_tokens + sampling.max_tokens = {own} is less than {read}, that of "
+                f"roles.{self.role}.max_prompt_tokens + sampling.max_tokens = {limit} is less than {read}, that of "
                 f"roles.{role}, and {self.role} reads the texts of {role}: raise roles.{self.role}.max_prompt_tokens "
-                f"by {read - own} or more"
+                f"by {read - limit} or more"
             )
 
     def texts(
@@ -109,29 +112,30 @@ class RewardModel:
         if not self.used or not rollouts:
             return {}
         limit = context.max_prompt_tokens[self.role] + context.samplings[self.role].max_tokens - 1
-        cut, out = 0, list[Rollout]()
+        cut, scored_texts = 0, list[Rollout]()
         for rollout in rollouts:
             tokenizer = context.tokenizers[rollout.role]
-            text, opened = decode(tokenizer, rollout.response).text, thought_opening(tokenizer, rollout.prompt)
-            tokens, ends = self._read(context.tokenizers[self.role], prompt(rollout.payload), text, opened)
+            reads = response_answer if self.reads == "answer" else _whole_text
+            text = reads(tokenizer, rollout.prompt, rollout.response)
+            full_text = _whole_text(tokenizer, rollout.prompt, rollout.response) if self.step_weight else text
+            tokens, ends = self._read(context.tokenizers[self.role], prompt(rollout.payload), text, full_text)
             dropped = max(0, len(tokens) - limit)
             cut += dropped > 0
             ends = [end - dropped for end in ends if end >= dropped]
-            out.append(scored_rollout(self.role, rollout.group, tokens[dropped:], ends=ends))
+            scored_texts.append(scored_rollout(self.role, rollout.group, tokens[dropped:], ends=ends))
         if cut:
             context.add_metrics(rollouts[0].role, {"reward_model_cut": float(cut)})
-        return {self.role: out}
+        return {self.role: scored_texts}
 
-    def _read(self, tokenizer: Any, prompt: str, text: str, opened: str) -> tuple[list[int], list[int]]:
+    def _read(self, tokenizer: Any, prompt: str, text: str, solution: str) -> tuple[list[int], list[int]]:
         """Returns (the tokens that the reward model reads, the indices of the tokens whose scores are used). The
         indices are the last token, or with a process reward model the last token of the separator after each step.
-        `text`: the solution. `opened`: <think> if the prompt ends with <think>, see `thought_opening`. Steps and
-        separators are tokenized separately, as in the training of process reward models.
+        `text`: the part of the solution that is read. `solution`: the whole solution, in which steps are found. Steps
+        and separators are tokenized separately, as in the training of process reward models.
         """
-        steps = step_texts(text) if self.step_weight else []
+        steps = step_texts(solution) if self.step_weight else []
         if not steps:
-            answer = after_thinking(opened + text) if self.reads == "answer" else text
-            tokens = answered_ids(tokenizer, prompt, answer)
+            tokens = answered_ids(tokenizer, prompt, text)
             return tokens, [len(tokens) - 1]
         tokens, ends = tokenize(tokenizer, prompt), list[int]()
         for step in steps:
@@ -151,21 +155,25 @@ class RewardModel:
         """
         if self.role not in rollouts:
             return rollouts
-        out = []
+        new_rollouts = []
         for rollout, text in zip(rollouts[role], rollouts[self.role], strict=True):
-            found = text.values["value"][text.trainable]
-            probabilities = 1 / (1 + np.exp(-found.astype(np.float64)))
+            logits = text.values["value"][text.trainable]
+            probabilities = 1 / (1 + np.exp(-logits.astype(np.float64)))
             if self.weight:
-                score = float((probabilities if self.scale == "sigmoid" else found)[-1])
+                score = float((probabilities if self.scale == "sigmoid" else logits)[-1])
                 rollout = replace(rollout, rewards={**rollout.rewards, REWARD: score})
             steps = rollout.annotations_of(STEP)
             if self.step_weight and len(steps):
                 scores = step_rewards(probabilities, len(steps))
                 judged = {**rollout.annotations, STEP: Annotations(steps.ranges, scores)}
                 rollout = replace(rollout, annotations=judged)
-            out.append(rollout)
-        return {name: own for name, own in rollouts.items() if name != self.role} | {role: out}
+            new_rollouts.append(rollout)
+        return {name: credited for name, credited in rollouts.items() if name != self.role} | {role: new_rollouts}
 
     def mixed(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Returns rollouts in which the advantages that a critic computed are mixed with advantages of the steps."""
         return mix_steps(rollouts, alpha=self.step_weight) if self.step_weight else rollouts
+
+
+def _whole_text(tokenizer: Any, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int] | np.ndarray) -> str:
+    return read_response(tokenizer, prompt, tokens).text

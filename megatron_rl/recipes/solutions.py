@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import GAE, UNGROUPED, find_estimator, word_of
-from megatron_rl.chat_template import ChatTokenizer, problem_text, thought_opening, tokenize, tokenizer_of
 from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import HELD_OUT, ConfigError
@@ -24,10 +23,12 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.recipes.votes import VotedLabels
 from megatron_rl.rewards.grading_pool import Graded, check_failures
-from megatron_rl.rewards.tags import generator_format, step_spans, step_texts
 from megatron_rl.run.metrics import REPLACED
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import Decoded, decode, read_template
+from megatron_rl.texts.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
+from megatron_rl.texts.response_forms import response_text
+from megatron_rl.texts.tags import generator_format, step_spans, step_texts
+from megatron_rl.texts.text import Decoded, decode, read_template
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.training.rollouts import Draws, check_senior_share
 from megatron_rl.types import STEP, TEMPLATE, Annotations, Outcome, Prompt, Rollout
@@ -40,9 +41,10 @@ Item = TypeVar("Item")
 class Solution:
     """One graded answer to a problem."""
 
-    rollout: Rollout  # with annotated steps, the reward `outcome`, and `correct` in its payload
+    # with annotated steps, the reward `outcome`, and `correct` in its payload (None if a majority vote gave the label)
+    rollout: Rollout
     text: str
-    correct: bool
+    correct: bool  # also False if it is unknown; see Recipe.needs_correct
 
     @property
     def steps(self) -> list[str]:
@@ -87,7 +89,7 @@ def solve(
 
     `voted`: whether responses are graded against the most frequent answer to their prompt instead of the known answer.
         None: the setting rollouts.labels decides. If True, the most frequent answer also replaces the answer in the
-        payload, and the metrics of `VotedLabels` are added.
+        payload, whose `correct` is None, and the metrics of `VotedLabels` are added.
 
     Raises RewardFailure if too many gradings of the first P * n samples fail. With Tandem sampling, raises EngineError
     if the engine's record of which model generated each token is missing or implausible.
@@ -98,14 +100,14 @@ def solve(
     check_failures(samples.gradings, context.max_failure_share)
     replaced: Counter[str] = Counter()
     for number in range(ROUNDS if sampling.temperature else 0):
-        failed = [place for place, (_, result) in samples.found.items() if result.failed]
+        failed = [place for place, (_, result) in samples.graded.items() if result.failed]
         failed = to_replace(failed, count=len(prompts) * n, group_size=n)
         if not failed:
             break
-        replaced.update(f"{REPLACED}{samples.found[place][1].outcome.value}" for place in failed)
+        replaced.update(f"{REPLACED}{samples.graded[place][1].outcome.value}" for place in failed)
         again = replace(sampling, n=1, seed=context.seed_for(sampling.seed, "replaced", number))
         samples.draw(again, {place: place for place in failed})
-    rollouts = [rollout for rollout, _ in samples.found.values()]
+    rollouts = [rollout for rollout, _ in samples.graded.values()]
     check_senior_share(rollouts, sampling.tandem)
     outcomes = [graded.outcome for graded in samples.gradings]
     metrics = {f"graded/{kind.value}": float(outcomes.count(kind)) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
@@ -126,22 +128,22 @@ class _Samples:
     group_size: int
     then: Then
     labels: VotedLabels | None  # grades by majority vote; None: grade with the known answers
-    found: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
+    graded: dict[int, tuple[Rollout, Graded]] = field(default_factory=dict)
     solutions: dict[int, Solution] = field(default_factory=dict)  # the samples with a score
     repeated: int = 0  # number of gradings that failed once
 
     @property
     def gradings(self) -> list[Graded]:
-        return [self.found[place][1] for place in sorted(self.found)]
+        return [self.graded[place][1] for place in sorted(self.graded)]
 
-    def draw(self, sampling: Sampling, asked: Mapping[int, int]) -> None:
-        """Samples and grades `sampling.n` responses for each request. `asked`: {key of a request: index of the first
+    def draw(self, sampling: Sampling, requests: Mapping[int, int]) -> None:
+        """Samples and grades `sampling.n` responses for each request. `requests`: {key of a request: index of the first
         sample of the request}.
         """
         start, draws = time.perf_counter(), Draws(self.context, self.role, sampling)
-        for key, place in asked.items():
+        for key, place in requests.items():
             draws.ask(key, self.prompts[place // self.group_size], group=place // self.group_size)
-        answered = _beside(((asked[key], drawn) for key, drawn in draws.answers()), self._grade)
+        answered = _beside(((requests[key], drawn) for key, drawn in draws.answers()), self._grade)
         self.context.watch.add("rollout", answered - start)
         # logs the time that grading takes after sampling has finished
         self.context.watch.add("reward", time.perf_counter() - answered)
@@ -152,22 +154,24 @@ class _Samples:
         drawn = [rollout for _, group in batch for rollout in group]
         tokenizer, payloads = self.context.tokenizers[self.role], [rollout.payload for rollout in drawn]
         decoded = [decode(tokenizer, rollout.response) for rollout in drawn]
-        opened = [thought_opening(tokenizer, rollout.prompt) for rollout in drawn]
-        texts = [start + own.text for start, own in zip(opened, decoded, strict=True)]
+        pairs = zip(drawn, decoded, strict=True)
+        texts = [response_text(tokenizer, rollout.prompt, rollout.response, response) for rollout, response in pairs]
         if self.labels is None:
             graded = self.context.grade(texts, payloads)
         else:
             payloads, graded = self.labels.grade(self.context, places, texts, payloads)
         rows = zip(places, drawn, payloads, decoded, texts, graded, strict=True)
-        for place, rollout, payload, own, text, result in rows:
-            annotated = annotate_steps(rollout, own)
-            self.found[place] = annotated, result
+        for place, rollout, payload, response, text, result in rows:
+            annotated = annotate_steps(rollout, response)
+            self.graded[place] = annotated, result
             self.repeated += result.repeated
             if result.outcome is Outcome.SCORE:
-                payload = {**payload, "correct": result.correct, "grading": Outcome.SCORE.value}
+                # agreement with the model's own majority vote is no accuracy
+                correct = result.correct if self.labels is None else None
+                payload = {**payload, "correct": correct, "grading": result.label}
                 rewards = {**rollout.rewards, **result.metrics, "outcome": result.score}
                 scored = replace(annotated, payload=payload, rewards=rewards)
-                self.solutions[place] = Solution(rollout=scored, text=text, correct=result.correct)
+                self.solutions[place] = Solution(rollout=scored, text=text, correct=bool(result.correct))
                 self.then(place, self.solutions[place])
         self.context.watch.beat()
 
@@ -221,7 +225,7 @@ def check_arguments(
     for name, needed in (templates or {}).items():
         with refusing(lambda error, name=name: f"recipe.args.{name}: {error}", FileNotFoundError):
             text = read_template(getattr(recipe, name))
-        if missing := [word for each in needed if (word := "{" + each + "}") not in text]:
+        if missing := [word for name_of_field in needed if (word := "{" + name_of_field + "}") not in text]:
             raise ConfigError(
                 f"recipe.args.{name} = {getattr(recipe, name)!r}: the text has no {' and no '.join(missing)}; write "
                 "the name, with its braces, where that is to stand in the prompt"
@@ -235,12 +239,13 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     """
     sets = dict(spec.data.of(role))
     evaluated = spec.data.held_out if held_out else ()
-    sets |= {f"{HELD_OUT}.{each.name}": each.source for each in evaluated}
+    sets |= {f"{HELD_OUT}.{dataset.name}": dataset.source for dataset in evaluated}
     refuse(
         *(
-            f"{HELD_OUT}: the problems of {each.name} have no field {name!r}, and {reader} reads it: leave that set out"
-            for each in evaluated
-            if each.benchmark is not None
+            f"{HELD_OUT}: the problems of {dataset.name} have no field {name!r}, and {reader} reads it: leave that set "
+            "out"
+            for dataset in evaluated
+            if dataset.benchmark is not None
             for name, reader in fields.items()
         )
     )
@@ -260,15 +265,15 @@ def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
     the argument of the recipe that defines the prompt. Checks only if the tokenizer is a local directory. With a hub
     name, a prompt that is too long is detected when it is used.
     """
-    own = spec.roles[role]
-    if not Path(own.model.tokenizer or own.model.path).is_dir():
+    role_spec = spec.roles[role]
+    if not Path(role_spec.model.tokenizer or role_spec.model.path).is_dir():
         return
-    tokenizer = tokenizer_of(own.model)
-    length = len(tokenize(ChatTokenizer(tokenizer) if own.chat else tokenizer, text))
-    if length > own.max_prompt_tokens:
+    tokenizer = tokenizer_of(role_spec.model)
+    length = len(tokenize(ChatTokenizer(tokenizer) if role_spec.chat else tokenizer, text))
+    if length > role_spec.max_prompt_tokens:
         raise ConfigError(
-            f"roles.{role}.max_prompt_tokens = {own.max_prompt_tokens}: recipe.args.{name} has {length} tokens; raise "
-            "the one, or shorten the other"
+            f"roles.{role}.max_prompt_tokens = {role_spec.max_prompt_tokens}: recipe.args.{name} has {length} tokens; "
+            "raise the one, or shorten the other"
         )
 
 

@@ -25,7 +25,7 @@ from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, revi
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import read_template
+from megatron_rl.texts.text import read_template
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -119,11 +119,11 @@ class BaseTango(WithCritics):
             text = "the verifier rests by review_below, which is not above 0; give it, or verifier_rests: false"
             yield f"recipe.args.verifier_rests: {text}"
         mixed = self.alpha_schedule != "none"
-        given = f"recipe.args.outcome_weight = {self.outcome_weight}, process_weight = {self.process_weight}"
+        weights = f"recipe.args.outcome_weight = {self.outcome_weight}, process_weight = {self.process_weight}"
         if mixed and (self.outcome_weight, self.process_weight) != (1.0, 1.0):
-            yield f"{given} with alpha_schedule = {self.alpha_schedule!r}: set it to none, or leave the weights out"
+            yield f"{weights} with alpha_schedule = {self.alpha_schedule!r}: set it to none, or leave the weights out"
         if not mixed and not self.outcome_weight + self.process_weight:
-            yield f"{given}: set one of them above 0"
+            yield f"{weights}: set one of them above 0"
         if not mixed and word_of(self.estimator) == GAE:
             yield "recipe.args.alpha_schedule = 'none' with the estimator gae, which mixes by alpha: name a schedule"
 
@@ -148,14 +148,17 @@ class BaseTango(WithCritics):
         """Evaluates the generator on held-out problems. Returns metrics, and the sampled solutions."""
         ...
 
+    def needs_correct(self) -> str:
+        return "Tango's verifier"
+
     def roles(self) -> Mapping[str, RecipeRole]:
-        n, own = self.group_size, self.verifications
+        n, k = self.group_size, self.verifications
         generator = RecipeRole(
             trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n},
             per_prompt={self.solver: n, VERIFIER: 1},
         )  # fmt: skip
         verifier = RecipeRole(
-            trained=self.train_verifier, samples=own, drawn={self.solver: 1, VERIFIER: own}, per_prompt={VERIFIER: own}
+            trained=self.train_verifier, samples=k, drawn={self.solver: 1, VERIFIER: k}, per_prompt={VERIFIER: k}
         )
         return self._critics.roles({self.solver: generator, VERIFIER: verifier})
 
@@ -168,9 +171,9 @@ class BaseTango(WithCritics):
         cycles += [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
         verifier_first = self.initial_mode == "verifier"
         for done in range(0, self.generator_updates, self.generator_iterations):
-            own = min(self.generator_iterations, self.generator_updates - done)
-            others = self.verifier_iterations if own == self.generator_iterations or verifier_first else 0
-            halves = [(self.solver,)] * own * self.train_generator, [(VERIFIER,)] * others * self.train_verifier
+            updates = min(self.generator_iterations, self.generator_updates - done)
+            others = self.verifier_iterations if updates == self.generator_iterations or verifier_first else 0
+            halves = [(self.solver,)] * updates * self.train_generator, [(VERIFIER,)] * others * self.train_verifier
             cycles.append([*halves[verifier_first], *halves[not verifier_first]])
         return self._critics.schedule([cycle for cycle in cycles if cycle])
 
@@ -183,13 +186,13 @@ class BaseTango(WithCritics):
             context.add_metrics(VERIFIER, {"rests": float(self._outcomes_suffice())})
             if self._outcomes_suffice():
                 return {VERIFIER: []}
-        n, asked = (self.group_size, 1) if iteration.role == self.solver else (1, self.verifications)
-        review = sampling_for(context, iteration, VERIFIER, asked)
+        n, verifications = (self.group_size, 1) if iteration.role == self.solver else (1, self.verifications)
+        review = sampling_for(context, iteration, VERIFIER, verifications)
         if iteration.role == self.solver and self.greedy_verdicts:
             review = replace(review, temperature=0.0)
-        own = sampling_for(context, iteration, self.solver, n)
+        sampling = sampling_for(context, iteration, self.solver, n)
         asking = Reviews(self._reviewer, context, review, reviewed=self._reviewed(iteration), size=n)
-        solutions, metrics = self.draw(context, source.take(), own, asking.add)
+        solutions, metrics = self.draw(context, source.take(), sampling, asking.add)
         judged = asking.finish()
         written = metrics.get("tokens_drawn", float(sum(s.rollout.length for s in solutions)))
         answers = {id(v.completion): len(v.completion.tokens) for group in judged for v in group}
@@ -202,13 +205,13 @@ class BaseTango(WithCritics):
             return {VERIFIER: [self._reviewer.rollout(context, row) for row in rows]}
         # Hand over, for each solution, whether it was verified. None means that all solutions can get step advantages.
         everywhere = self._reviewed(iteration) == "all"
-        context.handed_over["reviewed"] = None if everywhere else [bool(own) for own in judged]
+        context.handed_over["reviewed"] = None if everywhere else [bool(verifications) for verifications in judged]
         verified = self.verified(context, solutions, judged)
-        return {self.solver: [part for s, one in zip(solutions, verified, strict=True) for part in s.to_train(one)]}
+        return {self.solver: [part for s, r in zip(solutions, verified, strict=True) for part in s.to_train(r)]}
 
     def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
         """Returns the rollout of each solution of a generator iteration, with a reward on each verified step."""
-        return [with_verdicts(s.rollout, own, self.step_credit) for s, own in zip(solutions, judged, strict=True)]
+        return [with_verdicts(s.rollout, group, self.step_credit) for s, group in zip(solutions, judged, strict=True)]
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         if iteration.role == self.solver:
@@ -223,14 +226,14 @@ class BaseTango(WithCritics):
         """
         metrics, solutions = self.measure(context, prompts)
         if not self.balanced_per_class:
-            found, opinions = measure_reviewer(context, self._reviewer, solutions, self._labels)
+            metrics_of_verifier, opinions = measure_reviewer(context, self._reviewer, solutions, self._labels)
             answers = context.answers.get(self.solver, [])
-            graded = [row for own in answers for row in own if row["outcome"] == Outcome.SCORE.value]
+            graded = [row for group in answers for row in group if row["outcome"] == Outcome.SCORE.value]
             sure = dict(zip(map(id, graded), opinions, strict=True)) if answers else {}
-            for row in (row for own in answers for row in own):
+            for row in (row for group in answers for row in group):
                 row["confidence"], row["verification"] = sure.get(id(row), (0.0, ""))
-            own = answer_metrics(self.solver, answers, context.evaluation.k) if answers else {}
-            return metrics | own | found
+            answer_metrics_of_solver = answer_metrics(self.solver, answers, context.evaluation.k) if answers else {}
+            return metrics | answer_metrics_of_solver | metrics_of_verifier
         return metrics | self._balanced.metrics(context, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,9 +269,11 @@ class BaseTango(WithCritics):
         if self._critics.critic_of:
             mix = partial(mix_steps, alpha=alphas, steps=self.step_credit)
             read = {self.solver: solutions}
-            found = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
+            by_role = self._critics.credit(iteration, read, context, reward=self.reward(self.solver), finish=mix)
             # a role whose critic warms up has no rollouts to train on
-            return {r: self.share_credit(own, rollouts[self.solver]) if own else [] for r, own in found.items()}
+            return {
+                r: self.share_credit(credit, rollouts[self.solver]) if credit else [] for r, credit in by_role.items()
+            }
         # With alpha_schedule none, alpha is process_weight / total. Mixed advantages are then multiplied by total.
         # Outcome advantages without step advantages are not multiplied, as in Tango's released code.
         total = self.outcome_weight + self.process_weight if self.alpha_schedule == "none" else 1.0
@@ -329,8 +334,8 @@ class BaseTango(WithCritics):
         weights = self._counts.weights(labels, self.class_weights)
         if self._critics.critic_of:
             return self._critics.credit(iteration, rollouts, context, reward="verifier", weights=weights)
-        own = assign_advantages(rollouts[VERIFIER], reward="verifier", estimator=self.estimator, weights=weights)
-        return {VERIFIER: own}
+        credited = assign_advantages(rollouts[VERIFIER], reward="verifier", estimator=self.estimator, weights=weights)
+        return {VERIFIER: credited}
 
 
 @dataclass(kw_only=True)
@@ -361,12 +366,12 @@ class Tango(BaseTango):
             )
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
-        found = super().rollout(iteration, source, context)
-        return {**found, **self.reward_model.texts(context, found.get(GENERATOR, ()), self.prompt)}
+        rollouts = super().rollout(iteration, source, context)
+        return {**rollouts, **self.reward_model.texts(context, rollouts.get(GENERATOR, ()), self.prompt)}
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
-        own = self.reward_model.scores if iteration.role == GENERATOR else []
-        return [*own, *super().scores(iteration)]
+        scores = self.reward_model.scores if iteration.role == GENERATOR else []
+        return [*scores, *super().scores(iteration)]
 
     def credit(self, iteration: Iteration, rollouts: RolloutsByRole, context: CreditContext) -> RolloutsByRole:
         return super().credit(iteration, self.reward_model.scored(rollouts, GENERATOR), context)
@@ -379,15 +384,15 @@ class Tango(BaseTango):
         return weights | ({"format": self.generator_format_weight} if self.generator_format_weight else {})
 
     def verified(self, context: RolloutContext, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
-        found = super().verified(context, solutions, judged)
+        rollouts = super().verified(context, solutions, judged)
         if not self.generator_format_weight and self.ground_truth_weight == 1:
-            return found
-        verdicts = [own[0].opinion.final if own else None for own in judged]
+            return rollouts
+        verdicts = [verifications[0].opinion.final if verifications else None for verifications in judged]
         return [
             replace(r, rewards={
                 **r.rewards, "format": s.form, "verdict": r.rewards["outcome"] if final is None else float(final),
             })
-            for r, s, final in zip(found, solutions, verdicts, strict=True)
+            for r, s, final in zip(rollouts, solutions, verdicts, strict=True)
         ]  # fmt: skip
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
@@ -406,7 +411,7 @@ class Tango(BaseTango):
 
 @dataclass(kw_only=True)
 class LeanTango(Tango):
-    """Tango with settings that cost less than the paper's (docs/explanation/last_letter.md, "At equal time").
+    """Tango with settings that cost less than the paper's (docs/experiments/last_letter.md, "At equal time").
 
     Only groups without a correct solution are verified and learn from verdicts. Other groups learn from outcomes. No
     group is verified while the share of problems whose solutions have different outcomes (a moving average) is at least

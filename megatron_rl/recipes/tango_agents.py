@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.batches import units
 from megatron_rl.config.base import Count, refuse
-from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.recipes.episode_rollouts import OUTCOME, EpisodesGraded, OverEpisodes, by_agent
+from megatron_rl.recipes.episode_rollouts import OUTCOME, EpisodesGraded, OverEpisodes
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over
 from megatron_rl.recipes.tango import BaseTango
-from megatron_rl.recipes.transcripts import Transcript, TranscriptForm, rejoined, transcripts, with_credit
+from megatron_rl.recipes.transcripts import Transcript, TranscriptForm, transcripts
+from megatron_rl.texts.control_tokens import ControlTokens
 from megatron_rl.training.iteration import RecipeRole, RolloutContext
 from megatron_rl.types import Prompt, Rollout
 
@@ -34,7 +35,7 @@ class TangoAgents(OverEpisodes, BaseTango):
     def __post_init__(self) -> None:
         refuse(*self.problems())
         self.build_maker({self.role: self.agents}, [self.role], key="role")
-        self._form = TranscriptForm(turn=self.turn_form, told=self.told_form)
+        self._form = TranscriptForm(turn=self.turn_form, observation=self.told_form)
         super().__post_init__()
 
     def problems(self) -> Iterator[str]:
@@ -71,11 +72,11 @@ class TangoAgents(OverEpisodes, BaseTango):
         problem have the same environment seed, derived from the sampling seed.
         """
         seeds = [context.seed_for("task", sampling.seed, i) for i in range(len(prompts))]
-        played = self.play_episodes(context, prompts, seeds, {self.role: sampling}, each=sampling.n)
-        found = self._transcripts(context, played)
-        for place, transcript in enumerate(found):
+        played = self.play_episodes(context, prompts, seeds, {self.role: sampling}, per_problem=sampling.n)
+        transcripts_of_agents = self._transcripts(context, played)
+        for place, transcript in enumerate(transcripts_of_agents):
             then(place, transcript)
-        return found, played.metrics
+        return transcripts_of_agents, played.metrics
 
     def measure(
         self, context: RolloutContext, prompts: Sequence[Prompt]
@@ -85,13 +86,10 @@ class TangoAgents(OverEpisodes, BaseTango):
 
     def whole_solutions(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """Returns one rollout per agent and episode. Its outcome is the weighted sum of the agent's rewards."""
-        return [
-            replace(rejoined(samples), rewards={OUTCOME: self.total(samples[-1])}) for samples in by_agent(rollouts)
-        ]
+        return [replace(rollout, rewards={OUTCOME: self.total(rollout)}) for rollout in units.join(rollouts)]
 
     def share_credit(self, credited: Sequence[Rollout], rollouts: Sequence[Rollout]) -> list[Rollout]:
-        pairs = zip(credited, by_agent(rollouts), strict=True)
-        return [part for whole, samples in pairs for part in with_credit(whole, samples)]
+        return units.share(credited, rollouts)
 
     def _transcripts(self, context: RolloutContext, played: EpisodesGraded) -> list[Transcript]:
         reader = ControlTokens(context.tokenizers[VERIFIER])

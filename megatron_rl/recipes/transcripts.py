@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.advantages import TRAINED
-from megatron_rl.control_tokens import ControlTokens
-from megatron_rl.recipes.episode_rollouts import OUTCOME, EpisodesGraded, OverEpisodes, by_agent
+from megatron_rl.batches.units import joined, members
+from megatron_rl.recipes.episode_rollouts import OUTCOME, EpisodesGraded, OverEpisodes
 from megatron_rl.recipes.solutions import Solution
-from megatron_rl.text import decode, fill
-from megatron_rl.types import AGENT, EPISODE, STEP, Annotations, Author, Outcome, Rollout
+from megatron_rl.texts.control_tokens import ControlTokens
+from megatron_rl.texts.text import decode, fill
+from megatron_rl.types import AGENT, EPISODE, STEP, Annotations, Author, Outcome, Rollout, is_correct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,29 +48,30 @@ class TranscriptForm:
     """The format in which a conversation is presented to the verifier."""
 
     turn: str  # template of a turn with {text}, and {number} counted from 1
-    told: str  # template of the environment's text before a turn, with {text}
+    observation: str  # template of the environment's text before a turn, with {text}
 
-    def write(self, question: str, told: Sequence[str], turns: Sequence[str]) -> str:
+    def write(self, question: str, observations: Sequence[str], turns: Sequence[str]) -> str:
         """Returns a conversation as text.
 
-        `turns`: [K] texts of the agent. `told`: [K] texts of the environment; text k is the one before turn k. The
-            first text of the environment is omitted if it contains the question, because the verifier's template
+        `turns`: [K] texts of the agent. `observations`: [K] texts of the environment; text k is the one before turn k.
+            The first text of the environment is omitted if it contains the question, because the verifier's template
             shows the question.
         """
         parts = []
-        for number, (heard, turn) in enumerate(zip(told, turns, strict=True), start=1):
+        for number, (heard, turn) in enumerate(zip(observations, turns, strict=True), start=1):
             if heard.strip() and not (number == 1 and question in heard):
-                parts.append(fill(self.told, text=heard.strip()))
+                parts.append(fill(self.observation, text=heard.strip()))
             parts.append(fill(self.turn, number=str(number), text=turn.strip()))
         return "".join(parts).strip()
 
 
 def transcripts(
     played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens,
-    threshold: float,
+    threshold: float | None,
 ) -> list[Transcript]:  # fmt: skip
     """Converts every agent of the successful episodes to a transcript, in order. The reward `outcome` of a transcript
-    is the weighted sum of rewards that the recipe defines. A transcript is correct if this reward is above `threshold`.
+    is the weighted sum of rewards that the recipe defines. A transcript is correct if this reward is above `threshold`
+    (see types.is_correct).
 
     `reader`: control tokens of the verifier's tokenizer. They are escaped in the transcript, so neither the generator
         nor a tool can end the verifier's prompt and write in the verifier's place.
@@ -79,81 +80,39 @@ def transcripts(
     verifiers), the texts are decoded from the samples; a sample that begins after a truncation then shows the text of
     its whole prompt.
     """
-    found = []
-    for samples in by_agent(played.rollouts):
+    converted = []
+    for unit in members(played.rollouts):
+        samples = [played.rollouts[index] for index in unit]
         reward = recipe.total(samples[-1])
-        payload = {**samples[-1].payload, "correct": reward > threshold, "grading": Outcome.SCORE.value}
+        correct = bool(is_correct(reward, threshold))
+        payload = {**samples[-1].payload, "correct": correct, "grading": Outcome.SCORE.value}
         rollout = replace(annotate_turns(joined(samples)), payload=payload, rewards={OUTCOME: reward})
         turns = turn_texts(rollout, tokenizer)
-        told = played.episodes[int(payload[EPISODE])].told.get(payload[AGENT], ())
-        if len(told) != len(turns):
-            told = _heard(rollout, tokenizer)
-        text = reader.spell(form.write(str(payload["question"]), told, turns))
-        found.append(Transcript(rollout=rollout, text=text, correct=reward > threshold, turns=turns, samples=samples))
-    return found
+        observations = played.episodes[int(payload[EPISODE])].observations.get(payload[AGENT], ())
+        if len(observations) != len(turns):
+            observations = _heard(rollout, tokenizer)
+        text = reader.spell(form.write(str(payload["question"]), observations, turns))
+        converted.append(Transcript(rollout=rollout, text=text, correct=correct, turns=turns, samples=samples))
+    return converted
 
 
-def joined(samples: Sequence[Rollout]) -> Rollout:
-    """Concatenates the samples of an agent into one rollout, for which advantages can be computed. The result cannot be
-    trained on; see `parted`.
-    """
-    starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
-    spans = [sample.spans + np.array([start, start, 0, 0]) for sample, start in zip(samples, starts, strict=True)]
-    return replace(
-        samples[-1],
-        tokens=np.concatenate([sample.tokens for sample in samples]),
-        logprobs=np.concatenate([sample.logprobs for sample in samples]),
-        spans=np.concatenate(spans),
-        annotations={},
-        values={name: np.concatenate([sample.values[name] for sample in samples]) for name in samples[0].values},
-        experts=None,
-    )
-
-
-def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
+def parted(joined_rollout: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
     """Splits the annotations of an agent's joined rollout among the agent's samples, and returns the new samples. Each
-    sample gets the payload of the joined rollout, and the annotations, scores and verdicts of its own turns. `whole`:
-    the joined rollout (see `joined`). `samples`: the samples that were concatenated.
+    sample gets the payload of the joined rollout, and the annotations, scores and verdicts of its own turns.
+    `joined_rollout`: the joined rollout (see `joined`). `samples`: the samples that were concatenated.
     """
-    annotations, parts, start = whole.annotations_of(STEP), [], 0
+    annotations, parts, start = joined_rollout.annotations_of(STEP), [], 0
     for sample in samples:
         end = start + len(sample.tokens)
-        own = (start <= annotations.ranges[:, 0]) & (annotations.ranges[:, 0] < end)
-        payload = dict(whole.payload)
+        in_sample = (start <= annotations.ranges[:, 0]) & (annotations.ranges[:, 0] < end)
+        payload = dict(joined_rollout.payload)
         if len(verdicts := payload.get("verdicts", ())) == len(annotations) > 0:
-            payload["verdicts"] = [verdict for verdict, mine in zip(verdicts, own.tolist(), strict=True) if mine]
+            payload["verdicts"] = [verdict for verdict, mine in zip(verdicts, in_sample.tolist(), strict=True) if mine]
         scored = Annotations(
-            annotations.ranges[own] - start, None if annotations.scores is None else annotations.scores[own]
+            annotations.ranges[in_sample] - start, None if annotations.scores is None else annotations.scores[in_sample]
         )
         parts.append(replace(sample, payload=payload, annotations={**sample.annotations, STEP: scored}))
         start = end
-    return parts
-
-
-def rejoined(samples: Sequence[Rollout]) -> Rollout:
-    """Concatenates the samples of an agent into one rollout, as `joined` does, and also their annotated turns."""
-    starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
-    found = [sample.annotations_of(STEP) for sample in samples]
-    scores = None if any(own.scores is None for own in found) else np.concatenate([own.scores for own in found])  # type: ignore[misc]
-    ranges = np.concatenate([own.ranges + start for own, start in zip(found, starts, strict=True)])
-    return replace(joined(samples), annotations={STEP: Annotations(ranges, scores)})
-
-
-def with_credit(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
-    """Copies the role, the advantages, the values and the reward TRAINED of an agent's joined rollout to the agent's
-    samples, and returns the new samples. `whole`: the joined rollout (see `joined`)."""
-    ends, given, parts = np.cumsum([len(sample.tokens) for sample in samples]), whole.advantages, list[Rollout]()
-    for sample, end in zip(samples, ends.tolist(), strict=True):
-        own = slice(end - len(sample.tokens), end)
-        parts.append(
-            replace(
-                sample,
-                role=whole.role,
-                rewards={**sample.rewards, **{n: whole.rewards[n] for n in (TRAINED,) if n in whole.rewards}},
-                advantages=given[own] if isinstance(given, np.ndarray) else given,
-                values={name: values[own] for name, values in whole.values.items()},
-            )
-        )
     return parts
 
 

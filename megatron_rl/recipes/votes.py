@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.rewards.answer_key import normal_form
 from megatron_rl.rewards.grading_pool import Graded
-from megatron_rl.rewards.tags import answer_text
+from megatron_rl.texts.tags import answer_text, joined_boxes
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.types import Outcome, Prompt
 
@@ -34,9 +34,10 @@ class Label:
 
 def elect(texts: Sequence[str]) -> Label | None:
     r"""Returns the most frequent answer, in \boxed{} or an <answer> block, of a group's responses; the earliest one if
-    several are equally frequent. Returns None if no response has an answer. Answers are compared by `normal_form`.
+    several are equally frequent: training needs one label, where an evaluation (`statistics.majority`) averages over
+    the tied answers. Returns None if no response has an answer. Answers are compared by `normal_form`.
     """
-    answers = [answer_text(text) for text in texts]
+    answers = [answer_text(text) if (boxes := joined_boxes(text)) is None else boxes for text in texts]
     keys = [normal_form(answer) if answer else None for answer in answers]
     if not (votes := Counter(key for key in keys if key)):
         return None
@@ -67,27 +68,35 @@ class VotedLabels:
         groups: dict[int, list[str]] = {}
         for place, text in zip(places, texts, strict=True):
             groups.setdefault(place // self.group_size, []).append(text)
-        self.labels |= {index: elect(own) for index, own in groups.items() if index not in self.labels}
+        self.labels |= {index: elect(group) for index, group in groups.items() if index not in self.labels}
         labels = [self.labels[place // self.group_size] for place in places]
         unknown = [{key: value for key, value in p.items() if key not in KNOWN} for p in payloads]
         voted: list[Mapping[str, Any]] = [
-            {**p, "answer": own.answer if own else None} for p, own in zip(unknown, labels, strict=True)
+            {**p, "answer": label.answer if label else None} for p, label in zip(unknown, labels, strict=True)
         ]
-        asked = [i for i, own in enumerate(labels) if own is not None]
+        labelled = [i for i, label in enumerate(labels) if label is not None]
         unanswered = Graded(Outcome.SCORE, score=context.lowest_reward, threshold=context.threshold)
         graded = [unanswered] * len(texts)
-        for i, one in zip(asked, context.grade([texts[i] for i in asked], [voted[i] for i in asked]), strict=True):
-            graded[i] = one
+        gradings = context.grade([texts[i] for i in labelled], [voted[i] for i in labelled])
+        for i, grading in zip(labelled, gradings, strict=True):
+            graded[i] = grading
         return voted, graded
 
     def metrics(self, context: RolloutContext, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Returns votes/share (mean share of the responses that have the label as their answer) and, if prompts have
         known answers, votes/labels_right: share of these prompts whose label the reward function grades as correct.
+        Prompts whose label could not be graded are left out of this share. There is no share if the scale of the
+        rewards is unknown.
         """
-        metrics = {"votes/share": fmean(one.share if one else 0.0 for one in self.labels.values())}
-        known = [index for index, prompt in enumerate(prompts) if prompt.payload.get("answer") is not None]
-        found = [(label.text, prompts[index].payload) for index in known if (label := self.labels[index]) is not None]
-        if known:
-            graded = context.grade([text for text, _ in found], [payload for _, payload in found])
-            metrics["votes/labels_right"] = sum(one.correct for one in graded) / len(known)
+        metrics = {"votes/share": fmean(label.share if label else 0.0 for label in self.labels.values())}
+        answered = [index for index, prompt in enumerate(prompts) if prompt.payload.get("answer") is not None]
+        pairs = [
+            (label.text, prompts[index].payload) for index in answered if (label := self.labels[index]) is not None
+        ]
+        if answered:
+            graded = context.grade([text for text, _ in pairs], [payload for _, payload in pairs])
+            ungraded = sum(grading.outcome is not Outcome.SCORE or grading.cut_off for grading in graded)
+            right = [grading.correct for grading in graded]
+            if ungraded < len(answered) and None not in right:
+                metrics["votes/labels_right"] = sum(map(bool, right)) / (len(answered) - ungraded)
         return metrics

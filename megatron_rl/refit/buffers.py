@@ -32,9 +32,9 @@ class Buffers:
 
     def give_back(self, message: Tensor) -> None:
         """Returns a buffer to the pool. `message` is a tensor that `take` returned, or a view of a part of it."""
-        whole = torch.empty(0, dtype=torch.uint8, device=message.device).set_(message.untyped_storage())
+        buffer = torch.empty(0, dtype=torch.uint8, device=message.device).set_(message.untyped_storage())
         with self._change:
-            self._free.append(whole)
+            self._free.append(buffer)
 
     def clear(self) -> None:
         """Drops all buffers that are not in use."""
@@ -50,11 +50,11 @@ def parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
     is received into the end of `message`, where the pieces with int entries lie one after the other.
     """
     place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
-    out = [message[:place]]
+    views = [message[:place]]
     for piece in pieces:
         if isinstance(piece, int):
-            out.append(message[place : place + piece])
+            views.append(message[place : place + piece])
             place += piece
         else:
-            out.append(piece)
-    return out
+            views.append(piece)
+    return views

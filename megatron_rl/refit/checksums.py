@@ -36,11 +36,12 @@ def checksums(slices: Iterable[Tensor], dtype: torch.dtype, sums_on: Place, devi
     If `sums_on` is "device", the returned tensor is on this rank's `device`, wherever the slices are. Otherwise the
     returned tensor is on the CPU.
     """
-    whole = INTEGERS[dtype.itemsize]
-    each = (value.detach().to(dtype).contiguous().view(-1).view(whole) for value in slices)  # one at a time in memory
+    kind = INTEGERS[dtype.itemsize]
+    # a generator, so that one slice at a time is in memory
+    integers = (value.detach().to(dtype).contiguous().view(-1).view(kind) for value in slices)
     if sums_on == "device":
-        return torch.stack([_weighted(values, device) for values in each])
-    return torch.tensor([_digest(values) for values in each], dtype=torch.int64)
+        return torch.stack([_weighted(values, device) for values in integers])
+    return torch.tensor([_digest(values) for values in integers], dtype=torch.int64)
 
 
 def _digest(values: Tensor) -> int:

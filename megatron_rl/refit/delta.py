@@ -16,14 +16,14 @@ HEADER = 16  # size of the header in bytes
 FULL, MASK, POSITIONS = range(3)
 
 
-def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
-    """Encodes the difference of `new` from `old` into `out` and returns the number of bytes written.
+def encode(new: Tensor, old: Tensor | None, encoded: Tensor) -> int:
+    """Encodes the difference of `new` from `old` into `encoded` and returns the number of bytes written.
 
     Chooses the encoding with the smallest result among the three encodings of this module. If `old` is None, writes all
     of `new`.
 
-    `new`, `old`: integers [n]. `out`: uint8, at least HEADER bytes longer than `new`. `new` may be a view of
-    out[HEADER:].
+    `new`, `old`: integers [n]. `encoded`: uint8, at least HEADER bytes longer than `new`. `new` may be a view of
+    encoded[HEADER:].
     """
     size, width = new.numel(), new.element_size()
     kind, count, body = FULL, size, None
@@ -43,10 +43,10 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
                 else torch.from_numpy(np.packbits(changed.cpu().numpy())).to(new.device)
             )
             body = torch.cat([_bytes(marks), _bytes(values)])
-    out[:HEADER].copy_(torch.tensor([kind, count], dtype=torch.int64).view(torch.uint8))
+    encoded[:HEADER].copy_(torch.tensor([kind, count], dtype=torch.int64).view(torch.uint8))
     body = _bytes(new) if body is None else body
-    if out[HEADER:].data_ptr() != body.data_ptr():
-        out[HEADER : HEADER + len(body)].copy_(body)
+    if encoded[HEADER:].data_ptr() != body.data_ptr():
+        encoded[HEADER : HEADER + len(body)].copy_(body)
     return HEADER + len(body)
 
 
@@ -89,8 +89,8 @@ def _pick(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if values.is_cuda:
         positions = mask.nonzero()[:, 0]
         return values[positions], positions
-    found = np.flatnonzero(mask.numpy())
-    return torch.from_numpy(values.numpy()[found]), torch.from_numpy(found)
+    indices = np.flatnonzero(mask.numpy())
+    return torch.from_numpy(values.numpy()[indices]), torch.from_numpy(indices)
 
 
 def _bytes(values: Tensor) -> Tensor:

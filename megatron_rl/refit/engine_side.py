@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
-from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
-from megatron_rl.refit.refit_store import RefitStore
-from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide
+from megatron_rl.refit.refit_store import MessageError, RefitStore
+from megatron_rl.refit.store_messages import Go, Ready, Setup, Verdict, Vote
 from megatron_rl.refit.transport import Deadline, Parameters, RefitError, TransportError
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
 
@@ -55,8 +54,8 @@ class EngineSide:
 
         Raises TransportError when the trainer does not answer, and ValueError when the trainer does not expect `rank`.
         """
-        setup = store.get("setup", SETUP_TIMEOUT_S)
-        self.topology, self._settings = Topology.from_json(setup["topology"]), RefitConfig(**setup["settings"])
+        setup = store.get("setup", Setup, SETUP_TIMEOUT_S)
+        self.topology, self._settings = setup.topology, setup.settings
         if not 0 <= rank < self.topology.engines.world:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
         self._store, self._rank, self._endpoint, self._device = store, rank, endpoint, device
@@ -85,29 +84,27 @@ class EngineSide:
         weights. Returns (whether the refit included this engine, the committed weight version or None).
         """
         # If the registration is missing or has another value, the trainer has dropped this process as late or lost.
-        if self._store.peek(f"hello/{self._rank}") != self._incarnation:
+        if self._store.peek(f"hello/{self._rank}", str) != self._incarnation:
             self._leave()
             self._join()
-        number = self._store.get("next", SETUP_TIMEOUT_S)
+        number = self._store.get("next", int, SETUP_TIMEOUT_S)
         if not self._store.has(f"{number}/ticket", idle_s):
             return False, None
-        self._store.put(f"{number}/ready/{self._rank}", {"version": self.version, "location": self._location})
-        go = self._await_value(number, "go")
+        self._store.put(f"{number}/ready/{self._rank}", Ready(version=self.version, location=self._location))
+        go = self._await_go(number)
         # If `go` lists another location, it means an earlier process of this engine rank, which died during this refit.
-        if go is None or go["engines"].get(str(self._rank)) != [*self._location]:
-            self._await_value(number, "verdict")
+        if go is None or go.engines.get(self._rank) != self._location:
+            self._await_key(number, "verdict")
             return False, None
         vote = self._vote(go, self._patient_deadline(number))
         self._store.put(f"{number}/vote/{self._rank}", vote)
-        verdict = self._await_value(number, "verdict")
-        if verdict is not None and self._rank in verdict["committed"]:
-            version: int = go["order"]["version"]
-            self.version = version
-            return True, version
+        self._await_key(number, "verdict")
+        verdict = self._store.peek(f"{number}/verdict", Verdict)
+        if verdict is not None and self._rank in verdict.committed:
+            self.version = go.order.version
+            return True, self.version
         _log.warning(
-            "refit to version %s was not committed here: %s",
-            go["order"]["version"],
-            vote["error"] or "another rank failed",
+            "refit to version %s was not committed here: %s", go.order.version, vote.error or "another rank failed"
         )
         self._leave()
         self._join()
@@ -118,48 +115,57 @@ class EngineSide:
         self._closed = True
         self._leave()
 
-    def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Receives the weights of a refit.
-
-        Returns this engine rank's vote, which tells the trainer whether the weights arrived: an ExchangeOutcome as
-        JSON.
+    def _vote(self, go: Go, deadline: Deadline) -> Vote:
+        """Receives the weights of a refit. Returns this engine rank's vote, which tells the trainer whether the weights
+        arrived.
         """
         outcome = ExchangeOutcome()
         try:
-            if go["epoch"] != self._epoch:
+            if go.epoch != self._epoch:
                 self._connect(go)
                 assert self._exchange is not None
                 self._exchange.probe(deadline, outcome)
             assert self._exchange is not None
             self._endpoint.begin_refit()
             self.version = None
-            self._exchange.run(order_from_json(go["order"]), deadline, outcome)
+            self._exchange.run(go.order, deadline, outcome)
             outcome.error = next(iter(outcome.lost_sources.values()), None)
         except (RefitError, OSError) as failure:
             outcome.error = str(failure)
-        return asdict(outcome)
+        return outcome
 
-    def _connect(self, go: dict[str, Any]) -> None:
+    def _connect(self, go: Go) -> None:
         """Creates the refit plan and the transports between the trainer ranks and the engine ranks that take part in
         this refit.
         """
         self._leave()
-        locations = {int(rank): RankLocation(*location) for rank, location in go["engines"].items()}
-        locations = RankLocations([RankLocation(*location) for location in go["trainer"]], locations)
-        self._wiring = Wiring(self._store.under(f"epoch{go['epoch']}"), locations, self._location, self._settings)
+        locations = RankLocations(go.trainer, go.engines)
+        self._wiring = Wiring(self._store.under(f"epoch{go.epoch}"), locations, self._location, self._settings)
         side = LocalSide(
             destination=self._rank, targets=self.topology.carried(self._endpoint.targets), device=self._device
         )
         plan = self.topology.plan(locations, self._settings.bucket_mib)
         self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype)
-        self._epoch = go["epoch"]
+        self._epoch = go.epoch
 
-    def _await_value(self, number: int, what: str) -> Any:
-        """Waits until the trainer has stored the value `what` (such as "verdict") of the refit with index `number` on
-        the key-value store. Returns the value, or None if the refit ends without the value.
+    def _await_go(self, number: int) -> Go | None:
+        """Waits until the refit with index `number` begins, and returns its message. Returns None if the refit ends
+        without the message, or if the message is not valid.
         """
+        self._await_key(number, "go")
+        try:
+            go = self._store.peek(f"{number}/go", Go)
+            if go is not None and not go.fits(self.topology):
+                raise MessageError("it names ranks that do not exist")
+            return go
+        except MessageError as error:
+            _log.warning("refit %s is left out: %s", number, error)
+            return None
+
+    def _await_key(self, number: int, what: str) -> None:
+        """Waits until the trainer has stored `what` (such as "verdict") of the refit with index `number` on the
+        key-value store, or until the refit ends without it."""
         self._patient_deadline(number).until(lambda seconds: self._store.has(f"{number}/{what}", seconds))
-        return self._store.peek(f"{number}/{what}")
 
     def _patient_deadline(self, number: int) -> Deadline:
         """Returns a deadline, `timeout_s` from now, for this engine rank's waits in the refit with index `number`.
@@ -172,7 +178,7 @@ class EngineSide:
         def over() -> bool:
             self._pulses += 1
             self._store.put(f"pulse/{self._rank}", self._pulses)
-            ended = self._store.peek(f"{number}/verdict") is not None or self._store.peek("next") != number
+            ended = self._store.has(f"{number}/verdict", 0) or self._store.peek("next", int) != number
             return ended or self._closed
 
         return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
@@ -206,9 +212,10 @@ class StagedEngineSide(EngineSide):
         # Has at most one element: the result of the last refit, until `take_part` returns this result.
         # The result is the weight version that is complete in staging memory, or None if the refit failed on this rank.
         self._results: list[int | None] = []
+        self._listened = False  # whether the thread has ended without an unexpected exception
         self._thread = threading.Thread(target=self._listen, name="refits", daemon=True)
 
-    def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+    def _vote(self, go: Go, deadline: Deadline) -> Vote:
         with self._change:
             self._results = []  # an old result is invalid, because staging memory is about to be overwritten
         return super()._vote(go, deadline)
@@ -219,11 +226,14 @@ class StagedEngineSide(EngineSide):
 
     def take_part(self, idle_s: float) -> int | None:
         """Waits up to `idle_s` seconds for the end of a refit whose result was not returned yet, and serves the
-        received weights. Returns their version, or None if no refit ended or the refit failed on this rank.
+        received weights. Returns their version, or None if no refit ended or the refit failed on this rank. Raises
+        RefitError if the thread ended by an unexpected exception.
         """
         with self._change:
             self._change.wait_for(lambda: self._results or not self._thread.is_alive(), idle_s)
             version = self._results.pop() if self._results else None
+            if not (self._thread.is_alive() or self._listened or self._thread.ident is None):
+                raise RefitError("the thread that receives refits has failed: see its traceback in the log")
         if version is not None:
             self._endpoint.commit_refit(version)
             if self._device.type == "cuda":  # the next refit may overwrite staging memory once `take_part` returns
@@ -243,16 +253,16 @@ class StagedEngineSide(EngineSide):
             torch.cuda.set_device(self._device)  # needed because each thread has a separate current device in torch
         try:
             while not self._closed:
-                took_part, version = self._receive(LISTEN_S)
+                try:
+                    took_part, version = self._receive(LISTEN_S)
+                except MessageError as error:
+                    _log.warning("a refit is left out: %s", error)
+                    time.sleep(LISTEN_S)
+                    continue
                 if took_part:
                     with self._change:
                         self._results = [version]
                         self._change.notify_all()
         except TransportError as error:
             _log.warning("no more refits are received: %s", error)
-
-
-def order_from_json(value: dict[str, Any]) -> RefitOrder:
-    """Returns a RefitOrder from its JSON form, in which the integer keys of `base` are strings."""
-    base = {int(rank): version for rank, version in value["base"].items()}
-    return replace(RefitOrder(**value), base=base)
+        self._listened = True

@@ -7,9 +7,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from megatron_rl.refit import delta, messages
@@ -67,17 +68,24 @@ class RefitOrder:
     keeps_sent: bool = False  # whether senders keep a copy of the sent values, to compute the next refit's delta from
 
 
+# Outcomes come from engines: a larger number would overflow in the metrics of a refit.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+
+
 @dataclass(kw_only=True)
 class ExchangeOutcome:
     """The result of one rank's part in a refit. Sizes are in bytes."""
 
-    sent: int = 0
-    full: int = 0  # number of bytes that would have been sent without delta encoding
-    received: int = 0
-    local: int = 0  # bytes copied within this process
-    checked: int = 0  # number of slices whose checksum was compared
-    delta_seconds: float = 0.0  # time spent on encoding and applying deltas
-    seconds: float = 0.0
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+
+    sent: Count = 0
+    full: Count = 0  # number of bytes that would have been sent without delta encoding
+    received: Count = 0
+    local: Count = 0  # bytes copied within this process
+    checked: Count = 0  # number of slices whose checksum was compared
+    delta_seconds: Seconds = 0.0  # time spent on encoding and applying deltas
+    seconds: Seconds = 0.0
     # engine rank that a message did not reach -> error message
     lost_destinations: dict[int, str] = field(default_factory=dict)
     # trainer rank from which a message did not arrive -> error message
@@ -85,7 +93,7 @@ class ExchangeOutcome:
     mismatch: str | None = None  # error message for the first parameter that differs from the trainer's values
     error: str | None = None  # error message if the rank's part failed
     # (bytes, seconds) of the dummy messages that measured the links' bandwidth; (0, 0.0) if it was not measured
-    probe: tuple[int, float] = (0, 0.0)
+    probe: tuple[Count, Seconds] = (0, 0.0)
 
 
 class _Run(NamedTuple):
@@ -93,7 +101,7 @@ class _Run(NamedTuple):
 
     order: RefitOrder
     deadline: Deadline
-    out: ExchangeOutcome
+    outcome: ExchangeOutcome
 
 
 class Exchange:
@@ -128,19 +136,19 @@ class Exchange:
         self._probed = rounds(sent[: messages.buckets_in_first_rounds(plan, PROBE_BYTES // width)])
         self._last: dict[int, tuple[int, Tensor]] = {}  # bucket index -> (version, values sent)
 
-    def run(self, order: RefitOrder, deadline: Deadline, out: ExchangeOutcome) -> None:
-        """Sends and receives the weights, and records the result in `out`.
+    def run(self, order: RefitOrder, deadline: Deadline, outcome: ExchangeOutcome) -> None:
+        """Sends and receives the weights, and records the result in `outcome`.
 
-        A rank that does not answer is recorded in `out` as lost, and the remaining messages of that rank are skipped.
+        A rank that does not answer is recorded in `outcome` as lost, and the rank's remaining messages are skipped.
         """
         start = time.perf_counter()
         if not order.keeps_sent:
             self._last.clear()
-        run, waiting = _Run(order, deadline, out), list[Callable[[], None]]()
-        inside, each = iter(self._inside), -(-len(self._inside) // max(1, len(self._rounds)))
+        run, waiting = _Run(order, deadline, outcome), list[Callable[[], None]]()
+        inside, copies_per_round = iter(self._inside), -(-len(self._inside) // max(1, len(self._rounds)))
         for sending, receiving in self._rounds:
             begun = self._start_round(sending, receiving, run)
-            for message in itertools.islice(inside, each):  # while messages are in flight
+            for message in itertools.islice(inside, copies_per_round):  # while messages are in flight
                 self._copy_locally(message, run)
             _finish(waiting)
             waiting = begun
@@ -148,30 +156,30 @@ class Exchange:
             self._copy_locally(message, run)
         _finish(waiting)
         _synchronize(self._side.device)
-        out.seconds = time.perf_counter() - start
+        outcome.seconds = time.perf_counter() - start
 
-    def probe(self, deadline: Deadline, out: ExchangeOutcome) -> None:
+    def probe(self, deadline: Deadline, outcome: ExchangeOutcome) -> None:
         """Measures the bandwidth of the links with dummy messages, which have the sizes of the plan's first messages.
 
-        Records the result in `out.probe`. Records ranks that do not answer in `out.lost_sources` and
-        `out.lost_destinations`.
+        Records the result in `outcome.probe`. Records ranks that do not answer in `outcome.lost_sources` and
+        `outcome.lost_destinations`.
         """
         total, waiting, start = 0, list[Callable[[], None]](), time.perf_counter()
         for sending, receiving in self._probed:
             begun = []
-            for message, lost in ((receiving, out.lost_sources), (sending, out.lost_destinations)):
+            for message, lost in ((receiving, outcome.lost_sources), (sending, outcome.lost_destinations)):
                 if message is not None:
                     total += message.bucket.elements * self._dtype.itemsize
                     begun.append(self._start_probe(message, message is sending, lost, deadline))
             _finish(waiting)
             waiting = begun
         _finish(waiting)
-        out.probe = total, time.perf_counter() - start
+        outcome.probe = total, time.perf_counter() - start
 
     def _start_probe(
-        self, message: BucketMessage, out: bool, lost: dict[int, str], deadline: Deadline
+        self, message: BucketMessage, sends: bool, lost: dict[int, str], deadline: Deadline
     ) -> Callable[[], None]:
-        """Starts the transfer of a dummy message of the same size as `message`. Sends it if `out` is True, otherwise
+        """Starts the transfer of a dummy message of the same size as `message`. Sends it if `sends` is True, otherwise
         receives it. Returns a function that waits for the end of the transfer.
 
         `lost`: rank of the other side -> error message. The returned function adds an entry if the transfer fails.
@@ -179,7 +187,7 @@ class Exchange:
         bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
         transport, peer = self._route(bucket.source, bucket.destination)
         label = f"a first message, rank {bucket.source} to engine rank {bucket.destination},"
-        if not out:
+        if not sends:
             handle = transport.receive(peer, label, size, self._side.device)
             return _completion(handle, bucket.source, lost, deadline)
         handle = transport.send(peer, label, transport.buffer(size, self._side.device))
@@ -204,14 +212,14 @@ class Exchange:
             else:
                 values = sources.read(move.source_name, move.source).to(self._dtype)
                 targets.write(move.destination_name, move.destination, values)
-        run.out.local += message.bucket.elements * self._dtype.itemsize
+        run.outcome.local += message.bucket.elements * self._dtype.itemsize
         checked = message.checked(run.order.verify, run.order.version)
-        run.out.checked += len(checked)
+        run.outcome.checked += len(checked)
         try:
             if checked:
                 self._compare(checked, self._checksums(checked, run.order.sums_on), message.bucket, run.order.sums_on)
         except Mismatch as error:
-            run.out.mismatch = run.out.mismatch or str(error)
+            run.outcome.mismatch = run.outcome.mismatch or str(error)
 
     def _start_round(
         self, sending: BucketMessage | None, receiving: BucketMessage | None, run: _Run
@@ -221,9 +229,9 @@ class Exchange:
         Returns one function per message, which waits until the message is transferred and completes it.
         """
         starts: list[tuple[int, Callable[[], Callable[[], None]]]] = []
-        if sending is not None and sending.bucket.destination not in run.out.lost_destinations:
+        if sending is not None and sending.bucket.destination not in run.outcome.lost_destinations:
             starts.append((sending.bucket.source, lambda: self._send(sending, run)))
-        if receiving is not None and receiving.bucket.source not in run.out.lost_sources:
+        if receiving is not None and receiving.bucket.source not in run.outcome.lost_sources:
             starts.append((receiving.bucket.source, lambda: self._receive(receiving, run)))
         # NCCL requires that both sides of a pair start their messages in the same order.
         begun = {start: start() for _, start in sorted(starts, key=lambda item: item[0])}
@@ -235,78 +243,78 @@ class Exchange:
 
         Returns a function that waits until the message has been sent.
         """
-        order, out, bucket, width = run.order, run.out, message.bucket, self._dtype.itemsize
+        order, outcome, bucket, width = run.order, run.outcome, message.bucket, self._dtype.itemsize
         checked = message.checked(order.verify, order.version)
         base, sums = order.base.get(bucket.destination), CHECKSUM_BYTES * len(checked)
         head, size = delta.HEADER if base is not None else 0, bucket.elements * width
         try:
             transport, peer = self._route(bucket.source, bucket.destination)
             joined, alone = message.split(transport.takes_pieces and not head, width)
-            whole = transport.buffer(head + size + sums, self._side.device)
+            buffer = transport.buffer(head + size + sums, self._side.device)
             end = head + elements_of(joined) * width
-            values = self._pack(joined, whole[head:end])
+            values = self._pack(joined, buffer[head:end])
             begun = time.perf_counter()
             if head:  # sends a delta if this rank still has the values that the receiver has (version `base`)
                 version, old = self._last.get(message.number, (None, None))
-                end = delta.encode(values, old if version == base else None, whole)
+                end = delta.encode(values, old if version == base else None, buffer)
             if order.keeps_sent:
                 kept = torch.empty(size, dtype=torch.uint8, device=values.device) if alone else None
                 self._last[message.number] = (
                     order.version,
                     values.clone() if kept is None else self._pack(message.runs, kept),
                 )
-                out.delta_seconds += time.perf_counter() - begun
+                outcome.delta_seconds += time.perf_counter() - begun
             if checked:
-                whole[end : end + sums].copy_(self._checksums(checked, order.sums_on))
-            pieces = self._pieces(alone, whole[end + sums :])
-            handle = transport.send(peer, message.label(order.version), whole[: end + sums], pieces=pieces)
+                buffer[end : end + sums].copy_(self._checksums(checked, order.sums_on))
+            pieces = self._pieces(alone, buffer[end + sums :])
+            handle = transport.send(peer, message.label(order.version), buffer[: end + sums], pieces=pieces)
         except TransportError as error:
-            out.lost_destinations[bucket.destination] = str(error)
+            outcome.lost_destinations[bucket.destination] = str(error)
             return lambda: None
-        out.full += size
-        out.sent += end if head else size
-        return _completion(handle, bucket.destination, out.lost_destinations, self._patient(run.deadline, bucket))
+        outcome.full += size
+        outcome.sent += end if head else size
+        return _completion(handle, bucket.destination, outcome.lost_destinations, self._patient(run.deadline, bucket))
 
     def _receive(self, message: BucketMessage, run: _Run) -> Callable[[], None]:
         """Starts to receive a message.
 
         Returns a function that waits for the message and writes its values to the parameters.
         """
-        order, out, bucket = run.order, run.out, message.bucket
+        order, outcome, bucket = run.order, run.outcome, message.bucket
         checked = message.checked(order.verify, order.version)
         size_known = order.base.get(bucket.destination) is None
         transport, peer = self._route(bucket.source, bucket.destination)
         joined, alone = message.split(transport.takes_pieces and size_known, self._dtype.itemsize)
         pieces, loose, targets = [], list[SliceRun](), self._side.targets
-        for each in alone:
-            memory = targets.memory(each.name, each.part, self._dtype) if isinstance(targets, Tensors) else None
-            pieces.append(each.part.elements * self._dtype.itemsize if memory is None else memory)
-            loose += [each] if memory is None else []
+        for piece in alone:
+            memory = targets.memory(piece.name, piece.part, self._dtype) if isinstance(targets, Tensors) else None
+            pieces.append(piece.part.elements * self._dtype.itemsize if memory is None else memory)
+            loose += [piece] if memory is None else []
         size = elements_of(joined + loose) * self._dtype.itemsize + CHECKSUM_BYTES * len(checked)
         handle = transport.receive(
             peer, message.label(order.version), size if size_known else None, self._side.device, pieces=pieces
         )
 
-        def land(whole: Tensor) -> None:
+        def land(received: Tensor) -> None:
             try:
-                self._land(message, joined, loose, whole.to(self._side.device), run)
+                self._land(message, joined, loose, received.to(self._side.device), run)
             except ValueError as error:
                 raise TransportError(f"{message.label(order.version)} {error}") from error
             except Mismatch as error:
-                out.mismatch = out.mismatch or str(error)
+                outcome.mismatch = outcome.mismatch or str(error)
             # Wait until the values are written, because the sender may overwrite the message's memory after `release`.
             _synchronize(self._side.device)
 
-        return _completion(handle, bucket.source, out.lost_sources, run.deadline, land)
+        return _completion(handle, bucket.source, outcome.lost_sources, run.deadline, land)
 
     def _land(
-        self, message: BucketMessage, joined: Sequence[SliceRun], loose: Sequence[SliceRun], whole: Tensor, run: _Run
+        self, message: BucketMessage, joined: Sequence[SliceRun], loose: Sequence[SliceRun], received: Tensor, run: _Run
     ) -> None:
         """Writes a received message to the parameters and verifies its checksums.
 
         `joined`: runs of slices that the sender packed. `loose`: runs of slices that were sent as separate pieces, but
-        that the transport could not write directly into the parameters. `whole` holds the values of `joined`, then the
-        checksums of the checked slices, then the values of `loose`. Raises Mismatch if a checksum is wrong, and
+        that the transport could not write directly into the parameters. `received` holds the values of `joined`, then
+        the checksums of the checked slices, then the values of `loose`. Raises Mismatch if a checksum is wrong, and
         ValueError if an encoded delta is invalid.
         """
         assert self._side.targets is not None
@@ -314,20 +322,20 @@ class Exchange:
         sums = CHECKSUM_BYTES * len(checked)
         if run.order.base.get(message.bucket.destination) is None:
             end, size = elements_of(joined) * width, message.bucket.elements * width
-            values = whole[:end].view(self._dtype)
+            values = received[:end].view(self._dtype)
         else:
-            end = size = len(whole) - sums
+            end = size = len(received) - sums
             begun = time.perf_counter()
             present = torch.empty(message.bucket.elements, dtype=self._dtype, device=self._side.device)
-            _gather(self._side.targets, [(each.name, each.part) for each in joined], present)
-            values = delta.decode(whole[:end], present.view(INTEGERS[width])).view(self._dtype)
-            run.out.delta_seconds += time.perf_counter() - begun
+            _gather(self._side.targets, [(slice_run.name, slice_run.part) for slice_run in joined], present)
+            values = delta.decode(received[:end], present.view(INTEGERS[width])).view(self._dtype)
+            run.outcome.delta_seconds += time.perf_counter() - begun
         self._write(joined, values)
-        self._write(loose, whole[end + sums :].view(self._dtype) if loose else values)
-        run.out.received += size
-        run.out.checked += len(checked)
+        self._write(loose, received[end + sums :].view(self._dtype) if loose else values)
+        run.outcome.received += size
+        run.outcome.checked += len(checked)
         if checked:
-            self._compare(checked, whole[end : end + sums], message.bucket, run.order.sums_on)
+            self._compare(checked, received[end : end + sums], message.bucket, run.order.sums_on)
 
     def _write(self, runs: Sequence[SliceRun], values: Tensor) -> None:
         """Writes concatenated values to the destination parameters of the runs of slices, in order."""
@@ -345,10 +353,10 @@ class Exchange:
         into `buffer` and yields the copied bytes.
         """
         for run in runs:
-            size, found, sources = run.part.elements * self._dtype.itemsize, list[Tensor | None](), self._side.sources
+            size, views, sources = run.part.elements * self._dtype.itemsize, list[Tensor | None](), self._side.sources
             if isinstance(sources, Tensors) and (len(run.moves) == 1 or size >= ALONE_PART_BYTES * len(run.moves)):
-                found = [sources.memory(*place, self._dtype) for place in run.sources]
-            lying = [piece for piece in found if piece is not None]
+                views = [sources.memory(*place, self._dtype) for place in run.sources]
+            lying = [piece for piece in views if piece is not None]
             if len(lying) < len(run.moves):
                 lying, buffer = [buffer[:size]], buffer[size:]
                 self._pack([run], lying[0])
@@ -376,37 +384,37 @@ class Exchange:
         values = (sources.read(move.source_name, move.source) for move in checked)
         return checksums(values, self._dtype, sums_on, self._side.device).view(torch.uint8)
 
-    def _compare(self, checked: Sequence[SliceMove], wanted: Tensor, bucket: RefitBucket, sums_on: Place) -> None:
-        """Raises Mismatch unless the `checked` slices of this rank's parameters have the checksums `wanted`.
+    def _compare(self, checked: Sequence[SliceMove], expected: Tensor, bucket: RefitBucket, sums_on: Place) -> None:
+        """Raises Mismatch unless the `checked` slices of this rank's parameters have the checksums `expected`.
 
-        `wanted`: uint8 [8 * slices].
+        `expected`: uint8 [8 * slices].
         """
         targets = self._side.targets
         assert targets is not None
-        own = checksums(
+        actual = checksums(
             (targets.read(m.destination_name, m.destination) for m in checked), self._dtype, sums_on, self._side.device
         )
-        both = torch.stack([own, wanted.clone().view(torch.int64).to(own.device)]).tolist()
-        for move, found, want in zip(checked, *both, strict=True):
-            if found != want:
+        both = torch.stack([actual, expected.clone().view(torch.int64).to(actual.device)]).tolist()
+        for move, got, want in zip(checked, *both, strict=True):
+            if got != want:
                 part = move.destination
                 raise Mismatch(
                     f"{move.destination_name} of engine rank {bucket.destination}, rows {part.row} to "
                     f"{part.row + part.rows}, is not {move.source_name} of trainer rank {bucket.source}: checksums "
-                    f"{found:x} and {want:x} differ"
+                    f"{got:x} and {want:x} differ"
                 )
 
 
-def _gather(parameters: Readable, parts: Sequence[NamedPart], out: Tensor) -> None:
-    """Concatenates the given parts of the parameters into `out` [elements], cast to the dtype of `out`."""
-    whole, place, dtype, width = as_words(out[None]), 0, out.dtype, out.element_size()
-    cut = parameters.words if isinstance(parameters, Tensors) and whole is not None else None
+def _gather(parameters: Readable, parts: Sequence[NamedPart], target: Tensor) -> None:
+    """Concatenates the given parts of the parameters into `target` [elements], cast to the dtype of `target`."""
+    words, place, dtype, width = as_words(target[None]), 0, target.dtype, target.element_size()
+    cut = parameters.words if isinstance(parameters, Tensors) and words is not None else None
     for name, part in parts:
         end, source = place + part.rows * part.columns, None if cut is None else cut(name, part, dtype)
-        if whole is not None and source is not None and place * width % WORD_BYTES == 0:
-            whole[0, place * width // WORD_BYTES : end * width // WORD_BYTES].reshape(source.shape)[...] = source
+        if words is not None and source is not None and place * width % WORD_BYTES == 0:
+            words[0, place * width // WORD_BYTES : end * width // WORD_BYTES].reshape(source.shape)[...] = source
         else:
-            out[place:end].view(part.rows, part.columns).copy_(parameters.read(name, part))
+            target[place:end].view(part.rows, part.columns).copy_(parameters.read(name, part))
         place = end
 
 

@@ -98,13 +98,13 @@ def rounds(
     `destination`: engine rank of this process, or None.
     `width`: size of an element in bytes.
     """
-    found: dict[int, list[BucketMessage | None]] = {}
+    messages: dict[int, list[BucketMessage | None]] = {}
     for number, bucket in buckets:
         for side, mine in enumerate((bucket.source == source, bucket.destination == destination)):
             if mine:
                 message = bucket_message(plan, number, bucket, width)
-                found.setdefault(bucket.round_number, [None, None])[side] = message
-    return [(found[number][0], found[number][1]) for number in sorted(found)]
+                messages.setdefault(bucket.round_number, [None, None])[side] = message
+    return [(messages[number][0], messages[number][1]) for number in sorted(messages)]
 
 
 def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
@@ -150,10 +150,10 @@ def _runs(moves: Sequence[SliceMove], long: int) -> list[SliceRun]:
     for move in moves:
         part, at = move.destination, last.get(move.destination_name)
         if at is not None and max(part.elements, runs[at].moves[0].destination.elements) < long:
-            whole = runs[at].part
-            if (whole.row + whole.rows, whole.column, whole.columns) == (part.row, part.column, part.columns):
+            joined = runs[at].part
+            if (joined.row + joined.rows, joined.column, joined.columns) == (part.row, part.column, part.columns):
                 runs[at].moves.append(move)
-                runs[at] = runs[at]._replace(part=whole._replace(rows=whole.rows + part.rows))
+                runs[at] = runs[at]._replace(part=joined._replace(rows=joined.rows + part.rows))
                 continue
         last[move.destination_name] = len(runs)
         runs.append(SliceRun([move], move.destination_name, part))

@@ -143,12 +143,12 @@ class Nccl:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """A context manager. An NCCL group that is created in the `with` block never ends the process (see QUIET)."""
-    before = {name: os.environ.get(name) for name in QUIET}
+    old_values = {name: os.environ.get(name) for name in QUIET}
     os.environ.update(QUIET)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value

@@ -49,8 +49,8 @@ class RegisteredMemory(Medium):
                 "(pip install 'nixl[cu13]'), or choose another transport"
             ) from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # NIXL logs each agent to stdout
-        found = vars(self._api.nixlBind).values()
-        self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+        members = vars(self._api.nixlBind).values()
+        self._errors = tuple(member for member in members if isinstance(member, type) and issubclass(member, Exception))
         settings = self._api.nixl_agent_config(backends=["UCX"])
         self._agent: Any = self._api.nixl_agent(uuid.uuid4().hex, settings)
         self._registered: dict[int, Any] = {}  # address of a slot's first byte -> the slot's registration with NIXL
@@ -83,9 +83,9 @@ class RegisteredMemory(Medium):
                     self._agent.remove_remote_agent(name)
                 self._agent.add_remote_agent(bytes.fromhex(metadata))
                 self._peers[name] = metadata
-            own = self._agent.get_xfer_descs(landing[:size])
+            local = self._agent.get_xfer_descs(landing[:size])
             remote = self._agent.get_xfer_descs([(first, size, number)], kind)
-            read = self._agent.initialize_xfer("READ", own, remote, name)
+            read = self._agent.initialize_xfer("READ", local, remote, name)
             self._unfinished.append((read, landing))
             self._agent.transfer(read)
             failure = deadline.until(lambda seconds: self._has_ended(read, seconds))

@@ -33,15 +33,15 @@ class QuantisedSource:
         """
         self._parameters, self._held, self._form = parameters, held, form
         self._dtype, self._float32 = dtype, float32
-        self._own = {rect.tensor: rect for rect in whole_tensors(rect for own in held.values() for _, rect in own)}
+        self._areas = {r.tensor: r for r in whole_tensors(rect for pairs in held.values() for _, rect in pairs)}
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
         tensor, (high, wide) = name.removesuffix(SCALES), self._form.block
         row, column, rows, columns = part
-        if tensor not in self._own:
+        if tensor not in self._areas:
             dtype = torch.float32 if name in self._float32 else self._dtype
-            own = ParameterPart(row, column // dtype.itemsize, rows, columns // dtype.itemsize)
-            return self._parameters.read(name, own).to(dtype).contiguous().view(torch.uint8)
+            elements = ParameterPart(row, column // dtype.itemsize, rows, columns // dtype.itemsize)
+            return self._parameters.read(name, elements).to(dtype).contiguous().view(torch.uint8)
         if name != tensor:
             column, columns = column // self._form.scale_bytes, columns // self._form.scale_bytes
             blocks = self._blocks(tensor, (row, row + rows), (column, column + columns))
@@ -58,10 +58,11 @@ class QuantisedSource:
     def _blocks(self, tensor: str, down: tuple[int, int], across: tuple[int, int]) -> Tensor:
         """Returns the weights of a range of quantisation blocks of a Hugging Face tensor. `down`, `across`: the range
         [start, end) of block rows and of block columns."""
-        (high, wide), own = self._form.block, self._own[tensor]
+        (high, wide), area = self._form.block, self._areas[tensor]
         row, column = down[0] * high, across[0] * wide
-        end_row, end_column = min(down[1] * high, own.row + own.rows), min(across[1] * wide, own.column + own.columns)
-        out: Tensor | None = None
+        end_row = min(down[1] * high, area.row + area.rows)
+        end_column = min(across[1] * wide, area.column + area.columns)
+        blocks: Tensor | None = None
         for name, rect in self._held[tensor]:
             top, left = max(row, rect.row), max(column, rect.column)
             bottom, right = min(end_row, rect.row + rect.rows), min(end_column, rect.column + rect.columns)
@@ -70,10 +71,10 @@ class QuantisedSource:
             at = ParameterPart(
                 rect.at_row + top - rect.row, rect.at_column + left - rect.column, bottom - top, right - left
             )
-            found = self._parameters.read(name, at)
-            if found.shape == (end_row - row, end_column - column):
-                return found
-            out = found.new_empty((end_row - row, end_column - column)) if out is None else out
-            out[top - row : bottom - row, left - column : right - column] = found
-        assert out is not None, f"{tensor}: the rank does not hold blocks {down} x {across}"
-        return out
+            weights = self._parameters.read(name, at)
+            if weights.shape == (end_row - row, end_column - column):
+                return weights
+            blocks = weights.new_empty((end_row - row, end_column - column)) if blocks is None else blocks
+            blocks[top - row : bottom - row, left - column : right - column] = weights
+        assert blocks is not None, f"{tensor}: the rank does not hold blocks {down} x {across}"
+        return blocks

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import secrets
 import socket
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import pydantic
 
 from megatron_rl.key_value_store.rank_store import RankStore
 from megatron_rl.key_value_store.store_client import KeyValueClient, KeyValueError, KeyValueTimeout
 from megatron_rl.key_value_store.store_server import KeyValueServer
 from megatron_rl.refit.transport import TransportError
+
+T = TypeVar("T")
+
+
+class MessageError(TransportError):
+    """Raised when a value on the refit store is not a message of the expected type."""
 
 
 class Address(NamedTuple):
@@ -32,7 +42,8 @@ class Address(NamedTuple):
 class RefitStore:
     """A client of a key-value store with JSON values. Only processes that know the store's secret can access it.
 
-    Values are parsed as JSON only, and are never executed.
+    Values are parsed as JSON only, and are never executed. The reader of a value gives its type, and the value is
+    validated: unknown keys and wrong types are errors.
     """
 
     def __init__(self, client: KeyValueClient, secret: bytes, prefix: str = "") -> None:
@@ -51,10 +62,10 @@ class RefitStore:
             server = KeyValueServer(address, secret)
         except OSError as error:
             raise TransportError(f"a refit store cannot listen at {address}: {error}") from error
-        found = Address(address, server.port, secret.hex())
-        store = cls.join(found)
+        store_address = Address(address, server.port, secret.hex())
+        store = cls.join(store_address)
         weakref.finalize(store._client, server.close)
-        return store, found
+        return store, store_address
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 60) -> RefitStore:
@@ -66,8 +77,8 @@ class RefitStore:
         try:
             return cls(KeyValueClient(host, port, bytes.fromhex(secret), timeout_s), bytes.fromhex(secret))
         except KeyValueError as error:
-            said = f"no refit store of this run at {host}:{port}: does the trainer run there? ({error})"
-            raise TransportError(said) from error
+            message = f"no refit store of this run at {host}:{port}: does the trainer run there? ({error})"
+            raise TransportError(message) from error
 
     def way(self) -> tuple[str, int]:
         """Returns (IP address of this host on the interface that routes to the store, address family such as
@@ -92,23 +103,26 @@ class RefitStore:
         return RankStore(self._client, timeout)
 
     def put(self, key: str, value: Any) -> None:
-        """Stores a JSON-serializable `value` under `key`. Raises TransportError when the store no longer answers."""
+        """Stores a JSON value or a dataclass under `key`. Raises TransportError when the store no longer answers."""
         self.put_together({key: value})
 
     def put_together(self, values: Mapping[str, Any]) -> None:
         """Stores several values atomically. Raises TransportError when the store no longer answers."""
         with _gone():
-            self._client.set({self.prefix + key: json.dumps(value).encode() for key, value in values.items()})
+            self._client.set(
+                {self.prefix + key: json.dumps(value, default=asdict).encode() for key, value in values.items()}
+            )
 
-    def get(self, key: str, timeout_s: float) -> Any:
-        """Waits for a value under `key` and returns it.
+    def get(self, key: str, kind: type[T], timeout_s: float) -> T:
+        """Waits for a value of type `kind` under `key` and returns it.
 
-        Raises TransportError when there is no value after `timeout_s`, or when the store no longer answers.
+        Raises MessageError when the value has another type, and TransportError when there is no value after
+        `timeout_s`, or when the store no longer answers.
         """
-        found = self.peek(key, timeout_s)
-        if found is None:
+        value = self.peek(key, kind, timeout_s)
+        if value is None:
             raise TransportError(f"the refit store got no value of {self.prefix + key!r} within {timeout_s:.1f} s")
-        return found
+        return value
 
     def has(self, key: str, timeout_s: float) -> bool:
         """Waits up to `timeout_s` until `key` exists. Returns whether it exists.
@@ -122,16 +136,24 @@ class RefitStore:
             return False
         return True
 
-    def peek(self, key: str, timeout_s: float = 0.0) -> Any:
-        """Returns the value under `key`, or None if the key does not exist within `timeout_s`. Values are never None.
+    def peek(self, key: str, kind: type[T], timeout_s: float = 0.0) -> T | None:
+        """Returns the value of type `kind` under `key`, or None if the key does not exist within `timeout_s`. Values
+        are never None.
 
-        Raises TransportError when the store no longer answers.
+        Raises MessageError when the value has another type, and TransportError when the store no longer answers.
         """
         try:
             with _gone():
-                return json.loads(self._client.get([self.prefix + key], timeout_s)[0])
+                value = self._client.get([self.prefix + key], timeout_s)[0]
         except KeyValueTimeout:
             return None
+        try:
+            return _validator(kind).validate_json(value, strict=True, extra="forbid")
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            why = f"{place}: {first['msg']}" if place else first["msg"]
+            raise MessageError(f"{self.prefix + key!r} on the refit store is no valid message ({why})") from None
 
     def remove(self, key: str) -> None:
         """Removes `key` if it exists."""
@@ -142,6 +164,11 @@ class RefitStore:
         """Removes all keys that begin with one of the prefixes."""
         with _gone():
             self._client.clear([self.prefix + prefix for prefix in prefixes])
+
+
+@functools.cache
+def _validator(kind: type[T]) -> pydantic.TypeAdapter[T]:
+    return pydantic.TypeAdapter(kind)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.transport import Deadline, Handle, TransportError
+from megatron_rl.run.json_lines import UNREADABLE
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALLEST_SLOT = 1 << 16  # minimum size of a slot in bytes
@@ -71,8 +72,8 @@ class SharedMemory(Medium):
         self._open: dict[str, Tensor] = {}
         # slot name -> descriptor of the slot's file, which is locked while this process lives
         self._held: dict[str, int] = {}
-        for left in SHARED_MEMORY.glob(f"{self._prefix}*"):
-            _remove_if_unlocked(left)
+        for slot_file in SHARED_MEMORY.glob(f"{self._prefix}*"):
+            _remove_if_unlocked(slot_file)
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
@@ -233,9 +234,9 @@ class Slots:
             if failure is not None:
                 raise TransportError(f"{label} from {peer}: {failure}")
             try:
-                address, size = self._store.peek(key)
+                address, size = self._store.get(key, tuple[Any, int], 0.0)
                 return self._medium.open(address, device, deadline)[:size]
-            except (TransportError, OSError, RuntimeError, ValueError) as error:
+            except (TransportError, OSError, RuntimeError, IndexError, *UNREADABLE) as error:
                 raise TransportError(f"{label} from {peer}: {error}") from error
 
         return Handle(wait, lambda: self._store.put(f"{key}/free", True))
@@ -261,9 +262,9 @@ def _without_expandable_segments() -> Iterator[None]:
     """A context manager that makes torch allocate GPU memory outside of expandable segments in the `with` block. A
     no-op unless the environment turns expandable segments on.
     """
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    without = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", given)
-    if without == given:
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    without = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", settings)
+    if without == settings:
         yield
         return
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # the function is deprecated
@@ -271,7 +272,7 @@ def _without_expandable_segments() -> Iterator[None]:
         try:
             yield
         finally:
-            torch.cuda.memory._set_allocator_settings(given)
+            torch.cuda.memory._set_allocator_settings(settings)
 
 
 def _remove_if_unlocked(path: Path) -> None:

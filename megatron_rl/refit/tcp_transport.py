@@ -164,7 +164,7 @@ class Tcp:
             if self._closed:
                 raise TransportError(f"no messages {way} {peer} any more: closed")
             if (way, peer) not in self._lanes:
-                self._lanes[way, peer] = _Lane((lambda lane: self._connect(lane, peer)) if way == "to" else _Lane.given)
+                self._lanes[way, peer] = _Lane((lambda lane: self._connect(lane, peer)) if way == "to" else _Lane.take)
             return self._lanes[way, peer]
 
     def _connect(self, lane: _Lane, peer: int) -> socket.socket:
@@ -176,16 +176,16 @@ class Tcp:
         while not self._store.has(str(peer), RECHECK_S):
             if lane.ended or time.monotonic() > end:
                 raise TransportError(f"it did not come within {self._timeout_s:.0f} s")
-        host, port, challenge = self._store.peek(str(peer))
-        made = socket.create_connection((host, port), timeout=self._timeout_s)
+        host, port, challenge = self._store.get(str(peer), tuple[str, int, str], 0.0)
+        connection = socket.create_connection((host, port), timeout=self._timeout_s)
         try:
-            configure(made)
-            made.settimeout(None)
-            made.sendall(hello(self._store, challenge, self._rank))
+            configure(connection)
+            connection.settimeout(None)
+            connection.sendall(hello(self._store, challenge, self._rank))
         except OSError:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
     def _accept(self) -> None:
         """Accepts connections until the transport is closed."""
@@ -194,19 +194,19 @@ class Tcp:
                 time.sleep(PAUSE_S)
                 continue
             try:
-                made, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
                 time.sleep(PAUSE_S)  # wait, because the process may have run out of file descriptors
                 continue
             with self._change:
-                self._callers[made] = time.monotonic()
+                self._callers[connection] = time.monotonic()
             try:
-                threading.Thread(target=self._greet, args=(made,), daemon=True).start()
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             except RuntimeError:  # no thread can be started
-                self._forget(made)
-                made.close()
+                self._forget(connection)
+                connection.close()
 
     def _has_place(self) -> bool:
         """Returns whether another connection may be accepted.
@@ -222,31 +222,31 @@ class Tcp:
                 oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
         return not full
 
-    def _forget(self, made: socket.socket) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         with self._change:
-            self._callers.pop(made, None)
+            self._callers.pop(connection, None)
 
-    def _greet(self, made: socket.socket) -> None:
+    def _greet(self, connection: socket.socket) -> None:
         """Checks the hello (proof that the caller knows the secret) on a new connection. If it is valid, passes the
         connection to the lane (message queue) of the peer that connected; otherwise closes the connection.
         """
-        said, end, lane = bytearray(), time.monotonic() + HELLO_S, None
+        greeting, end, lane = bytearray(), time.monotonic() + HELLO_S, None
         with contextlib.suppress(OSError, TransportError):
-            while len(said) < HELLO.size and time.monotonic() < end:
-                made.settimeout(max(0.01, end - time.monotonic()))
-                if not (came := made.recv(HELLO.size - len(said))):
+            while len(greeting) < HELLO.size and time.monotonic() < end:
+                connection.settimeout(max(0.01, end - time.monotonic()))
+                if not (came := connection.recv(HELLO.size - len(greeting))):
                     break
-                said += came
-            peer = HELLO.unpack(said)[1] if len(said) == HELLO.size else 0
-            if hmac.compare_digest(said, hello(self._store, self._challenge.hex(), peer)):
-                configure(made)
-                made.settimeout(None)
+                greeting += came
+            peer = HELLO.unpack(greeting)[1] if len(greeting) == HELLO.size else 0
+            if hmac.compare_digest(greeting, hello(self._store, self._challenge.hex(), peer)):
+                configure(connection)
+                connection.settimeout(None)
                 lane = self._lane("from", peer)
-        self._forget(made)
+        self._forget(connection)
         if lane is None:
-            made.close()
+            connection.close()
         else:
-            lane.give(made)
+            lane.give(connection)
 
 
 def hello(store: RefitStore, challenge: str, rank: int) -> bytes:
@@ -264,26 +264,26 @@ class _Lane:
     """
 
     def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
-        self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()
+        self._open, self._connections = open_, queue.SimpleQueue[socket.socket | None]()
         self._socket: socket.socket | None = None
         self._failure: str | None = None
         self.ended = False
         self._thread = TaskThread()
 
-    def give(self, made: socket.socket) -> None:
+    def give(self, connection: socket.socket) -> None:
         """Passes a connection that the other side has opened to the thread of this lane (message queue)."""
-        self._given.put(made)
+        self._connections.put(connection)
         if self.ended:
             self._refuse()
 
-    def given(self) -> socket.socket:
+    def take(self) -> socket.socket:
         """Waits for a connection that the other side opens, and returns the connection. Raises TransportError when the
         lane is closed.
         """
-        made = self._given.get()
-        if made is None:
+        connection = self._connections.get()
+        if connection is None:
             raise TransportError("closed")
-        return made
+        return connection
 
     def submit(self, use: Callable[[socket.socket], Any]) -> futures.Future[Any]:
         """Queues the transfer of a message. `use`: function that transfers the message over the given connection.
@@ -300,7 +300,7 @@ class _Lane:
         """Asks the thread to end."""
         self.ended = True  # a thread that has no connection yet checks the flag before it accesses a message
         self._shut()
-        self._given.put(None)
+        self._connections.put(None)
 
     def end(self) -> None:
         """Ends the lane. After the call, its thread does not read or write the memory of any message."""
@@ -329,10 +329,10 @@ class _Lane:
         """Closes the connections that were passed to this lane and that the thread does not use."""
         with contextlib.suppress(queue.Empty):
             while True:
-                made = self._given.get_nowait()
-                if made is not None:
-                    made.close()
-        self._given.put(None)
+                connection = self._connections.get_nowait()
+                if connection is not None:
+                    connection.close()
+        self._connections.put(None)
 
     def _shut(self) -> None:
         if self._socket is not None:
@@ -346,13 +346,13 @@ def _memory(block: Tensor) -> memoryview:
 
 def _send(blocks: Sequence[memoryview], to: socket.socket) -> None:
     """Sends blocks of memory over a connection."""
-    left = deque(blocks)
-    while left:
-        sent = to.sendmsg([*itertools.islice(left, BLOCKS_PER_CALL)])
-        while left and sent >= len(left[0]):
-            sent -= len(left.popleft())
+    unsent = deque(blocks)
+    while unsent:
+        sent = to.sendmsg([*itertools.islice(unsent, BLOCKS_PER_CALL)])
+        while unsent and sent >= len(unsent[0]):
+            sent -= len(unsent.popleft())
         if sent:
-            left[0] = left[0][sent:]
+            unsent[0] = unsent[0][sent:]
 
 
 def _fill(of: socket.socket, memory: memoryview) -> None:

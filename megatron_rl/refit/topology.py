@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,17 +49,6 @@ class Topology:
         # Only the fields of Sizes are sent. Fields that a subclass of Sizes adds are left out.
         sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}
         return {"sizes": sizes, "dtype": self.dtype, **parts}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """Returns the topology from the output of `to_json`."""
-        trainer = value["trainer"] | {"stages": tuple(value["trainer"]["stages"])}
-        return cls(
-            sizes=Sizes(**value["sizes"]),
-            trainer=TrainerLayout(**trainer),
-            engines=EngineLayout(**value["engines"]),
-            dtype=value["dtype"],
-        )
 
     def plan(self, locations: RankLocations, bucket_mib: float) -> RefitPlan:
         """Returns the refit plan (the list of messages) for the engine ranks in `locations`. `bucket_mib`: maximum size
@@ -139,9 +128,9 @@ class Topology:
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
         """Raises ValueError unless `names` are exactly the parameters that trainer rank `rank` has in the layout."""
-        wanted = {
+        expected = {
             name for h in rank_layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters
         }
-        missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
+        missing, more = sorted(expected - set(names)), sorted(set(names) - expected)
         if missing or more:
             raise ValueError(f"rank {rank} of {self.trainer} lacks {missing[:3]}, and has {more[:3]} beyond its layout")

@@ -6,27 +6,30 @@ After a refit, each engine that took part holds either the complete new weight v
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.allocator import return_free_pages
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.devices.allocator import return_free_pages
+from megatron_rl.messages.world import all_gather, broadcast
 from megatron_rl.refit.checksums import place_for
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
-from megatron_rl.refit.refit_store import Address, RefitStore
+from megatron_rl.refit.refit_store import Address, MessageError, RefitStore
+from megatron_rl.refit.store_messages import Go, Ready, Verdict, Vote
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.transport import Added, Deadline, Mismatch, RefitError, TransportError
 from megatron_rl.refit.transport_choice import RankLocation, RankLocations, Wiring
-from megatron_rl.world import all_gather, broadcast
+from megatron_rl.refit.weight_limits import NonFiniteWeights, WeightLimits
 
 ROLL_CALL_S = 10.0  # seconds after which an engine that does not answer is left out of the refit
 REJOIN_S = 5.0  # longest wait in seconds for live engines to register again, after a refit that failed for all engines
@@ -99,6 +102,8 @@ class TrainerSide:
             )
         topology.check_trainer(self._rank, parameters)
         self._sources = topology.sources(self._rank, parameters, added)
+        self._limits = WeightLimits(topology, self._rank, parameters, added)
+        self._saturated = 0  # largest number of saturated weights that was logged
         self._device = next(iter(parameters.values())).device
         self._trainer_locations: list[RankLocation] = self._gather(RankLocation.new(self._device))
         self._store, self.address = self._open_store(host)
@@ -121,9 +126,11 @@ class TrainerSide:
 
         A replica that fails is left out, and rank 0 logs a warning. Raises RefitError on every rank when no engine
         received the new version, or when any engine inside the trainer failed. Raises Mismatch on every rank when an
-        engine's values differ from the values that were sent.
+        engine's values differ from the values that were sent. Raises NonFiniteWeights on every rank, before anything is
+        sent, when weights are not finite.
         """
         start = time.perf_counter()
+        saturated = self._check_weights(version)
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
         again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
@@ -138,7 +145,26 @@ class TrainerSide:
             raise RefitError(f"version {version} of the weights did not reach the engines: {reasons}")
         for replica, why in report.failed.items() if self._rank == 0 else ():
             _log.warning("engine %s is left out: it did not come to version %s (%s)", replica, version, why)
-        return self._figures(report, time.perf_counter() - start)
+        return self._figures(report, time.perf_counter() - start) | {"refit/saturated_weights": float(saturated)}
+
+    def _check_weights(self, version: int) -> int:
+        """Returns the number of weights of all ranks that the engines' format clips. Raises NonFiniteWeights on every
+        rank if a rank has weights that are not finite."""
+        checks: list[tuple[str | None, int]] = self._gather(tuple(self._limits.check()))
+        for rank, (sentence, _) in enumerate(checks):
+            if sentence is not None:
+                raise NonFiniteWeights(
+                    f"version {version} of the weights is not sent: {sentence} (trainer rank {rank}). Training has "
+                    "diverged; resume from an earlier checkpoint with a lower optimizer.lr"
+                )
+        saturated, form = sum(count for _, count in checks), self.topology.engines.format
+        if saturated > self._saturated and self._rank == 0 and form is not None:
+            self._saturated = saturated
+            _log.warning(
+                "%d weights of version %d exceed %g, the largest value of engine.quantization = %r, and are clipped",
+                saturated, version, form.limit, self.topology.engines.quantization,
+            )  # fmt: skip
+        return saturated
 
     def close(self) -> None:
         """Closes the connections to the engines."""
@@ -161,10 +187,12 @@ class TrainerSide:
         patience = time.monotonic() + REJOIN_S
         while True:
             hello = [
-                r for r in range(world) if (replicas is None or r // tp in replicas) and self._store.peek(f"hello/{r}")
+                r
+                for r in range(world)
+                if (replicas is None or r // tp in replicas) and self._store.has(f"hello/{r}", 0)
             ]
-            whole = _whole(hello, tp)
-            if whole and (self._awaited <= {*whole} or time.monotonic() > patience):
+            complete = _complete_replicas(hello, tp)
+            if complete and (self._awaited <= {*complete} or time.monotonic() > patience):
                 break
             if deadline.wait_s() <= 0.01:
                 where, waited = f"{self.address[0]}:{self.address[1]}", f"{self._settings.timeout_s:.0f} s"
@@ -173,16 +201,22 @@ class TrainerSide:
         self._store.put("next", self._number)
         self._store.put(f"{self._number}/ticket", True)
         call, end = _RollCall(self._number, {}, {}, {}), time.monotonic() + ROLL_CALL_S
-        for rank in whole:
+        taken = {*self._trainer_locations}
+        for rank in complete:
             try:
-                ready = self._store.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
-            except TransportError:
-                call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
+                ready = self._store.get(f"{self._number}/ready/{rank}", Ready, max(0.05, end - time.monotonic()))
+                if ready.location in taken:
+                    raise MessageError(f"another process is at its location {ready.location}")
+            except TransportError as error:
+                why = f"did not answer the roll call within {ROLL_CALL_S:.0f} s"
+                why = f"answered the roll call wrongly: {error}" if isinstance(error, MessageError) else why
+                call.lost[rank] = f"engine rank {rank} {why}"
                 # An engine registers again when it finds that its registration is missing.
                 self._store.remove(f"hello/{rank}")
                 continue
-            call.locations[rank], call.versions[rank] = RankLocation(*ready["location"]), ready["version"]
-        for rank in call.locations.keys() - _whole(call.locations, tp):
+            call.locations[rank], call.versions[rank] = ready.location, ready.version
+            taken.add(ready.location)
+        for rank in call.locations.keys() - _complete_replicas(call.locations, tp):
             del call.locations[rank]
         self._awaited = set(call.locations)
         return call
@@ -197,12 +231,7 @@ class TrainerSide:
             self._epoch += 1
         order = self._order(call, version, fresh=fresh)
         if self._rank == 0 and self._endpoint is None:
-            go = {
-                "engines": call.locations,
-                "trainer": self._trainer_locations,
-                "epoch": self._epoch,
-                "order": asdict(order),
-            }
+            go = Go(engines=call.locations, trainer=self._trainer_locations, epoch=self._epoch, order=order)
             self._store.put(f"{call.number}/go", go)
         outcome = ExchangeOutcome()
         if call.locations:
@@ -222,7 +251,7 @@ class TrainerSide:
         if self._rank == 0 and self._endpoint is None:
             self._close_call(call, report)
         if fresh:
-            self._probes = [each.probe for each in report.outcomes]
+            self._probes = [outcome.probe for outcome in report.outcomes]
             return_free_pages()  # needed because malloc's heaps have grown if threads sent requests to a lost engine
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
@@ -267,8 +296,10 @@ class TrainerSide:
         self._locations = locations
 
     def _pulse(self, rank: int) -> Any:
-        """Returns a counter that engine rank `rank` increments while it waits for messages."""
-        return self._store.peek(f"pulse/{rank}")
+        """Returns a counter that engine rank `rank` increments while it waits for messages, or None without a valid
+        counter."""
+        with contextlib.suppress(MessageError):
+            return self._store.peek(f"pulse/{rank}", int)
 
     def _judge(self, call: _RollCall, trainer: list[ExchangeOutcome], deadline: Deadline) -> _RefitReport:
         """Decides which engine replicas hold the new weight version, from the outcomes of all trainer ranks and the
@@ -288,12 +319,14 @@ class TrainerSide:
                 late := patient.until(functools.partial(self._store.has, f"{call.number}/vote/{rank}"))
             ):
                 wrong[rank] = f"engine rank {rank} did not say how it went: {late}"
-            vote = self._store.peek(f"{call.number}/vote/{rank}")
-            if vote is None:
+            try:
+                vote = self._store.peek(f"{call.number}/vote/{rank}", Vote)
+            except MessageError as error:
+                wrong.setdefault(rank, f"engine rank {rank} voted wrongly: {error}")
                 continue
-            outcomes.append(ExchangeOutcome(**vote))
-            if outcomes[-1].error:
-                wrong.setdefault(rank, outcomes[-1].error)
+            outcomes += [] if vote is None else [vote]
+            if vote is not None and vote.error:
+                wrong.setdefault(rank, vote.error)
         tp = self.topology.engines.tp
         failed = {r // tp: wrong[r] for r in sorted(wrong, reverse=True)}
         mismatch = next((outcome.mismatch for outcome in outcomes if outcome.mismatch), None)
@@ -311,7 +344,7 @@ class TrainerSide:
         of earlier sets of transports are removed, including keys that a suspended engine has written since.
         """
         # The verdict and the next refit's index are stored atomically, so that no engine repeats this refit.
-        verdict = {"committed": report.committed}
+        verdict = Verdict(committed=report.committed)
         self._store.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
         last = (f"{call.number - 1}/{kind}" for kind in ("ready", "vote", "ticket", "go"))
         refits = (f"{number}/" for number in range(call.number - 2 * VERDICTS, call.number - VERDICTS + 1))
@@ -401,7 +434,7 @@ class TrainerSide:
         return result
 
 
-def _whole(ranks: Collection[int], tp: int) -> list[int]:
+def _complete_replicas(ranks: Collection[int], tp: int) -> list[int]:
     """Returns the engine ranks of complete replicas. A replica is complete if all its `tp` ranks are in `ranks`."""
     return [rank for rank in ranks if all(rank // tp * tp + place in ranks for place in range(tp))]
 

@@ -78,7 +78,7 @@ class Tensors:
     """The parameters of one rank, given as a mapping from names to tensors. Implements Parameters."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._given = tensors
+        self._parameters = tensors
         self._tensors = {
             name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None]
             for name, t in tensors.items()
@@ -87,7 +87,7 @@ class Tensors:
         self._cut: dict[
             tuple[str, ParameterPart, torch.dtype], np.ndarray | None
         ] = {}  # a cache of parts, because every refit accesses the same parts
-        self._whole: dict[tuple[str, ParameterPart, torch.dtype], Tensor | None] = {}
+        self._memory: dict[tuple[str, ParameterPart, torch.dtype], Tensor | None] = {}
 
     def read(self, name: str, part: ParameterPart) -> Tensor:
         return self._tensors[name][part.row : part.row + part.rows, part.column : part.column + part.columns]
@@ -102,7 +102,7 @@ class Tensors:
 
     def carried(self, names: Collection[str], dtype: torch.dtype) -> Tensors:
         return Tensors({
-            name: bits(name, t.detach(), names, dtype) for name, t in self._given.items()
+            name: bits(name, t.detach(), names, dtype) for name, t in self._parameters.items()
         })  # fmt: skip
 
     def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
@@ -112,25 +112,25 @@ class Tensors:
         Returns None if the part is not contiguous, is not on a CPU, or has another dtype than `dtype`.
         """
         key = name, part, dtype
-        if key not in self._whole:
-            found = self.read(name, part)
-            lies = found.is_contiguous() and found.dtype == dtype and found.device.type == "cpu"
-            self._whole[key] = found.view(-1).view(torch.uint8) if lies else None
-        return self._whole[key]
+        if key not in self._memory:
+            tensor = self.read(name, part)
+            lies = tensor.is_contiguous() and tensor.dtype == dtype and tensor.device.type == "cpu"
+            self._memory[key] = tensor.view(-1).view(torch.uint8) if lies else None
+        return self._memory[key]
 
     def words(self, name: str, part: ParameterPart, dtype: torch.dtype) -> np.ndarray | None:
         """Returns the memory of a part of the parameter `name` as 64-bit words, [rows, words].
 
         Returns None if the part does not consist of whole words, is not on a CPU, or has another dtype than `dtype`.
         """
-        found, width, key = self._words[name], dtype.itemsize, (name, part, dtype)
-        if found is None or self._tensors[name].dtype != dtype:
+        words, width, key = self._words[name], dtype.itemsize, (name, part, dtype)
+        if words is None or self._tensors[name].dtype != dtype:
             return None
         if key not in self._cut:
             first, last = part.column * width, (part.column + part.columns) * width
-            whole = first % WORD_BYTES == 0 and last % WORD_BYTES == 0
+            aligned = first % WORD_BYTES == 0 and last % WORD_BYTES == 0
             self._cut[key] = (
-                found[part.row : part.row + part.rows, first // WORD_BYTES : last // WORD_BYTES] if whole else None
+                words[part.row : part.row + part.rows, first // WORD_BYTES : last // WORD_BYTES] if aligned else None
             )
         return self._cut[key]
 
@@ -176,11 +176,11 @@ def as_words(tensor: Tensor) -> np.ndarray | None:
     The tensor must be on a CPU, and each row must consist of whole words. Words are used for speed: numpy copies short
     rows of two-byte numbers as words in half the time that torch takes. The tensor cannot be resized afterwards.
     """
-    whole = all(
+    fits = all(
         n * tensor.element_size() % WORD_BYTES == 0
         for n in (tensor.shape[1], tensor.stride(0), tensor.storage_offset())
     )
-    return tensor.view(torch.int64).numpy() if tensor.device.type == "cpu" and tensor.stride(1) == 1 and whole else None
+    return tensor.view(torch.int64).numpy() if tensor.device.type == "cpu" and tensor.stride(1) == 1 and fits else None
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ class Deadline:
             if self.is_over():
                 return "the refit ended without it"
             if time.monotonic() >= end:
-                before, pulse = pulse, self.pulse()
-                if pulse == before or time.monotonic() >= self.end:
+                last_pulse, pulse = pulse, self.pulse()
+                if pulse == last_pulse or time.monotonic() >= self.end:
                     return f"no answer within {allowed:.1f} s"
                 end = time.monotonic() + self.wait_s()
         return None

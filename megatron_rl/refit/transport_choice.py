@@ -71,9 +71,9 @@ class RankLocations:
         hosts = {host: i for i, host in enumerate(dict.fromkeys(s.host for s in locations))}
         devices = {place: i for i, place in enumerate(dict.fromkeys(s.place for s in locations))}
         trainer = RankPlacement([hosts[s.host] for s in self.trainer], [devices[s.place] for s in self.trainer])
-        own = [self.engines.get(r) for r in range(engine_world)]
+        engine_ranks = [self.engines.get(r) for r in range(engine_world)]
         return trainer, RankPlacement(
-            [hosts[s.host] if s else -1 for s in own], [devices[s.place] if s else -1 for s in own]
+            [hosts[s.host] if s else -1 for s in engine_ranks], [devices[s.place] if s else -1 for s in engine_ranks]
         )
 
     @property
@@ -85,38 +85,38 @@ class RankLocations:
 class Wiring:
     """The open transports between this process and the other processes of a refit."""
 
-    def __init__(self, store: RefitStore, locations: RankLocations, here: RankLocation, settings: RefitConfig) -> None:
-        """Opens the transports that the pairs of ranks in `locations` need. `here`: the location of this process.
+    def __init__(self, store: RefitStore, locations: RankLocations, local: RankLocation, settings: RefitConfig) -> None:
+        """Opens the transports that the pairs of ranks in `locations` need. `local`: the location of this process.
 
         Raises TransportError when a process of `locations` does not connect in time, and ConfigError if the configured
         transport cannot be used.
         """
-        self._locations, self._here, self._settings = locations, here, settings
+        self._locations, self._local, self._settings = locations, local, settings
         _check_nccl(locations, settings)
         members = locations.members
         self._numbers = {location: i for i, location in enumerate(members)}
         self.kinds = sorted({self._kind(a, b) for a in locations.trainer for b in locations.engines.values() if a != b})
         self._transports: dict[str, Transport] = {}
         for kind in self.kinds:
-            own, number = store.under(kind), self._numbers[here]
+            kind_store, number = store.under(kind), self._numbers[local]
             if kind == "nccl":
-                made = Nccl(own, number, len(members), settings)
+                transport = Nccl(kind_store, number, len(members), settings)
             elif kind == "tcp":
-                made = Tcp(own, number, settings)
+                transport = Tcp(kind_store, number, settings)
             elif kind == "nixl":
-                made = Nixl(own, number)
+                transport = Nixl(kind_store, number)
             elif kind == "disk":
                 assert settings.directory is not None, "checked by the config"
-                made = Slots(own, number, Disk(Path(settings.directory)))
+                transport = Slots(kind_store, number, Disk(Path(settings.directory)))
             else:
-                made = Slots(own, number, SharedMemory() if kind == "shared_memory" else CudaIpc())
-            self._transports[kind] = made
+                transport = Slots(kind_store, number, SharedMemory() if kind == "shared_memory" else CudaIpc())
+            self._transports[kind] = transport
 
     def route(self, source: int, destination: int) -> tuple[Transport, int]:
         """Returns (transport, index of the other side in the transport) for a message. Implements exchange.Route."""
         trainer, engine = self._locations.trainer[source], self._locations.engines[destination]
-        other = engine if trainer == self._here else trainer
-        return self._transports[self._kind(trainer, engine)], self._numbers[other]
+        peer = engine if trainer == self._local else trainer
+        return self._transports[self._kind(trainer, engine)], self._numbers[peer]
 
     def close(self) -> None:
         """Closes all transports."""

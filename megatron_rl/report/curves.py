@@ -59,15 +59,15 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
     charts: dict[tuple[str, ...], Chart] = {}
     constants: dict[str, dict[str, list[str]]] = {}  # {question: {"name = value": scopes}}
     drawn = [_drawn(run) for run in runs]
-    evaluated = {name for own in drawn for scope, name in own if scope == EVAL}
-    for key in dict.fromkeys(key for own in drawn for key in own):
-        found = [(place, own[key]) for place, own in enumerate(drawn) if key in own and own[key].values]
-        if not found:
+    evaluated = {name for curves in drawn for scope, name in curves if scope == EVAL}
+    for key in dict.fromkeys(key for curves in drawn for key in curves):
+        lines = [(place, curves[key]) for place, curves in enumerate(drawn) if key in curves and curves[key].values]
+        if not lines:
             continue
         question = question_of(*key)
-        values = [np.frombuffer(curve.values, np.float64) for _, curve in found]
-        least = min(float(own.min()) for own in values)
-        if key[0] != EVAL and all(float(own.max()) == least for own in values):
+        values = [np.frombuffer(curve.values, np.float64) for _, curve in lines]
+        least = min(float(array.min()) for array in values)
+        if key[0] != EVAL and all(float(array.max()) == least for array in values):
             constants.setdefault(question, {}).setdefault(f"{key[1]} = {least:.4g}", []).append(key[0])
             continue
         title, name = _place(key, evaluated, alone=len(runs) == 1)
@@ -76,13 +76,13 @@ def sort_curves(runs: Sequence[RunMetrics]) -> Sorted:
         chart = charts.setdefault((question, title, unit), own_chart)
         about = METRICS["meanings"].get(key[1], METRICS["meanings"].get(key[1].partition("/")[0], ""))
         chart.about = chart.about or ("" if chart.dots else about)
-        for place, curve in found:
-            same = [i for i, (other, _, drawn) in enumerate(chart.lines) if other == place and drawn == curve]
+        for place, curve in lines:
+            same = [i for i, (index, _, drawn) in enumerate(chart.lines) if index == place and drawn == curve]
             if same:  # draw two lines of the run with equal values as one line with both names
                 chart.lines[same[0]] = (place, f"{chart.lines[same[0]][1]} = {name}", curve)
             else:
                 chart.lines.append((place, name, curve))
-    texts = {q: [f"{', '.join(scopes)}: {text}" for text, scopes in own.items()] for q, own in constants.items()}
+    texts = {q: [f"{', '.join(scopes)}: {text}" for text, scopes in facts.items()] for q, facts in constants.items()}
 
     def rank(chart: Chart) -> tuple[int, bool, int, str]:
         place = next((i for i, word in enumerate(METRICS["first"]) if word in chart.title), len(METRICS["first"]))
@@ -105,9 +105,9 @@ def question_of(scope: str, name: str) -> str:
     return LEARN if scope == EVAL else REST
 
 
-def plain_charts(found: Sorted) -> list[dict[str, Any]]:
+def plain_charts(sorted_charts: Sorted) -> list[dict[str, Any]]:
     """Returns the charts, downsampled, in the format of the page's scripts."""
-    width = bucket_width(found.charts)
+    width = bucket_width(sorted_charts.charts)
     return [
         {
             "question": chart.question,
@@ -118,7 +118,7 @@ def plain_charts(found: Sorted) -> list[dict[str, Any]]:
                 for place, name, curve in chart.lines
             ],
         }
-        for chart in found.charts
+        for chart in sorted_charts.charts
     ]
 
 
@@ -186,32 +186,32 @@ def rounded_float(value: float) -> float:
 def _drawn(run: RunMetrics) -> Mapping[Key, Curve]:
     """Returns the curves to draw: the logged metrics, with the counts of a verifier's verdicts replaced by the
     verifier's two accuracies, and the seconds of each phase."""
-    own = {
+    curves = {
         key: curve
         for key, curve in run.curves.items()
         if not key[1].startswith("confusion/") and not key[1].rpartition("/")[2].startswith("num_")
     }
     for scope in run.updates:
-        own |= {(scope, name): curve for name, curve in class_accuracies(run, scope).items()}
+        curves |= {(scope, name): curve for name, curve in class_accuracies(run, scope).items()}
     times = {
         (scope, f"seconds/{phase}"): curve for (scope, phase), curve in run.seconds.items() if scope in run.updates
     }
-    return own | times
+    return curves | times
 
 
 def class_accuracies(run: RunMetrics, scope: str) -> dict[str, Curve]:
     """Returns the curves of a verifier's accuracies on correct and on wrong solutions, computed from the counts
     of verdicts. Returns {} if the scope has no such counts."""
-    known = run.confusion(scope)
-    if not known:
+    counts = run.confusion(scope)
+    if not counts:
         return {}
-    out = {}
-    for name, (good, bad) in (("says_correct_of_correct", known[:2]), ("says_wrong_of_wrong", known[2:])):
-        curve = out[name] = Curve()
+    accuracies = {}
+    for name, (good, bad) in (("says_correct_of_correct", counts[:2]), ("says_wrong_of_wrong", counts[2:])):
+        curve = accuracies[name] = Curve()
         for iteration, correct, wrong in zip(good.iterations, good.values, bad.values, strict=True):
             if correct + wrong > 0:
                 curve.add(iteration, correct / (correct + wrong))
-    return out
+    return accuracies
 
 
 def _place(key: Key, evaluated: Collection[str], *, alone: bool) -> tuple[str, str]:

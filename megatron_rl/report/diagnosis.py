@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.report.curves import class_accuracies
 from megatron_rl.report.reading import Curve, RunMetrics
 from megatron_rl.report.run_sections import Gain, evaluation_gains, main_gains, reward_gain
 from megatron_rl.report.shown_rollouts import Picked
-from megatron_rl.run.metrics import REPLACED
+from megatron_rl.run.metrics import EVAL, REPLACED
+from megatron_rl.types import CUT_OFF
 
 # The sentences of `signs` call a share above NEARLY_ALL "nearly all".
 # An entropy below FEW times its first value counts as collapsed.
@@ -26,19 +28,24 @@ MOST_BROKEN = 3  # maximum number of metrics with NaN or infinite values that ar
 def signs(run: RunMetrics, picked: Picked) -> list[str]:
     """Returns a sentence for each sign that the run went wrong; a sentence also says what to look at. "First" and
     "last" iterations are the first and the last fifth of the run. `picked`: rollouts of this run."""
-    broken = [f"{role}: of {name}, {own.trouble}." for (role, name), own in run.curves.items() if own.trouble]
-    found = [*broken[:MOST_BROKEN], *_blind_reward(picked)]
+    broken = [f"{role}: of {name}, {curve.trouble}." for (role, name), curve in run.curves.items() if curve.trouble]
+    sentences = [*broken[:MOST_BROKEN], *_blind_reward(picked)]
     gains = evaluation_gains(run)
     held_out = main_gains(gains, run.settings)
     rising = {gain.role for gain in gains if gain.name.endswith("/reward") and gain.rose}
     for role in run.updates:
         reward = reward_gain(run, role)
-        own = [gain for gain in held_out if gain.role == role]
-        found += [*_verifier(run, role), *_hacked(role, reward, own, graded=role in rising)]
+        role_gains = [gain for gain in held_out if gain.role == role]
+        sentences += [*_verifier(run, role), *_hacked(role, reward, role_gains, graded=role in rising)]
         if reward is None or reward.end < NEARLY_ALL:  # equal samples are expected once the task is solved
-            found += [*_collapsed(run, role), *_unfinished(run, role)]
-        found += _ungraded(run, role)
-    return found
+            sentences += [*_collapsed(run, role), *_unfinished(run, role)]
+        sentences += _ungraded(run, role)
+    evaluated = {name.rpartition("/") for scope, name in run.curves if scope == EVAL}
+    measured = {role: {last for prefix, _, last in evaluated if prefix == role} for role, *_ in evaluated}
+    unscaled = any("reward" in metrics and "accuracy" not in metrics for metrics in measured.values())
+    if unscaled and run.record.threshold() is None:
+        sentences.append(f"Evaluations have no accuracy: {NO_SCALE}.")
+    return sentences
 
 
 def _blind_reward(picked: Picked) -> Iterator[str]:
@@ -49,10 +56,10 @@ def _blind_reward(picked: Picked) -> Iterator[str]:
         totals[role] += count
         texts[role, text][answer] += count
     for role, total in totals.items():
-        blind = {text: own for (other, text), own in texts.items() if other == role and len(own) >= SAME_ANSWERS}
-        share = sum(own.total() for own in blind.values()) / total
+        blind = {text: counts for (name, text), counts in texts.items() if name == role and len(counts) >= SAME_ANSWERS}
+        share = sum(counts.total() for counts in blind.values()) / total
         if share > SAME_SHARE:
-            text = max(blind, key=lambda one: blind[one].total())
+            text = max(blind, key=lambda text: blind[text].total())
             yield (
                 f"{role}: of the answers that were graded correct in the last iterations, {share:.0%} are texts that "
                 f"were correct for any problem, such as {text[:80]!r} for {len(blind[text])} different known answers: "
@@ -109,8 +116,8 @@ def _unfinished(run: RunMetrics, role: str) -> Iterator[str]:
     """Yields a sentence if nearly all samples were cut at the role's maximum length. Yields nothing if this maximum is
     below LONG tokens."""
     finished = run.curves.get((role, "finished"), Curve())
-    asked = run.settings.get(f"roles.{role}.sampling.max_tokens", LONG)
-    if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL and asked not in range(LONG):
+    max_tokens = run.settings.get(f"roles.{role}.sampling.max_tokens", LONG)
+    if finished.values and (cut := 1 - finished.ends[1]) > NEARLY_ALL and max_tokens not in range(LONG):
         yield (
             f"{role}: in the last iterations {cut:.0%} of the samples were cut before their end: raise "
             "sampling.max_tokens, or ask for shorter answers."
@@ -118,11 +125,12 @@ def _unfinished(run: RunMetrics, role: str) -> Iterator[str]:
 
 
 def _ungraded(run: RunMetrics, role: str) -> Iterator[str]:
-    """Yields a sentence if many gradings or episodes failed. Failed samples were replaced by others or left out."""
+    """Yields a sentence if many gradings or episodes failed, whose samples were replaced or left out, and a sentence if
+    any grading was cut off, which may have become the lowest score."""
     counts = Counter[str]()
     for (scope, name), curve in run.curves.items():
         start, _, reason = name.partition("/")
-        if scope == role and f"{start}/" in (REPLACED, "graded/") and reason != "repeated":
+        if scope == role and f"{start}/" in (REPLACED, "graded/") and reason not in ("repeated", CUT_OFF):
             counts[reason] += round(sum(curve.values))
     samples = sum(run.curves.get((role, "samples"), Curve()).values)
     if counts.total() > FAILED * samples:
@@ -131,6 +139,12 @@ def _ungraded(run: RunMetrics, role: str) -> Iterator[str]:
             f"{role}: {counts.total()} gradings or episodes failed beside {samples:.0f} samples ({reasons}); failed "
             "samples were replaced or left out. Look for the warnings of the reward in the run's log."
         )
+    if cut_off := round(sum(run.curves.get((role, f"graded/{CUT_OFF}"), Curve()).values)):
+        yield (
+            f"{role}: {cut_off} gradings were cut off by a limit or a crash beside {samples:.0f} samples, although "
+            "their problems' known answers were graded in time; reward.cut_off says what became of them. Make sure "
+            "that the reward's service does not hang."
+        )
 
 
 def _verifier(run: RunMetrics, role: str) -> Iterator[str]:
@@ -138,9 +152,9 @@ def _verifier(run: RunMetrics, role: str) -> Iterator[str]:
     accuracies = class_accuracies(run, role).values()
     if accuracies and all(curve.values for curve in accuracies):
         (_, right), (_, wrong) = (curve.ends for curve in accuracies)
-        for word, share, other in (("correct", right, 1 - wrong), ("wrong", 1 - right, wrong)):
-            if min(share, other) > NEARLY_ALL:
+        for word, share, wrong_share in (("correct", right, 1 - wrong), ("wrong", 1 - right, wrong)):
+            if min(share, wrong_share) > NEARLY_ALL:
                 yield (
                     f"{role}: in the last iterations the verifier calls nearly every solution {word}: {share:.0%} of "
-                    f"the correct and {other:.0%} of the wrong ones. Its verdicts say nothing about the truth."
+                    f"the correct and {wrong_share:.0%} of the wrong ones. Its verdicts say nothing about the truth."
                 )

@@ -12,11 +12,11 @@ from statistics import fmean
 from rich.table import Table
 
 from megatron_rl.config.base import ConfigError, refusing
+from megatron_rl.evaluation.console_table import console_table
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, read_samples
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.statistics import Paired, paired
-from megatron_rl.report.console_table import console_table
 from megatron_rl.report.html_page import show, write_page
 from megatron_rl.run.atomic_files import write_text
 
@@ -47,29 +47,29 @@ def compare(files: Sequence[Path]) -> list[Compared]:
     """
     if len(files) < 2:
         raise ConfigError("--compare: give two results or more, NAME.json files of `megatron-rl eval`")
-    names, out = names_of(files), list[Compared]()
+    names, comparisons = names_of(files), list[Compared]()
     first, *others = (_scores(path) for path in files)
     for second, scores in zip(names[1:], others, strict=True):
-        count = len(out)
+        count = len(comparisons)
         for measure, sets in first.items():
-            own = scores.get(measure, {})
-            pairs = [(name, a, own[name]) for name, a in sets.items() if a.keys() & own.get(name, {}).keys()]
+            sets_b = scores.get(measure, {})
+            pairs = [(name, a, sets_b[name]) for name, a in sets.items() if a.keys() & sets_b.get(name, {}).keys()]
             if len(pairs) > 1:
                 first_all = {f"{name}/{p}": v for name, a, _ in pairs for p, v in a.items()}
                 second_all = {f"{name}/{p}": v for name, _, b in pairs for p, v in b.items()}
                 pairs.append(("all", first_all, second_all))
-            out += [_compared(names[0], second, name, measure, a, b) for name, a, b in pairs]
-        if len(out) == count:
+            comparisons += [_compared(names[0], second, name, measure, a, b) for name, a, b in pairs]
+        if len(comparisons) == count:
             raise ConfigError(
                 f"{second} and {names[0]} have no problem in common: compare evaluations of the same sets"
             )
-    return out
+    return comparisons
 
 
 def console(rows: Sequence[Compared]) -> Table:
     """Returns the comparisons as a `rich` table for the terminal."""
     title = "paired differences [95 % bootstrap interval over problems]"
-    return console_table(title, COLUMNS, [_cells(row) for row in rows], left=3)
+    return console_table(title, COLUMNS, [_cells(row) for row in rows], left_columns=3)
 
 
 def write(rows: Sequence[Compared], directory: Path) -> None:
@@ -101,12 +101,12 @@ def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
         )
     with refusing(lambda error: f"{path}: {error}", FileNotFoundError, ValueError):
         rows = read_samples(path.with_suffix(".jsonl"))
-    found: dict[tuple[str, str], dict[str, list[Sample]]] = defaultdict(dict)
+    answers: dict[tuple[str, str], dict[str, list[Sample]]] = defaultdict(dict)
     for row in rows:
         if score_of(row) is not None:
             problem = f"{row.get('row', row['id'])} {row.get('question', '')}"
-            found[row["measure"], row["set"]].setdefault(problem, []).append(row)
-    return found
+            answers[row["measure"], row["set"]].setdefault(problem, []).append(row)
+    return answers
 
 
 def score_of(row: Sample) -> float | None:
@@ -119,12 +119,12 @@ def score_of(row: Sample) -> float | None:
 
 def _scores(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     """Returns {measure: {set: {problem: mean score}}} of a finished evaluation."""
-    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    scores: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for (measure, name), problems in read_answers(path).items():
-        found[measure][name] = {
-            problem: fmean(score_of(row) or 0.0 for row in own) for problem, own in problems.items()
+        scores[measure][name] = {
+            problem: fmean(score_of(row) or 0.0 for row in samples) for problem, samples in problems.items()
         }
-    return found
+    return scores
 
 
 def _compared(

@@ -36,37 +36,37 @@ def of_evaluations(files: Sequence[Path]) -> list[Flips]:
     `files`: the file NAME.json of each evaluation, with NAME.jsonl in the same directory. Raises ConfigError if a file
     is not a finished evaluation.
     """
-    names, read, out = names_of(files), [read_answers(path) for path in files], []
+    names, read, flips = names_of(files), [read_answers(path) for path in files], []
     for place in range(1, len(files)):
-        before, after = ({(*key, p): rows for key, own in one.items() for p, rows in own.items()}
-                         for one in read[place - 1 : place + 1])  # fmt: skip
-        both = [key for key in before if key in after]
+        first, second = ({(*key, p): rows for key, problems in answers.items() for p, rows in problems.items()}
+                         for answers in read[place - 1 : place + 1])  # fmt: skip
+        both = [key for key in first if key in second]
         rows = [
-            {"question": _of(before[key], "question") or f"problem {key[2]}", "set": key[1],
-             "answer": _of(before[key], "answer"), **_change(a, b), "iterations": None,
-             "texts": [_of(before[key], "response"), _of(after[key], "response")]}
+            {"question": _of(first[key], "question") or f"problem {key[2]}", "set": key[1],
+             "answer": _of(first[key], "answer"), **_change(a, b), "iterations": None,
+             "texts": [_of(first[key], "response"), _of(second[key], "response")]}
             for key in both
-            if _solved(a := _share(before[key])) != _solved(b := _share(after[key]))
+            if _solved(a := _share(first[key])) != _solved(b := _share(second[key]))
         ]  # fmt: skip
-        out.append(_flips(names[place - 1], names[place], len(both), rows))
-    return out
+        flips.append(_flips(names[place - 1], names[place], len(both), rows))
+    return flips
 
 
 def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
     """Finds problems that flipped between the first and the last iteration in which a run answered them. Only the
     rollouts in `picked`, which the page shows, are used. `runs`: names of the runs."""
-    out = []
+    flips = []
     for place, name in enumerate(runs):
-        again = {key: found for key, found in picked.solved.items() if key[0] == place and len(found) > 1}
+        again = {key: attempts for key, attempts in picked.solved.items() if key[0] == place and len(attempts) > 1}
         rows = [
             {"question": question, "set": role, "answer": None, "texts": [None, None],
-             "iterations": [found[0][0] + 1, found[-1][0] + 1], **_change(found[0][1:], found[-1][1:])}
-            for (_, role, question), found in again.items()
-            if _solved(found[0][1:]) != _solved(found[-1][1:])
+             "iterations": [attempts[0][0] + 1, attempts[-1][0] + 1], **_change(attempts[0][1:], attempts[-1][1:])}
+            for (_, role, question), attempts in again.items()
+            if _solved(attempts[0][1:]) != _solved(attempts[-1][1:])
         ]  # fmt: skip
         if again:
-            out.append(_flips(f"{name}, first time", "last time", len(again), rows))
-    return out
+            flips.append(_flips(f"{name}, first time", "last time", len(again), rows))
+    return flips
 
 
 def _flips(first: str, second: str, common: int, rows: list[dict[str, Any]]) -> Flips:
@@ -77,8 +77,8 @@ def _flips(first: str, second: str, common: int, rows: list[dict[str, Any]]) -> 
     )
 
 
-def _change(before: Solved, after: Solved) -> dict[str, Any]:
-    return {"before": list(before), "after": list(after), "gained": _solved(after)}
+def _change(first: Solved, last: Solved) -> dict[str, Any]:
+    return {"before": list(first), "after": list(last), "gained": _solved(last)}
 
 
 def _solved(counts: Solved) -> bool:
@@ -86,7 +86,7 @@ def _solved(counts: Solved) -> bool:
 
 
 def _share(rows: Sequence[Sample]) -> Solved:
-    return sum((score_of(row) or 0.0) > FLIP for row in rows), len(rows)
+    return sum(bool(row["correct"] if "score" in row else score_of(row)) for row in rows), len(rows)
 
 
 def _of(rows: Sequence[Sample], name: str) -> str | None:

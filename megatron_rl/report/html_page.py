@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megatron_rl.run.atomic_files import replacing
 
 FILES = Path(__file__).parent / "page"  # templates, styles and scripts
 STYLES = ("page.css",)
@@ -42,27 +43,22 @@ def write_page(
     frame = {"styles": [(FILES / name).read_text(encoding="utf-8") for name in styles], "scripts": codes, "data": data}
     frame |= {"policy": _policy(codes, connects=WATCH in scripts), "headings": []}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for part in templates().get_template(template).generate({**values, **frame}):
-                file.write(part.encode("utf-8", "replace"))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        for part in templates().get_template(template).generate({**values, **frame}):
+            file.write(part.encode("utf-8", "replace"))
 
 
 def templates() -> Environment:
     """Returns the jinja2 environment of the templates in page/. The environment escapes all values, and raises an error
     for an undefined name."""
     anchor = lambda heading: re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))  # noqa: E731
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
     short = lambda value, most=MAX_CHARACTERS: shortened(str(value), most)  # noqa: E731
-    found.filters |= {"anchor": anchor, "shown": show, "visible": visible, "short": short}
-    return found
+    environment.filters |= {"anchor": anchor, "shown": show, "visible": visible, "short": short}
+    return environment
 
 
 def as_json(value: Any) -> str:

@@ -73,11 +73,11 @@ def write_comparison(
     found_arms, picked = arms(runs), pick([run.record for run in runs], rollouts)
     changed = [*evaluations, *flips.of_rollouts(picked, [run.name for run in runs])]
     done = sum(run.finished for run in runs)
-    told = [f"{done} of {len(runs)} runs are finished"] if runs else []
-    told += [f"{len(evaluations) + 1} evaluations"] if evaluations else []
+    counts = [f"{done} of {len(runs)} runs are finished"] if runs else []
+    counts += [f"{len(evaluations) + 1} evaluations"] if evaluations else []
     _write(target, "comparison.html", _Content(runs, found_arms, picked, changed), {
         "title": paths[0].resolve().name if len(paths) == 1 else "Comparison",
-        "subtitle": " · ".join(told),
+        "subtitle": " · ".join(counts),
         "runs": runs_table(runs, found_arms) if runs else None,
         "means": means_table(runs, found_arms),
         "differences": differences_table(runs),
@@ -105,13 +105,13 @@ class _Content:
             for i, run in enumerate(self.runs)
         ]
 
-    def data(self, found: Sorted) -> Iterator[tuple[str, str]]:
-        """Yields the blocks of data for the page's scripts, as (id, text). `found`: the metrics, sorted into charts."""
+    def data(self, sorted_charts: Sorted) -> Iterator[tuple[str, str]]:
+        """Yields the blocks of data for the page's scripts, as (id, text). `sorted_charts`: the metrics by chart."""
         report = {
             "runs": self.runs_and_colours(),
             "arms": [arm.label for arm in self.arms],
             "colours": PALETTE,
-            "charts": plain_charts(found),
+            "charts": plain_charts(sorted_charts),
             "clocks": [thin_clock(run.clock) for run in self.runs],
         }
         yield "report-data", as_json(report)
@@ -122,11 +122,11 @@ def _write(
     target: Path, template: str, content: _Content, values: Mapping[str, Any], scripts: Sequence[str]
 ) -> None:  # fmt: skip
     """Writes a page, and logs a warning if files are damaged. `values`: further values for the template."""
-    found = sort_curves(content.runs)
+    sorted_charts = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
-    shown = {"sorted": found, "questions": METRICS["questions"], "left_out": damage, "picked": content.picked}
+    shown = {"sorted": sorted_charts, "questions": METRICS["questions"], "left_out": damage, "picked": content.picked}
     shown |= {"palette": PALETTE, "flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
-    write_page(target, template, {**values, **shown}, styles=STYLES, scripts=scripts, data=content.data(found))
+    write_page(target, template, {**values, **shown}, styles=STYLES, scripts=scripts, data=content.data(sorted_charts))
     if damage:
         rest = f"; and {len(damage) - 1} more: see the page" if len(damage) > 1 else ""
         _log.warning("%s leaves out what is damaged: %s%s", target, damage[0], rest)

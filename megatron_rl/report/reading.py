@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.report.run_record import RunRecord
 from megatron_rl.run.metrics import EVAL, SPEED, MetricsRow, unlearned
 from megatron_rl.run.run_directory import flatten
+from megatron_rl.session.run_record import RunRecord
 
 # How reports show metrics: questions, units, descriptions, and which metrics are shown first
 METRICS: Mapping[str, Any] = yaml.load((Path(__file__).parent / "page/metrics.yaml").read_bytes(), yaml.CSafeLoader)
@@ -128,24 +128,24 @@ class RunMetrics:
     @property
     def iterations(self) -> int:
         """Returns the number of iterations so far: the largest iteration index in the lines of any role, plus 1."""
-        own = (
+        last_iterations = (
             curve.iterations[-1]
             for (scope, _), curve in self.curves.items()
             if scope in self.updates and curve.iterations
         )
-        return max(own, default=-1) + 1
+        return max(last_iterations, default=-1) + 1
 
     def unlearned(self) -> list[str]:
         """Returns a sentence for each trained role that had iterations but no update."""
-        found = {role: curve.values[-1] for (role, name), curve in self.curves.items() if name == "update"}
-        return unlearned(self.updates, found)
+        num_updates = {role: curve.values[-1] for (role, name), curve in self.curves.items() if name == "update"}
+        return unlearned(self.updates, num_updates)
 
     def confusion(self, scope: str) -> list[Curve]:
         """Returns a curve for each of CELLS, the counts of a verifier's verdicts in a scope. The curves have equal
         lengths. Returns [] if the scope has no such counts."""
-        found = [self.curves.get((scope, f"confusion/{cell}"), Curve()) for cell in CELLS]
-        lengths = {len(curve.values) for curve in found}
-        return found if len(lengths) == 1 and lengths != {0} else []
+        counts = [self.curves.get((scope, f"confusion/{cell}"), Curve()) for cell in CELLS]
+        lengths = {len(curve.values) for curve in counts}
+        return counts if len(lengths) == 1 and lengths != {0} else []
 
     def evaluated(self) -> dict[str, Curve]:
         """Returns {name: curve} of the held-out metrics, such as `generator/accuracy`, without counts."""
@@ -189,5 +189,5 @@ def read_run(directory: Path, *, name: str | None = None) -> RunMetrics:
 
 def is_run(directory: Path) -> bool:
     """Returns whether the directory has metrics or the config of a run."""
-    own = RunRecord(directory).directory
-    return own.metrics.exists() or own.config.exists()
+    run_directory = RunRecord(directory).directory
+    return run_directory.metrics.exists() or run_directory.config.exists()

@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from megatron_rl.report import run_record
 from megatron_rl.report.html_page import show
 from megatron_rl.report.reading import RunMetrics, read_run
 from megatron_rl.report.run_sections import HAS_DIRECTION, LOWER_IS_BETTER
 from megatron_rl.run.run_directory import FREE_KEYS, SWEEP
+from megatron_rl.session import run_record
 
 SEED = "run.seed"  # means are taken over runs that differ only in this setting
 # Maximum number of characters of the label of an arm (group of runs that differ only in the seed).
@@ -42,35 +42,35 @@ class Arm:
 def read_runs(paths: Sequence[Path]) -> list[RunMetrics]:
     """Reads run directories, and all runs of sweeps in the order of sweep.json. A sweep's run that has not begun is
     included without metrics. Raises ConfigError if a sweep.json is damaged."""
-    found: list[RunMetrics] = []
+    runs: list[RunMetrics] = []
     for path in paths:
         if not (path / SWEEP).exists():
-            found.append(read_run(path))
+            runs.append(read_run(path))
             continue
         for entry in run_record.read_points(path / SWEEP):
             run = read_run(path / entry["run"], name=entry["run"])
             run.changes = entry["changes"]
-            found.append(run)
-    names = [run.name for run in found]
-    for run in found:  # runs with equal names get the names of their parent directories as prefixes
+            runs.append(run)
+    names = [run.name for run in runs]
+    for run in runs:  # runs with equal names get the names of their parent directories as prefixes
         if names.count(run.name) > 1:
             run.name = f"{run.record.directory.path.resolve().parent.name}/{run.name}"
-    return found
+    return runs
 
 
 def differences(runs: Sequence[RunMetrics]) -> dict[str, list[Any]]:
     """Returns the settings that differ between runs, as {setting: [value in each run, or None if not set]}. Settings
     that do not affect results, such as the run's name, are left out."""
     settings = [{**run.settings, **run.changes} for run in runs]
-    known = [own for own in settings if own]
-    if len(known) < 2:
+    recorded = [flat for flat in settings if flat]
+    if len(recorded) < 2:
         return {}
-    names = dict.fromkeys(name for own in known for name in own)
+    names = dict.fromkeys(name for flat in recorded for name in flat)
     free = tuple(f"{key}." for key in FREE_KEYS)
     return {
-        name: [own.get(name) for own in settings]
+        name: [flat.get(name) for flat in settings]
         for name in sorted(names)
-        if not f"{name}.".startswith(free) and len({repr(own.get(name)) for own in known}) > 1
+        if not f"{name}.".startswith(free) and len({repr(flat.get(name)) for flat in recorded}) > 1
     }
 
 
@@ -78,18 +78,18 @@ def arms(runs: Sequence[RunMetrics]) -> list[Arm]:
     """Groups the runs into arms: groups of runs whose settings are equal except for the seed. The label of an arm
     consists of the settings that distinguish it from other arms."""
     changed = {name: values for name, values in differences(runs).items() if name != SEED}
-    found: dict[str, list[int]] = {}
+    grouped: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         if run.changes:
-            own = {name: value for name, value in run.changes.items() if name != SEED}
+            changes = {name: value for name, value in run.changes.items() if name != SEED}
         else:
-            own = {name: values[place] for name, values in changed.items() if values[place] is not None}
-        label = ", ".join(f"{name.rpartition('.')[2]}={show(value)}" for name, value in own.items())
-        found.setdefault(label, []).append(place)
-    if len(found) == 1:
+            changes = {name: values[place] for name, values in changed.items() if values[place] is not None}
+        label = ", ".join(f"{name.rpartition('.')[2]}={show(value)}" for name, value in changes.items())
+        grouped.setdefault(label, []).append(place)
+    if len(grouped) == 1:
         return [Arm("all", [*range(len(runs))])]
     return [
-        Arm(label if 0 < len(label) <= MAX_LABEL else runs[places[0]].name, places) for label, places in found.items()
+        Arm(label if 0 < len(label) <= MAX_LABEL else runs[places[0]].name, places) for label, places in grouped.items()
     ]
 
 
@@ -118,17 +118,17 @@ class Table:
     rows: Sequence[Any]
 
 
-def runs_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table:
+def runs_table(runs: Sequence[RunMetrics], run_arms: Sequence[Arm]) -> Table:
     """Returns a table of the state and the last metrics of each run. A row is (name of the run, cells, [(last value of
     a metric, whether this value is the best)])."""
     names, rows, best = _names(runs), [], _best(runs)
-    arm_of = {place: arm.label for arm in found for place in arm.runs}
+    arm_of = {place: arm.label for arm in run_arms for place in arm.runs}
     for place, run in enumerate(runs):
-        own, iterations = ends(run), run.iterations
+        last, iterations = ends(run), run.iterations
         state = "finished" if run.finished else f"{iterations} iterations so far" if iterations else "not begun"
         state = f"failed after {iterations} iterations" if run.failed else state
         seed = {**run.settings, **run.changes}.get(SEED, "")
-        values = [(own.get(name), name in own and own[name] == best.get(name)) for name in names]
+        values = [(last.get(name), name in last and last[name] == best.get(name)) for name in names]
         rows.append((run.name, [arm_of[place], str(seed), state], values))
     return Table(["run", "settings", "seed", "", *names], rows)
 
@@ -136,26 +136,26 @@ def runs_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table:
 def _best(runs: Sequence[RunMetrics]) -> dict[str, float]:
     """Returns {metric: best last value} of the held-out metrics that differ among the runs, and for which it is known
     whether higher or lower is better."""
-    found: dict[str, list[float]] = {}
+    last_values: dict[str, list[float]] = {}
     for run in runs:
         for name, curve in run.evaluated().items():
             if HAS_DIRECTION.search(name):
-                found.setdefault(name, []).append(curve.values[-1])
-    best = {name: min(own) if LOWER_IS_BETTER.search(name) else max(own) for name, own in found.items()}
-    return {name: value for name, value in best.items() if len(set(found[name])) > 1}
+                last_values.setdefault(name, []).append(curve.values[-1])
+    best = {name: min(values) if LOWER_IS_BETTER.search(name) else max(values) for name, values in last_values.items()}
+    return {name: value for name, value in best.items() if len(set(last_values[name])) > 1}
 
 
-def means_table(runs: Sequence[RunMetrics], found: Sequence[Arm]) -> Table | None:
+def means_table(runs: Sequence[RunMetrics], run_arms: Sequence[Arm]) -> Table | None:
     """Returns a table of means with 95 % intervals over the runs of each arm; None if every arm has only one run.
 
     Each mean is over the runs of an arm that have the metric. If some runs of the arm have begun and lack the metric,
     the cell also shows how many runs the mean is over.
     """
-    if all(len(arm.runs) < 2 for arm in found):
+    if all(len(arm.runs) < 2 for arm in run_arms):
         return None
     names, rows = _names(runs), []
-    for arm in found:
-        begun = [own for own in (ends(runs[place]) for place in arm.runs) if own]
+    for arm in run_arms:
+        begun = [last for last in (ends(runs[place]) for place in arm.runs) if last]
         seeds = str(len(begun)) if len(begun) == len(arm.runs) else f"{len(begun)} of {len(arm.runs)}"
         rows.append([arm.label, seeds, *(_mean([o[name] for o in begun if name in o], len(begun)) for name in names)])
     return Table(["settings", "seeds", *names], rows)

@@ -30,7 +30,7 @@ SHOWN = 6  # maximum number of answers that are shown for each problem set
 SPARK = 60  # maximum number of points of a sparkline
 REFIT_FIGURES = (
     *("seconds", "pause_seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes"),
-    *("checked_slices", "failed_engines"),
+    *("checked_slices", "failed_engines", "saturated_weights"),
 )
 
 
@@ -127,18 +127,18 @@ def evaluation_gains(run: RunMetrics) -> list[Gain]:
     """Returns the change of each held-out metric from the first to the last evaluation. Metrics with only one
     evaluation are left out."""
     counts = {name: curve for (scope, name), curve in run.curves.items() if scope == EVAL}
-    out = []
+    gains = []
     evaluated = run.evaluated()
     for name, curve in evaluated.items():
         if len(curve.values) < 2:
             continue
         role = name.rpartition("/")[0]
         number = counts.get(f"{role}/num_problems" if role else "num_problems")
-        known = number is not None and number.values and re.search("accuracy|reward|pass@|maj@", name)
-        problems = int(min(number.values[-1], 1e9)) if known and number is not None else None
+        counted = number is not None and number.values and re.search("accuracy|reward|pass@|maj@", name)
+        problems = int(min(number.values[-1], 1e9)) if counted and number is not None else None
         metric = metric_of(name, evaluated).replace("_", " ")
-        out.append(Gain(name, curve.values[0], curve.values[-1], problems, curve, metric=metric))
-    return out
+        gains.append(Gain(name, curve.values[0], curve.values[-1], problems, curve, metric=metric))
+    return gains
 
 
 def evaluations(run: RunMetrics) -> dict[str, Any]:
@@ -149,16 +149,16 @@ def evaluations(run: RunMetrics) -> dict[str, Any]:
     the answer is correct). `best`: the summary's entries about the best evaluations.
     """
     tables, samples = [], list[tuple[str, Mapping[str, Any], bool]]()
-    found = run.record.evaluations()
-    for number, sets, answers in found:
+    stored = run.record.evaluations()
+    for number, sets, answers in stored:
         rows = [
             (title if measure == SOLVE else f"{title}, {measure}", problems, metrics)
-            for own in sets.values()
-            for measure, (title, problems, metrics) in own.items()
+            for measures in sets.values()
+            for measure, (title, problems, metrics) in measures.items()
         ]
         names = list(dict.fromkeys(metric for *_, metrics in rows for metric in metrics))
         tables.append((f"After iteration {number}", names, rows))
-        if number == found[-1][0]:
+        if number == stored[-1][0]:
             for name in dict.fromkeys(row["set"] for row in answers):
                 chosen = chosen_answers([row for row in answers if row["set"] == name], SHOWN)
                 samples += [(name, row, bool(row.get("correct"))) for row in chosen]
@@ -171,17 +171,17 @@ def confusions(run: RunMetrics) -> list[dict[str, Any]]:
     `rows`: {truth: (colour, count, fraction) for each verdict}. `f1`: the harmonic mean of the accuracies on correct
     and on wrong solutions.
     """
-    out = []
+    matrices = []
     for scope in run.updates:
-        if not (known := run.confusion(scope)):
+        if not (curves := run.confusion(scope)):
             continue
-        iterations = len(known[0].values)
+        iterations = len(curves[0].values)
         count = max(1, int(WINDOW * iterations))
         parts = {"first iterations": slice(0, count), "last iterations": slice(iterations - count, iterations)}
         for when, part in parts.items() if iterations > 1 else [("", slice(0, 1))]:
-            cells = {cell: sum(curve.values[part]) for cell, curve in zip(CELLS, known, strict=True)}
-            out.append(_verdict_counts(f"{scope} iterations: {when}".strip(": "), cells))
-    return out
+            cells = {cell: sum(curve.values[part]) for cell, curve in zip(CELLS, curves, strict=True)}
+            matrices.append(_verdict_counts(f"{scope} iterations: {when}".strip(": "), cells))
+    return matrices
 
 
 def _verdict_counts(title: str, cells: Mapping[str, float]) -> dict[str, Any]:
@@ -197,23 +197,23 @@ def _verdict_counts(title: str, cells: Mapping[str, float]) -> dict[str, Any]:
 
 def seconds(run: RunMetrics) -> dict[str, dict[str, float]]:
     """Returns the measured seconds as {scope: {phase: seconds}}; {} if no seconds were measured."""
-    found: dict[str, dict[str, float]] = {}
+    totals: dict[str, dict[str, float]] = {}
     for (scope, phase), curve in run.seconds.items():
-        found.setdefault(scope, {})[phase] = sum(curve.values)
-    return found if sum(sum(own.values()) for own in found.values()) > 0 else {}
+        totals.setdefault(scope, {})[phase] = sum(curve.values)
+    return totals if sum(sum(phases.values()) for phases in totals.values()) > 0 else {}
 
 
 def schedules(run: RunMetrics) -> dict[str, list[str]]:
     """Returns {label: row of a table with the columns SCHEDULE_FIGURES}. For each value of rollouts.max_staleness, a
     row has the rates that were predicted at the start of the run. The last row has the measured rates."""
-    found: dict[str, list[str]] = {}
-    told, own = run.summary.get("schedule", {}), run.settings.get("rollouts.max_staleness", 0)
+    rows: dict[str, list[str]] = {}
+    schedule, staleness = run.summary.get("schedule", {}), run.settings.get("rollouts.max_staleness", 0)
     with contextlib.suppress(TypeError, ValueError, LookupError, AttributeError):  # the summary is damaged
-        for one in told.get("predicted", ()):
-            k, rate = int(one["max_staleness"]), float(one["iterations_per_hour"])
-            label = f"predicted for max_staleness {k}, {told['cluster']}"
-            idle = float(one["engines_idle"]), float(one["trainer_idle"])
-            found[label] = _schedule_row(rate, *idle, list(map(float, one["staleness"])))
+        for predicted in schedule.get("predicted", ()):
+            k, rate = int(predicted["max_staleness"]), float(predicted["iterations_per_hour"])
+            label = f"predicted for max_staleness {k}, {schedule['cluster']}"
+            idle = float(predicted["engines_idle"]), float(predicted["trainer_idle"])
+            rows[label] = _schedule_row(rate, *idle, list(map(float, predicted["staleness"])))
     speed: dict[str, list[float]] = {"iteration_seconds": [], "trainer_idle": [], "engines_idle": []}
     for (_, name), curve in run.curves.items():
         if name.removeprefix(SPEED) in speed:  # leave out iteration 0, for which no rollouts were generated in advance
@@ -229,8 +229,8 @@ def schedules(run: RunMetrics) -> dict[str, list[str]]:
                 late[age] = late.get(age, 0.0) + sum(curve.values) / max(1, lines)
         ages = [1 - sum(late.values()), *(late.get(age, 0.0) for age in range(1, max(late, default=0) + 1))]
         engines, trainer = (fmean(speed[n]) if speed[n] else None for n in ("engines_idle", "trainer_idle"))
-        found[f"measured with max_staleness {own}"] = _schedule_row(3600 / fmean(seconds), engines, trainer, ages)
-    return found
+        rows[f"measured with max_staleness {staleness}"] = _schedule_row(3600 / fmean(seconds), engines, trainer, ages)
+    return rows
 
 
 def _schedule_row(rate: float, engines_idle: float | None, trainer_idle: float | None, ages: list[float]) -> list[str]:
@@ -240,12 +240,12 @@ def _schedule_row(rate: float, engines_idle: float | None, trainer_idle: float |
 
 def refits(run: RunMetrics) -> dict[str, list[str]]:
     """Returns {role: row of a table}. A row has the number of the role's refits, and the medians of REFIT_FIGURES."""
-    found: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for role in dict.fromkeys(role for role, _ in run.refits):
-        own = {name: curve.values for (other, name), curve in run.refits.items() if other == role and curve.values}
-        count = max(map(len, own.values()), default=0)
-        found[role] = [str(count), *(f"{median(own[n]):,.4g}" if n in own else "" for n in REFIT_FIGURES)]
-    return found
+        figures = {name: curve.values for (owner, name), curve in run.refits.items() if owner == role and curve.values}
+        count = max(map(len, figures.values()), default=0)
+        rows[role] = [str(count), *(f"{median(figures[n]):,.4g}" if n in figures else "" for n in REFIT_FIGURES)]
+    return rows
 
 
 def facts(run: RunMetrics) -> list[tuple[str, Any]]:
@@ -259,8 +259,8 @@ def subtitle(run: RunMetrics) -> str:
     parts = []
     for scope, count in run.updates.items():
         done = run.curves.get((scope, "update"))
-        own = f" iterations, {done.values[-1]:,.0f} updates" if done is not None and done.values else " updates"
-        parts.append(f"{count:,} {scope}{own}")
+        ending = f" iterations, {done.values[-1]:,.0f} updates" if done is not None and done.values else " updates"
+        parts.append(f"{count:,} {scope}{ending}")
     return " · ".join([*parts, f"{duration(run.clock.total)} measured"])
 
 
@@ -280,9 +280,9 @@ def main_gains(gains: Sequence[Gain], settings: Mapping[str, Any]) -> list[Gain]
     for gain in gains:
         by_role.setdefault(gain.role, []).append(gain)
     chosen = []
-    for own in by_role.values():
-        found = (gain for pattern in [*METRICS["main"], *weighed] for gain in own if re.search(pattern, gain.name))
-        chosen += [*found][:1]
+    for group in by_role.values():
+        main = (gain for pattern in [*METRICS["main"], *weighed] for gain in group if re.search(pattern, gain.name))
+        chosen += [*main][:1]
     return (chosen or [gain for gain in gains if gain.start != gain.end])[:MAX_CARDS]
 
 

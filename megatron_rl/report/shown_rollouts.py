@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from megatron_rl.report.curves import rounded_float
 from megatron_rl.report.html_page import as_json, shortened, templates, visible
 from megatron_rl.report.reading import WINDOW
-from megatron_rl.report.run_record import RunRecord
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.types import Author
+from megatron_rl.session.run_record import RunRecord
+from megatron_rl.types import Author, is_correct
 
 MAX_ROLLOUTS = 4000  # default maximum number of rollouts of all runs together
 # Maximum number of iterations whose rollouts are read, for all runs together.
@@ -58,7 +58,7 @@ class Index:
     def __len__(self) -> int:
         return len(self.columns.get("run", ()))
 
-    def add(self, run: int, row: Row, threshold: float) -> dict[str, Any]:
+    def add(self, run: int, row: Row, threshold: float | None) -> dict[str, Any]:
         """Adds the values of a rollout to the columns, and returns them as {column: value}. `run`: index of the
         rollout's run. `threshold`: score above which an answer is correct."""
         says, truth = opinion(row, threshold)
@@ -72,7 +72,7 @@ class Index:
             if episode is None
             else self.episodes.setdefault((run, row["iteration"], episode), len(self.episodes)),
             "reward": _finite(main_reward(row["rewards"])),
-            "outcome": _flag(is_correct(row, threshold)),
+            "outcome": _flag(rollout_is_correct(row, threshold)),
             "says": says,
             "truth": _flag(truth),
             "length": row["num_tokens"] or 0,
@@ -87,7 +87,7 @@ class Index:
         """Returns the columns, and the names to which their indices refer, in the format of the page's scripts. `runs`:
         names of the runs."""
         names = {"roles": self.roles, "agents": self.agents, "runs": runs}
-        return {**self.columns, **{key: [*map(visible, own)] for key, own in names.items()}, "chunk": CHUNK}
+        return {**self.columns, **{key: [*map(visible, labels)] for key, labels in names.items()}, "chunk": CHUNK}
 
 
 @dataclass(slots=True)
@@ -124,17 +124,17 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
         files, threshold = record.iteration_files(), record.threshold()
         count = max(2, max(MAX_FILES, most // 16) // len(records))  # number of files to read per run
         spaced = (files[round(i * (len(files) - 1) / (count - 1))] for i in range(count))
-        own = files if len(files) <= count else [*spaced]
-        quota = max(1, most // (len(records) * max(1, len(own))))
+        chosen = files if len(files) <= count else [*spaced]
+        quota = max(1, most // (len(records) * max(1, len(chosen))))
         picked.files += len(files)
-        for number, path in enumerate(own):
+        for number, path in enumerate(chosen):
             rows = [row for row in record.rollouts(path) if row["text"] is not None]
             picked.read += bool(rows)
             picked.seen += len(rows)
             for row in _groups(rows, quota):
-                known = picked.index.add(place, row, threshold)
-                _count(picked, place, row, threshold, late=number >= (1 - WINDOW) * len(own))
-                waiting.append(render.rollout({**known, **details(row)}))
+                columns = picked.index.add(place, row, threshold)
+                _count(picked, place, row, threshold, late=number >= (1 - WINDOW) * len(chosen))
+                waiting.append(render.rollout({**columns, **details(row)}))
                 if len(waiting) == CHUNK:
                     picked.chunks.append(_packed(waiting))
                     waiting.clear()
@@ -143,22 +143,24 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     return picked
 
 
-def is_correct(row: Row, threshold: float) -> bool | None:
+def rollout_is_correct(row: Row, threshold: float | None) -> bool | None:
     """Returns whether a rollout is correct, or None if this is unknown.
 
     The result is the column `correct`. If this column is empty, the result is whether the reward `outcome`, or the
-    rollout's only reward, is above `threshold`.
+    rollout's only reward, means a correct answer (see types.is_correct).
 
-    `threshold`: the midpoint of the run's `reward.range`.
+    `threshold`: see RunRecord.threshold.
     """
     if row["correct"] is not None:
         return row["correct"]
     rewards = row["rewards"]
     value = rewards.get("outcome", next(iter(rewards.values())) if len(rewards) == 1 else None)
-    return None if value is None else value > threshold
+    if value is None or (threshold is not None and math.isnan(threshold)):
+        return None
+    return is_correct(value, threshold)
 
 
-def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
+def opinion(row: Row, threshold: float | None) -> tuple[int, bool | None]:
     """Returns (a verifier's final verdict on a solution, whether the solution is correct). The first value is 1 for
     correct, 0 for wrong, 2 if the verdict is unreadable, and -1 without a verdict. The second is None if unknown.
 
@@ -168,7 +170,7 @@ def opinion(row: Row, threshold: float) -> tuple[int, bool | None]:
     """
     if row["review"] is not None:
         verdict = final_verdict(row["review"])
-        return 2 if verdict is None else int(verdict), is_correct(row, threshold)
+        return 2 if verdict is None else int(verdict), rollout_is_correct(row, threshold)
     if row["verdicts"] is None or (verdict := final_verdict(row["text"])) is None:
         return (-1 if row["verdicts"] is None else 2), None
     agrees = row["correct"]
@@ -188,20 +190,20 @@ def details(row: Row) -> dict[str, Any]:
     """Returns the details of a rollout that its HTML shows, in addition to the values of the index. Long texts are
     truncated."""
     names = ("group", "question", "answer", "prompt", "stop", "version", "review")
-    found = {name: _cut(row[name]) for name in names}
-    found |= {f"{name}_name": _cut(row[name]) for name in ("role", "agent", "episode")}
-    found["rewards"] = {name: _finite(value) for name, value in row["rewards"].items()}
-    found["verdicts"], found["steps"] = row["verdicts"] or [], [_cut(step) for step in row["steps"] or ()]
-    own = (p["text"] for p in row["pieces"] or () if p["author"] != Author.ENVIRONMENT)
-    found["wrote"] = next(own, row["text"])[:SHOWN_CHARACTERS]
+    fields = {name: _cut(row[name]) for name in names}
+    fields |= {f"{name}_name": _cut(row[name]) for name in ("role", "agent", "episode")}
+    fields["rewards"] = {name: _finite(value) for name, value in row["rewards"].items()}
+    fields["verdicts"], fields["steps"] = row["verdicts"] or [], [_cut(step) for step in row["steps"] or ()]
+    written = (p["text"] for p in row["pieces"] or () if p["author"] != Author.ENVIRONMENT)
+    fields["wrote"] = next(written, row["text"])[:SHOWN_CHARACTERS]
     if not row["pieces"]:
-        stepwise = _stepwise(_cut(row["text"]), row["step_advantages"] or (), found)
-        return found | {"turns": [], "most": 0, "stepwise": stepwise}
+        stepwise = _stepwise(_cut(row["text"]), row["step_advantages"] or (), fields)
+        return fields | {"turns": [], "most": 0, "stepwise": stepwise}
     shown = row["pieces"][:MAX_PIECES]
     pieces = [Piece(p["author"], p["tokens"], _finite(p["advantage"]), _cut(p["text"])) for p in shown]
     credits = {piece.advantage for piece in pieces if piece.advantage is not None}
     most = max(map(abs, credits)) if len(credits) > 1 else 0  # one advantage needs no colours
-    return found | {"turns": _conversation(pieces, coloured=bool(most)), "most": most}
+    return fields | {"turns": _conversation(pieces, coloured=bool(most)), "most": most}
 
 
 class Piece(NamedTuple):
@@ -213,11 +215,11 @@ class Piece(NamedTuple):
     text: str
 
 
-def _stepwise(text: str, credit: Sequence[float], found: Mapping[str, Any]) -> list[tuple[str, str | None, str]]:
+def _stepwise(text: str, credit: Sequence[float], fields: Mapping[str, Any]) -> list[tuple[str, str | None, str]]:
     """Splits a solution's text into its steps and the texts between steps. Returns [(text, kind, label)]. The kind of a
     step says how a verifier judged it: "right", "wrong" or "unread". The label shows the verdict and the advantage of
     the step. A text between steps has the kind None and an empty label."""
-    steps, verdicts, parts, at = found["steps"], found["verdicts"], list[tuple[str, str | None, str]](), 0
+    steps, verdicts, parts, at = fields["steps"], fields["verdicts"], list[tuple[str, str | None, str]](), 0
     for k, step in enumerate(steps):
         start = text.find(step, at)
         if start > at:
@@ -240,24 +242,24 @@ def _conversation(pieces: Sequence[Piece], *, coloured: bool) -> list[dict[str, 
     """
     turns, answers = [], 0
     for outside, group in groupby(pieces, key=lambda piece: piece.author == Author.ENVIRONMENT):
-        own = list(group)
-        text, answers = "".join(piece.text for piece in own), answers + (not outside)
+        turn_pieces = list(group)
+        text, answers = "".join(piece.text for piece in turn_pieces), answers + (not outside)
         if outside and not text.strip():
             continue
         calls = [] if outside else [match.span() for match in CALL.finditer(text)]
-        starts, ends = [first for first, _ in calls], list(accumulate(len(piece.text) for piece in own))
+        starts, ends = [first for first, _ in calls], list(accumulate(len(piece.text) for piece in turn_pieces))
         parts = []
         for start, end in pairwise(sorted({0, *ends, *(cut for call in calls for cut in call)})):
-            piece = own[bisect_right(ends, start)]
-            before = bisect_right(starts, start)  # number of tool calls that begin at or before this part
-            call = before if before and start < calls[before - 1][1] else None
-            told = "" if piece.advantage is None or not coloured else f"{piece.advantage:+.3g}"
-            parts.append((call, (visible(text[start:end]), piece.author == Author.PARTNER, told)))
-        tokens = sum(piece.tokens for piece in own)
+            piece = turn_pieces[bisect_right(ends, start)]
+            begun = bisect_right(starts, start)  # number of tool calls that begin at or before this part
+            call = begun if begun and start < calls[begun - 1][1] else None
+            advantage = "" if piece.advantage is None or not coloured else f"{piece.advantage:+.3g}"
+            parts.append((call, (visible(text[start:end]), piece.author == Author.PARTNER, advantage)))
+        tokens = sum(piece.tokens for piece in turn_pieces)
         who = "environment" if outside else f"answer {answers} of"
         turns.append({
             "kind": who.split()[0], "text": text, "who": who, "tokens": f"{tokens} token{'s' * (tokens != 1)}",
-            "parts": [(call is not None, [p for _, p in one]) for call, one in groupby(parts, key=lambda p: p[0])],
+            "parts": [(call is not None, [p for _, p in chunk]) for call, chunk in groupby(parts, key=lambda p: p[0])],
         })  # fmt: skip
     return [turn | {"who": f"{turn['who']} {answers}" if turn["kind"] == "answer" else turn["who"]} for turn in turns]
 
@@ -267,31 +269,31 @@ def _cut(value: Any) -> Any:
 
 
 def _packed(rows: Sequence[str]) -> str:
-    whole = json.dumps(rows, separators=(",", ":"), allow_nan=False).encode()
-    return base64.b64encode(gzip.compress(whole, 5, mtime=0)).decode()
+    payload = json.dumps(rows, separators=(",", ":"), allow_nan=False).encode()
+    return base64.b64encode(gzip.compress(payload, 5, mtime=0)).decode()
 
 
 def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     """Selects about `quota` rows, equally many of each role. Whole groups (all samples of a prompt) are selected as
     long as they fit; if no group fits, a part of one group is selected."""
     graded = [row for row in rows if row["rewards"]] or rows  # rows of a reward model have no rewards
-    roles = {role: list(own) for role, own in groupby(sorted(graded, key=lambda row: row["role"]), lambda r: r["role"])}
-    out: list[dict[str, Any]] = []
-    for own in roles.values():
+    roles = {role: list(group) for role, group in groupby(sorted(graded, key=lambda r: r["role"]), lambda r: r["role"])}
+    selected: list[dict[str, Any]] = []
+    for role_rows in roles.values():
         share, taken = max(1, quota // len(roles)), list[dict[str, Any]]()
-        for _, group in groupby(own, key=lambda row: row["group"]):
+        for _, group in groupby(role_rows, key=lambda row: row["group"]):
             members = list(group)
             if taken and len(taken) + len(members) > share:
                 break
             taken += members[:share]
-        out += taken
-    return out
+        selected += taken
+    return selected
 
 
-def _count(picked: Picked, run: int, row: Row, threshold: float, *, late: bool) -> None:
+def _count(picked: Picked, run: int, row: Row, threshold: float | None, *, late: bool) -> None:
     """Counts an answer in `picked.solved`, if it is known whether the answer is correct. `late`: whether the answer is
     from the last iterations; a correct answer is then counted in `picked.correct` too."""
-    correct = is_correct(row, threshold)
+    correct = rollout_is_correct(row, threshold)
     if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
     if late and correct and row["answer"] is not None:

@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 
 from megatron_rl.rewards.short_answer import stated_answer
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.texts.tags import joined_boxes
 
 MAX_CHARACTERS = 400  # maximum number of characters of an answer; longer answers are truncated
 _LAST_NUMBER = re.compile(r"-?\d[\d,]{0,60}(?:\.\d{1,60})?")
@@ -25,11 +25,11 @@ def answer_key(response: str) -> str | None:
 
     Returns None if the answer is empty, or if the response has no `\\boxed{}`, no `<answer>` block and no number.
     """
-    found = boxed(response)
-    if found is None and "<answer>" not in response:
+    box = joined_boxes(response)
+    if box is None and "<answer>" not in response:
         numbers = _LAST_NUMBER.findall(response[-4 * MAX_CHARACTERS :])
         return normal_form(numbers[-1]) if numbers else None
-    return normal_form(stated_answer(response) if found is None else found) or None
+    return normal_form(stated_answer(response) if box is None else box) or None
 
 
 def normal_form(answer: str) -> str:
@@ -41,10 +41,10 @@ def normal_form(answer: str) -> str:
     text = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", text).rstrip(".")
     text = re.sub(r"^[A-Za-z]=", "", text)
     number = text.removesuffix("\\%").removesuffix("%")
-    found = _FRACTION.fullmatch(number)
-    if found:
-        above, below = (found[2], found[3]) if found[2] else (found[4], found[5])
-        number = f"{found[1] if not above.startswith('-') else ''}{above}/{below}"
+    fraction = _FRACTION.fullmatch(number)
+    if fraction:
+        above, below = (fraction[2], fraction[3]) if fraction[2] else (fraction[4], fraction[5])
+        number = f"{fraction[1] if not above.startswith('-') else ''}{above}/{below}"
     ratio = _RATIO.fullmatch(number)
     if ratio and (ratio[2] is None or int(ratio[2])):
         return str(Fraction(ratio[1]) / int(ratio[2] or 1))

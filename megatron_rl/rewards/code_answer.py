@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
-from megatron_rl.rewards.tags import answer_text
+from megatron_rl.texts.tags import answer_text
 
 MAX_CHARACTERS = 10_000  # maximum number of characters of an answer; longer answers are ignored
 _NO_LITERAL = object()  # sentinel that `_literal` returns for a text that is not a Python literal
@@ -37,23 +37,23 @@ def grade_input(response: str, payload: Mapping[str, Any]) -> float:
     because the response is then not the cause of the failure.
     """
     settings = SandboxSettings(timeout_s=3.0)
-    known = str(payload["answer"])
+    gold_answer = str(payload["answer"])
     for answer in _stated_answers(response):
-        found = _arguments(answer)
-        if found is not None and _returns(payload["code"], found, known, settings):
+        arguments = _arguments(answer)
+        if arguments is not None and _returns(payload["code"], arguments, gold_answer, settings):
             return 1.0
-    own = _arguments(str(payload["input"]))
-    if own is not None and not _returns(payload["code"], own, known, settings):
+    gold_arguments = _arguments(str(payload["input"]))
+    if gold_arguments is not None and not _returns(payload["code"], gold_arguments, gold_answer, settings):
         raise SandboxFailure(
-            f"f({str(payload['input'])[:60]}) is not {known[:60]} in the sandbox: the problem, or this machine, is "
-            "broken"
+            f"f({str(payload['input'])[:60]}) is not {gold_answer[:60]} in the sandbox: the problem, or this machine, "
+            "is broken"
         )
     return 0.0
 
 
-def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str, settings: SandboxSettings) -> bool:
+def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], gold: str, settings: SandboxSettings) -> bool:
     ran = sandbox.call(code, *arguments, settings=settings)
-    return not ran.why and _same(ran.output, known)
+    return not ran.why and _same(ran.output, gold)
 
 
 def _stated_answers(response: str) -> list[str]:
@@ -62,12 +62,12 @@ def _stated_answers(response: str) -> list[str]:
 
     Without a box, the content of the last <answer> block is used. Texts longer than MAX_CHARACTERS are left out.
     """
-    found = (answer_text(response) or "").strip().strip("`").strip()
+    answer = (answer_text(response) or "").strip().strip("`").strip()
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):
-        if found.startswith(wrapper) and found.endswith("}"):
-            found = found[len(wrapper) : -1]
-    plain = re.sub(r"\\([{}_#%$])", r"\1", found)
-    return [text for text in dict.fromkeys((found, plain)) if text and len(text) <= MAX_CHARACTERS]
+        if answer.startswith(wrapper) and answer.endswith("}"):
+            answer = answer[len(wrapper) : -1]
+    plain = re.sub(r"\\([{}_#%$])", r"\1", answer)
+    return [text for text in dict.fromkeys((answer, plain)) if text and len(text) <= MAX_CHARACTERS]
 
 
 def _literal(text: str) -> Any:
@@ -79,14 +79,14 @@ def _literal(text: str) -> Any:
         return _NO_LITERAL
 
 
-def _same(text: str, known: str) -> bool:
-    """Returns whether two Python literals have equal values. If `known` is not a literal, returns whether the syntax
+def _same(text: str, gold: str) -> bool:
+    """Returns whether two Python literals have equal values. If `gold` is not a literal, returns whether the syntax
     trees are equal."""
-    wanted, value = _literal(known), _literal(text)
-    if wanted is _NO_LITERAL:
-        return _syntax_tree(text) == _syntax_tree(known) is not None
+    gold_value, value = _literal(gold), _literal(text)
+    if gold_value is _NO_LITERAL:
+        return _syntax_tree(text) == _syntax_tree(gold) is not None
     try:
-        return value is not _NO_LITERAL and bool(value == wanted)
+        return value is not _NO_LITERAL and bool(value == gold_value)
     except RecursionError:
         return False
 
@@ -102,12 +102,12 @@ def _syntax_tree(text: str) -> str | None:
 def _arguments(text: str) -> tuple[list[Any], dict[str, Any]] | None:
     """Parses the arguments of a call, such as `1, 'a', n=2` or `f(1, 'a', n=2)`. Returns (positional arguments, keyword
     arguments), or None if any argument is not a literal."""
-    own = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
+    arguments = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
     try:
-        node = ast.parse(f"f({own})", mode="eval").body
+        node = ast.parse(f"f({arguments})", mode="eval").body
         if not isinstance(node, ast.Call) or any(word.arg is None for word in node.keywords):
             return None
-        given = [ast.literal_eval(argument) for argument in node.args]
-        return given, {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+        positional = [ast.literal_eval(argument) for argument in node.args]
+        return positional, {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from megatron_rl.lib.safe_pickle import refuse_bombs
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
-from megatron_rl.safe_pickle import refuse_bombs
 
 MEMORY_MIB = 1024  # memory limit in MiB of one process of a graded program; a lower reward.memory_mib takes precedence
 OUTPUT_BYTES = 16 << 20
@@ -61,8 +61,8 @@ IMPORTS = "".join(
 class Case:
     """A test case: the output that a program must print for an input, or the value of a function for its arguments."""
 
-    given: Any  # the program's standard input, or the list of the function's arguments
-    wanted: Sequence[Any]  # all accepted outputs or values
+    inputs: Any  # the program's standard input, or the list of the function's arguments
+    accepted: Sequence[Any]  # all accepted outputs or values
     function: str | None = None
 
 
@@ -91,14 +91,14 @@ def grade(
         return 0.0
     ends_at, spent, passed = time.monotonic() + total_s, 0.0, 0
     for case in cases:
-        left = ends_at - time.monotonic()
-        ran = _run(code, case, min(timeout_s, left))
+        remaining_s = ends_at - time.monotonic()
+        ran = _run(code, case, min(timeout_s, remaining_s))
         if ran is not None and ran.why.startswith(("NameError", "RecursionError")) and not code.startswith(IMPORTS):
             code = IMPORTS + code
-            left = ends_at - time.monotonic()
-            ran = _run(code, case, min(timeout_s, left))
+            remaining_s = ends_at - time.monotonic()
+            ran = _run(code, case, min(timeout_s, remaining_s))
         spent += ran.seconds if ran is not None else 0.0
-        if ran is None or (ran.late and left < timeout_s):  # the time total_s is over
+        if ran is None or (ran.late and remaining_s < timeout_s):  # the time total_s is over
             if spent < total_s / 2:
                 raise SandboxFailure(
                     f"{len(cases)} cases did not get done in {total_s:g} s, and the code is not to blame: it took "
@@ -117,9 +117,9 @@ def last_code(response: str) -> str | None:
     language; None if the response has neither."""
     blocks = [(words.strip().lower(), code) for words, code in _BLOCK.findall(response)]
     for languages in (_PYTHON, ("",)):
-        found = [code for language, code in blocks if language in languages]
-        if found:
-            return found[-1]
+        codes = [code for language, code in blocks if language in languages]
+        if codes:
+            return codes[-1]
     return None
 
 
@@ -134,8 +134,10 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
             if len(inputs) != len(outputs):
                 raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
             cases = [
-                _function_case(name, given, wanted) if name else Case(given=_text(given), wanted=[_text(wanted)])
-                for given, wanted in zip(inputs, outputs, strict=True)
+                _function_case(name, case_input, expected)
+                if name
+                else Case(inputs=_text(case_input), accepted=[_text(expected)])
+                for case_input, expected in zip(inputs, outputs, strict=True)
             ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
@@ -146,24 +148,24 @@ def read_cases(payload: Mapping[str, Any]) -> list[Case]:
     return cases
 
 
-def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
+def same_output(printed: str, expected: str, tolerance: float = 0.0) -> bool:
     """Returns whether a program printed the expected text. Ignores whitespace at both ends of each line, and accepts
     equal numbers in different formats, such as 1 and 1.0."""
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(
-        one == other or _same_numbers(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
+        a == b or _same_numbers(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
+def same_value(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Returns whether the value that a function returned equals the expected value. A tuple and a list of equal
     elements are equal."""
-    if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
-        pairs = zip(value, wanted, strict=False)
-        return len(value) == len(wanted) and all(same_value(one, other, tolerance) for one, other in pairs)
-    if tolerance and isinstance(value, int | float) and isinstance(wanted, int | float):
-        return abs(value - wanted) <= tolerance * max(1.0, abs(wanted))
-    return bool(value == wanted)
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(same_value(a, b, tolerance) for a, b in pairs)
+    if tolerance and isinstance(value, int | float) and isinstance(expected, int | float):
+        return abs(value - expected) <= tolerance * max(1.0, abs(expected))
+    return bool(value == expected)
 
 
 def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
@@ -172,26 +174,26 @@ def _run(code: str, case: Case, timeout_s: float) -> Ran | None:
         return None
     settings = SandboxSettings(timeout_s=timeout_s, memory_mib=MEMORY_MIB, output_bytes=OUTPUT_BYTES)
     if case.function is None:
-        return sandbox.run_program(code, case.given, settings=settings)
-    return sandbox.call(code, case.given, name=case.function, settings=settings)
+        return sandbox.run_program(code, case.inputs, settings=settings)
+    return sandbox.call(code, case.inputs, name=case.function, settings=settings)
 
 
 def _is_correct(ran: Ran, case: Case, tolerance: float) -> bool:
     if ran.why:
         return False
     if case.function is None:
-        return any(same_output(ran.output, wanted, tolerance) for wanted in case.wanted)
+        return any(same_output(ran.output, expected, tolerance) for expected in case.accepted)
     try:
         value = ast.literal_eval(ran.output)
-        return any(same_value(value, wanted, tolerance) for wanted in case.wanted)
+        return any(same_value(value, expected, tolerance) for expected in case.accepted)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
         return False  # the returned value is not a Python literal, or cannot be compared
 
 
-def _same_numbers(one: str, other: str, tolerance: float) -> bool:
+def _same_numbers(printed: str, expected: str, tolerance: float) -> bool:
     """Returns whether two lines consist of decimal numbers that are pairwise equal up to `tolerance`."""
     try:
-        ours, theirs = ([Decimal(word) for word in line.split()] for line in (one, other))
+        ours, theirs = ([Decimal(word) for word in line.split()] for line in (printed, expected))
         if len(ours) != len(theirs):
             return False
         allowed = Decimal(repr(tolerance))
@@ -203,13 +205,14 @@ def _same_numbers(one: str, other: str, tolerance: float) -> bool:
         return False
 
 
-def _function_case(name: str, given: Any, wanted: Any) -> Case:
-    if isinstance(given, str):
-        values = [json.loads(line) for line in given.split("\n")]
-        return Case(function=name, given=values, wanted=[json.loads(wanted) if isinstance(wanted, str) else wanted])
+def _function_case(name: str, case_input: Any, expected: Any) -> Case:
+    if isinstance(case_input, str):
+        values = [json.loads(line) for line in case_input.split("\n")]
+        expected = json.loads(expected) if isinstance(expected, str) else expected
+        return Case(function=name, inputs=values, accepted=[expected])
     # APPS stores most expected values in a list of length one, and some values directly.
-    alone = [wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else []
-    return Case(function=name, given=list(given), wanted=[wanted, *alone])
+    alone = [expected[0]] if isinstance(expected, list) and len(expected) == 1 else []
+    return Case(function=name, inputs=list(case_input), accepted=[expected, *alone])
 
 
 def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
@@ -219,7 +222,7 @@ def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
     for key in ("public_test_cases", "private_test_cases"):
         for row in _plain(payload.get(key)) or ():
             if row["testtype"] == "stdin":
-                cases.append(Case(given=row["input"], wanted=[row["output"]]))
+                cases.append(Case(inputs=row["input"], accepted=[row["output"]]))
             elif row["testtype"] == "functional" and name:
                 cases.append(_function_case(name, row["input"], row["output"]))
             else:

@@ -11,7 +11,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.rewards.tags import block_texts
+from megatron_rl.texts.tags import block_texts
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # removes ASCII punctuation
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -23,16 +23,16 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     The known answers are payload["answers"], a text or a list of texts. Without this key, the only known answer is
     payload["answer"].
     """
-    known = payload.get("answers")
-    known = [payload["answer"]] if known is None else [known] if isinstance(known, str) else known
-    return exact_match(response, known)
+    answers = payload.get("answers")
+    answers = [payload["answer"]] if answers is None else [answers] if isinstance(answers, str) else answers
+    return exact_match(response, answers)
 
 
-def exact_match(response: str, known: Sequence[str]) -> float:
+def exact_match(response: str, gold_answers: Sequence[str]) -> float:
     """Returns 1.0 if the text in the last <answer> block of a response has the same normal form as one of the known
     answers, else 0.0."""
     blocks = block_texts(response, "answer")
-    return float(bool(blocks) and normal_form(blocks[-1]) in map(normal_form, known))
+    return float(bool(blocks) and normal_form(blocks[-1]) in map(normal_form, gold_answers))
 
 
 def normal_form(text: str) -> str:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import reaper
 from megatron_rl.rewards.grading_worker import APART, TOGETHER
-from megatron_rl.types import Outcome
+from megatron_rl.types import CUT_OFF, Outcome, is_correct
 
 # A call of `GradePool.grade` grades at most this many items first. They are spread evenly over all items of the call.
 FIRST = 8
@@ -56,9 +56,10 @@ class Graded:
     of a failed grading.
 
     `cut_off`: whether the grading was ended by the time limit, the memory limit or the death of the worker process.
-    `excused`: whether the failure is not counted as a failure of the reward function, because the function grades the
-    problem's known answer as correct. `repeated`: whether the first grading of the response failed, and this object is
-    the result of a second grading.
+    `by_response`: whether the response is taken for the cause of the cut-off, because right after it the function
+    graded the problem's known answer as correct. `reward.cut_off` then decides whether the result has the lowest score
+    or no score. `repeated`: whether the first grading of the response failed, and this object is the result of a second
+    grading.
     """
 
     outcome: Outcome
@@ -66,8 +67,8 @@ class Graded:
     detail: str = ""
     seconds: float = 0.0
     cut_off: bool = False
-    excused: bool = False
-    threshold: float = 0.5  # the middle of reward.range; a higher score means a correct response
+    by_response: bool = False
+    threshold: float | None = 0.5  # the middle of the scale, see types.is_correct; None if no scale is declared
     # additional numbers that the reward function returned, by name
     metrics: Mapping[str, float] = field(default_factory=dict)
     trace: str = ""  # the traceback, if the reward function raised an error
@@ -75,13 +76,26 @@ class Graded:
 
     @property
     def failed(self) -> bool:
-        """Returns whether the grading has no score, and the response is not known to be the cause (`excused`)."""
-        return self.outcome is not Outcome.SCORE and not self.excused
+        """Returns whether the grading has no score, and the response is not taken for the cause (`by_response`)."""
+        return self.outcome is not Outcome.SCORE and not self.by_response
 
     @property
-    def correct(self) -> bool:
-        """Returns whether the response has a score above the middle of reward.range."""
-        return self.outcome is Outcome.SCORE and self.score > self.threshold
+    def label(self) -> str:
+        """Returns `cut_off` if the response is taken for the cause of a cut-off, otherwise the name of the outcome."""
+        return CUT_OFF if self.by_response else self.outcome.value
+
+    @classmethod
+    def of_label(cls, label: str, score: float, detail: str) -> Graded:
+        """Returns the result of a grading that was stored with its label."""
+        by_response = label == CUT_OFF
+        outcome = Outcome.SCORE if by_response else Outcome(label)
+        return cls(outcome, score, detail, cut_off=by_response, by_response=by_response)
+
+    @property
+    def correct(self) -> bool | None:
+        """Returns whether the response has a score that means a correct answer; None if the scale of the scores is
+        unknown (see types.is_correct)."""
+        return is_correct(self.score, self.threshold) if self.outcome is Outcome.SCORE else False
 
 
 class _Worker:
@@ -120,9 +134,9 @@ class _Worker:
             if self.alive:  # nothing to do: the process was started again at the end of the pool's previous call
                 return
             self._files.close()
-            self._socket, other = map(self._files.enter_context, socket.socketpair())
-            self.process, self.ready, self._heard = _open_process(other), False, b""
-            other.close()
+            self._socket, worker_socket = map(self._files.enter_context, socket.socketpair())
+            self.process, self.ready, self._heard = _open_process(worker_socket), False, b""
+            worker_socket.close()
         with contextlib.suppress(OSError):  # `hear` later reports a process that has ended or does not read
             self.say(self._task, START_TIMEOUT_S)
 
@@ -137,9 +151,9 @@ class _Worker:
         ConnectionError if the process has ended, and ValueError if the line is not JSON."""
         ends_at = time.monotonic() + timeout_s
         while b"\n" not in self._heard:
-            if (left := ends_at - time.monotonic()) <= 0:  # the time limit also applies while the process sends bytes
+            if (wait_s := ends_at - time.monotonic()) <= 0:  # the time limit also applies while the process sends bytes
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
-            self._socket.settimeout(left)
+            self._socket.settimeout(wait_s)
             if not (data := self._socket.recv(RECEIVED_BYTES)):
                 raise ConnectionError("the process has ended")
             self._heard += data
@@ -206,8 +220,7 @@ class GradePool:
         self._items_before = 0
         self._proven = False  # whether any worker has ever imported the reward function
         self._failed_starts = 0  # number of consecutive failed starts of workers
-        self._least = reward.range[0]  # minimum of reward.range, or the lowest returned score if that is lower
-        self._known: dict[str, bool] = {}  # key of a problem -> whether the problem's known answer is graded as correct
+        self._least = reward.bounds[0]  # minimum of reward.range, or the lowest returned score if that is lower
 
     def __enter__(self) -> GradePool:
         return self
@@ -231,53 +244,56 @@ class GradePool:
         """Grades B responses and returns B results, in order. `payloads`: the data of each response's problem, such as
         the known answer.
 
-        A model may generate a response that no reward function can grade in time. If a grading is cut off (by the time
-        limit, the memory limit or a crash), the reward function is tested on the problem's known answer. If the
-        function grades the known answer as correct, the response is the cause, and `reward.cut_off` determines the
-        result: "wrong" gives the response the lowest score, "drop" gives it no score and does not count the failure.
+        A failed grading is repeated once, because its cause may be temporary, such as a server that was down. If all of
+        more than FIRST gradings failed, no grading is repeated.
 
-        Any other failed grading is repeated once, because its cause may be temporary, such as a server that was down.
-        If all of more than FIRST gradings failed, no grading is repeated.
+        A model may generate a response that no reward function can grade in time. Therefore, if a grading was cut off
+        (by the time limit, the memory limit or a crash), the problem's known answer is graded at once. If the function
+        grades the known answer as correct, the response is taken for the cause, and `reward.cut_off` determines the
+        result: "wrong" gives the response the lowest score, "drop" gives it no score. A server that hangs for some
+        responses looks the same, so `check_failures` counts these gradings too.
 
         Raises RewardFailure if the function cannot be imported. Also raises RewardFailure if the gradings that are
-        tried first (at most FIRST) are all cut off and not excused, because thousands of time-outs would take hours.
+        tried first (at most FIRST) are all cut off and no response is taken for the cause, because thousands of
+        time-outs would take hours.
         """
         count = len(responses)
         first = range(0, count, -(-count // FIRST)) if count > FIRST and self.reward.max_failure_share < 1 else range(0)
-        tried = self._settled([responses[i] for i in first], [payloads[i] for i in first])
-        if tried and all(one.cut_off and not one.excused for one in tried):
-            check_failures(tried, 0.0, what="gradings, which were tried before the others,")
-        found = dict(zip(first, tried, strict=True))
-        rest = [i for i in range(count) if i not in found]
-        others = self._settled([responses[i] for i in rest], [payloads[i] for i in rest])
-        found |= zip(rest, others, strict=True)
-        failed = [i for i, one in sorted(found.items()) if one.failed]
+        gradings = dict(zip(first, self._grade(*_chosen(first, responses, payloads)), strict=True))
+        if gradings and all(grading.cut_off for grading in gradings.values()):
+            self._blame(gradings, payloads)
+            if not any(grading.by_response for grading in gradings.values()):
+                tried = [*gradings.values()]
+                check_failures(tried, 0.0, what="gradings, which were tried before the others,")
+        rest = [i for i in range(count) if i not in gradings]
+        gradings |= zip(rest, self._grade(*_chosen(rest, responses, payloads)), strict=True)
+        failed = [i for i in range(count) if gradings[i].failed or gradings[i].by_response]
         if failed and (len(failed) < count or count <= FIRST):
-            again = self._settled([responses[i] for i in failed], [payloads[i] for i in failed])
-            found |= {i: replace(one, repeated=True) for i, one in zip(failed, again, strict=True)}
-        return [found[i] for i in range(count)]
+            again = self._grade(*_chosen(failed, responses, payloads))
+            gradings |= {i: replace(grading, repeated=True) for i, grading in zip(failed, again, strict=True)}
+        self._blame(gradings, payloads)
+        return [gradings[i] for i in range(count)]
 
-    def _settled(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """Grades B responses. Then applies `reward.cut_off` to each grading that a limit or a crash cut off, if the
-        reward function grades the problem's known answer as correct."""
-        graded = self._grade(responses, payloads)
-        if not any(one.cut_off for one in graded):
-            return graded
-        doubtful = [payload for payload, one in zip(payloads, graded, strict=True) if one.cut_off]
-        fresh = {key: p for p in doubtful if (key := _known_answer(p)) is not None and key not in self._known}
-        texts = [self.reward.answer_format.replace("{answer}", str(p["answer"])) for p in fresh.values()]
-        for key, one in zip(fresh, self._grade(texts, list(fresh.values())), strict=True):
-            self._known[key] = one.outcome is Outcome.SCORE and one.score >= self.reward.threshold
-        return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
-
-    def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
-        """Applies `reward.cut_off` to the grading `one` if it was cut off and the problem's known answer is graded as
-        correct. Returns any other grading unchanged."""
-        if not one.cut_off or not self._known.get(_known_answer(payload) or "", False):
-            return one
-        if self.reward.cut_off == "drop":
-            return replace(one, excused=True)
-        return replace(one, outcome=Outcome.SCORE, score=self._least, threshold=self.reward.threshold, excused=True)
+    def _blame(self, gradings: dict[int, Graded], payloads: Sequence[Mapping[str, Any]]) -> None:
+        """Grades the known answers of the problems with gradings that were cut off. If a known answer is graded as
+        correct, applies `reward.cut_off` to these gradings. `gradings`: {index: grading}, changed in place. `payloads`:
+        the data of the problems, by index.
+        """
+        places = [i for i, g in gradings.items() if g.cut_off and not g.by_response and "answer" in payloads[i]]
+        if not places:
+            return
+        keys = {i: repr(sorted((name, repr(value)) for name, value in payloads[i].items())) for i in places}
+        probes = {key: payloads[i] for i, key in keys.items()}
+        texts = [self.reward.answer_format.replace("{answer}", str(payload["answer"])) for payload in probes.values()]
+        probed = dict(zip(probes, self._grade(texts, [*probes.values()]), strict=True))
+        middle = sum(self.reward.bounds) / 2
+        for i, key in keys.items():
+            if probed[key].outcome is not Outcome.SCORE or probed[key].score < middle:
+                continue
+            grading = replace(gradings[i], by_response=True)
+            if self.reward.cut_off == "wrong":
+                grading = replace(grading, outcome=Outcome.SCORE, score=self._least, threshold=self.reward.threshold)
+            gradings[i] = grading
 
     def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Runs the reward function on B responses in the workers. Returns B results, in order."""
@@ -300,15 +316,17 @@ class GradePool:
             raise
         call.end(len(self._workers))
         self._items_before += len(items)
-        self._least = min([self._least, *(one.score for one in graded if one.outcome is Outcome.SCORE)])
+        self._least = min([self._least, *(grading.score for grading in graded if grading.outcome is Outcome.SCORE)])
         return graded
 
-    def _ensure_workers(self, wanted: int) -> None:
-        """Adds workers until there are at least `wanted`, and replaces the processes that have ended."""
-        here = os.getcwd()
-        paths = [here, *(path or here for path in sys.path)]
-        task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, self.reward.range, paths))
-        self._workers += [_Worker(task) for _ in range(len(self._workers), wanted)]
+    def _ensure_workers(self, count: int) -> None:
+        """Adds workers until there are at least `count`, and replaces the processes that have ended."""
+        working_directory = os.getcwd()
+        # Without an entry for the working directory, the directory comes last, behind the installed packages.
+        paths = [*dict.fromkeys([*(path or working_directory for path in sys.path), working_directory])]
+        bounds = None if self.reward.threshold is None else self.reward.bounds
+        task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, bounds, paths))
+        self._workers += [_Worker(task) for _ in range(len(self._workers), count)]
         for started in [worker.thread.submit(worker.start) for worker in self._workers if not worker.alive]:
             started.result()
 
@@ -440,30 +458,36 @@ def _open_process(end: socket.socket) -> subprocess.Popen[bytes]:
             time.sleep(START_PAUSE_S)
 
 
-def _known_answer(payload: Mapping[str, Any]) -> str | None:
-    """Returns a key that identifies a problem and its known answer; None for a problem without a known answer."""
-    return repr(sorted((key, repr(value)) for key, value in payload.items())) if "answer" in payload else None
+def _chosen(places: Iterable[int], *columns: Sequence[Any]) -> list[list[Any]]:
+    return [[column[i] for i in places] for column in columns]
 
 
 def check_failures(
     graded: Sequence[Graded], max_share: float, *, what: str = "gradings",
     cure: str = "Mend the reward, or raise reward.timeout_s or reward.max_failure_share",
 ) -> None:  # fmt: skip
-    """Raises RewardFailure if more than the share `max_share` of the gradings failed. Failures that the response caused
-    (`Graded.excused`) are not counted.
+    """Raises RewardFailure if more than the share `max_share` of the gradings failed or were cut off.
 
-    The check stops a run whose reward function is broken. A single failure among several gradings is always allowed,
+    Gradings that a response is taken to have cut off (`Graded.by_response`) are counted, because a server that hangs
+    for some responses cannot be told from such responses. A single failure among several gradings is always allowed,
     unless `max_share` is 0. `what` and `cure` are parts of the error message: a name for the gradings, and advice how
     to correct the failures.
     """
-    failed = [g for g in graded if g.failed]
+    failed = [g for g in graded if g.failed or g.by_response]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
     if len(failed) <= max(forgiven, max_share * len(graded)):
         return
-    late = sum(g.outcome is Outcome.TIMEOUT for g in failed)
+    late = sum(g.failed and g.outcome is Outcome.TIMEOUT for g in failed)
+    counts, hint = f"{late} time-outs, {sum(g.failed for g in failed) - late} errors", ""
+    if cut_off := sum(g.by_response for g in failed):
+        counts += f", {cut_off} cut off although their problems' known answers are graded in time"
+        hint = (
+            ". A service that hangs for some responses looks like this; only if the responses themselves are the "
+            "cause, raise reward.max_failure_share"
+        )
     raise _failure(
-        f"{len(failed)} of {len(graded)} {what} failed ({late} time-outs, {len(failed) - late} errors), more than "
-        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. {cure}",
+        f"{len(failed)} of {len(graded)} {what} failed ({counts}), more than reward.max_failure_share = {max_share}; "
+        f"the first: {failed[0].detail}. {cure}{hint}",
         failed[0].trace,
     )
 

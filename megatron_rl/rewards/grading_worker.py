@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:  # imported later, in `_find`, because `main` must receive sys.path before
     from megatron_rl.rewards.reward_functions import Grader
 
-from megatron_rl import processes
+from megatron_rl.lib import processes
+from megatron_rl.lib.user_code import told, traceback_of
 from megatron_rl.run.parent_death import end_with_parent
-from megatron_rl.user_code import told, traceback_of
 
 # first line that a worker sends if the reward function grades batches; an error then has no single item as its cause
 TOGETHER = "together"
@@ -44,7 +44,7 @@ def main(reaper: int | None) -> None:
     `reaper`: id of the parent process (reaper.py), or None. If there is a reaper, the processes that a grading started
     and that left this process's tree (by setsid, or because their parent ended) are killed before the result is sent.
     """
-    own = os.getpid()
+    pid = os.getpid()
     # The socket to the pool gets new file descriptors, because a reward function may use standard input and output.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -59,18 +59,18 @@ def main(reaper: int | None) -> None:
         signal.signal(getattr(signal, name), lambda number, frame: None)
     target, args, memory_mib, bounds, sys.path[:] = pickle.load(requests)
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    found = _find(target, args, bounds)
+    loaded = _find(target, args, bounds)
     limit, (_, hard) = memory_mib * 2**20, resource.getrlimit(resource.RLIMIT_AS)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _write(answers, found if isinstance(found, list) else TOGETHER if found.together else None)
-    while not isinstance(found, list) and requests.peek(1):
-        for answer in _grade(found, pickle.load(requests), memory_mib):
-            if os.getpid() != own:
+    _write(answers, loaded if isinstance(loaded, list) else TOGETHER if loaded.together else None)
+    while not isinstance(loaded, list) and requests.peek(1):
+        for answer in _grade(loaded, pickle.load(requests), memory_mib):
+            if os.getpid() != pid:
                 os._exit(1)  # this is a child process: the reward function forked and also returned in the child
             exhausted = answer != APART and answer[4]  # if out of memory, the pool kills this process and its children
             if reaper is not None and not exhausted:
-                processes.end_strays(reaper, own)
+                processes.end_strays(reaper, pid)
             _write(answers, answer)
 
 
@@ -79,7 +79,7 @@ def _write(stream: BinaryIO, value: Any) -> None:
     stream.flush()
 
 
-def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Grader | list[str]:
+def _find(target: str, args: dict[str, Any], bounds: tuple[float, float] | None) -> Grader | list[str]:
     """Returns the grader for a target, or [reason why the target cannot be used, traceback].
 
     The target is user code: any error that its import raises is returned as the reason.
@@ -87,16 +87,15 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
     from megatron_rl.rewards.reward_functions import GIVEN_UP, CalledFunction, Grader, RewardFunctions
 
     try:
-        found = pkgutil.resolve_name(target)
-        if isinstance(found, type):
-            found, args = found(**args), {}
-        if isinstance(found, RewardFunctions):
-            # (0, 1) is the default of reward.range. This default does not limit the sum of several rewards.
-            found.grader.limits = None if bounds == (0.0, 1.0) else bounds
-            return found.grader
-        if not callable(found):
-            return [f"it is a {type(found).__name__}, not a function", ""]
-        return Grader([CalledFunction.of(functools.partial(found, **args) if args else found)], bounds=bounds)
+        function = pkgutil.resolve_name(target)
+        if isinstance(function, type):
+            function, args = function(**args), {}
+        if isinstance(function, RewardFunctions):
+            function.grader.limits = bounds
+            return function.grader
+        if not callable(function):
+            return [f"it is a {type(function).__name__}, not a function", ""]
+        return Grader([CalledFunction.of(functools.partial(function, **args) if args else function)], bounds=bounds)
     except GIVEN_UP as error:
         return [told(error), traceback_of(error)]
 
@@ -110,11 +109,11 @@ def _grade(grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: in
     """
     from megatron_rl.rewards.reward_functions import BatchFailed
 
-    found = grader.grade([(response, payload) for _, response, payload in items])
+    results = grader.grade([(response, payload) for _, response, payload in items])
     for serial, _, _ in items:
         start = time.perf_counter()
         try:
-            result = next(found)
+            result = next(results)
         except BatchFailed:
             yield APART
             return

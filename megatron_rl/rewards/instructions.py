@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_rl.config.base import ConfigError
-from megatron_rl.rewards.tags import after_thinking
+from megatron_rl.texts.tags import after_thinking
 
 try:
     from langdetect import DetectorFactory, LangDetectException, detect
@@ -55,11 +55,11 @@ def grade(
     """
     answer = after_thinking(response)
     kinds, values = payload["instruction_id_list"], payload.get("kwargs")
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, texts in (("strict", [answer]), ("loose", loosened(answer))):
-        told = followed(texts, kinds, [{}] * len(kinds) if values is None else values)
-        found |= {name: float(all(told)), f"share_{name}": sum(told) / len(told) if told else 1.0}
-    return {"reward": found[mode if credit == "all" else f"share_{mode}"], **found}
+        verdicts = followed(texts, kinds, [{}] * len(kinds) if values is None else values)
+        metrics |= {name: float(all(verdicts)), f"share_{name}": sum(verdicts) / len(verdicts) if verdicts else 1.0}
+    return {"reward": metrics[mode if credit == "all" else f"share_{mode}"], **metrics}
 
 
 def followed(texts: Sequence[str], kinds: Sequence[str], values: Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -68,24 +68,24 @@ def followed(texts: Sequence[str], kinds: Sequence[str], values: Sequence[Mappin
     kind and the values of each instruction; values that are None are ignored. Raises ValueError for an unknown kind and
     for missing values.
     """
-    known, out = checks(), []
-    for kind, own in zip(kinds, values, strict=True):
-        if kind not in known:
-            raise ValueError(f"instruction_id_list: the kind {kind!r} is not known; there are {', '.join(known)}")
-        given = {name: value for name, value in own.items() if value is not None}
+    check_of, verdicts = checks(), []
+    for kind, raw_values in zip(kinds, values, strict=True):
+        if kind not in check_of:
+            raise ValueError(f"instruction_id_list: the kind {kind!r} is unknown; known are {', '.join(check_of)}")
+        arguments = {name: value for name, value in raw_values.items() if value is not None}
         try:
-            out.append(any(bool(text.strip()) and known[kind](text, **given) for text in texts))
+            verdicts.append(any(bool(text.strip()) and check_of[kind](text, **arguments) for text in texts))
         except TypeError as error:
-            raise ValueError(f"kwargs of {kind}, {given}, cannot be used: {error}") from error
-    return out
+            raise ValueError(f"kwargs of {kind}, {arguments}, cannot be used: {error}") from error
+    return verdicts
 
 
 def loosened(response: str) -> list[str]:
     """Returns the variants of a response for the mode `loose`, in which it is enough if one variant follows an
     instruction."""
     lines = response.split("\n")
-    cut = ["\n".join(own).strip() for own in (lines[1:], lines[:-1], lines[1:-1])]
-    return [text for own in (response, *cut) for text in (own, own.replace("*", ""))]
+    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return [text for variant in (response, *cut) for text in (variant, variant.replace("*", ""))]
 
 
 def checks() -> dict[str, Check]:
@@ -103,7 +103,7 @@ def checks() -> dict[str, Check]:
         "detectable_content:number_placeholders": _number_placeholders,
         "detectable_content:postscript": _postscript,
         "detectable_format:number_bullet_lists": _number_bullet_lists,
-        "detectable_format:constrained_response": lambda text: any(one in text for one in _OPTIONS),
+        "detectable_format:constrained_response": lambda text: any(option in text for option in _OPTIONS),
         "detectable_format:number_highlighted_sections": _number_highlighted_sections,
         "detectable_format:multiple_sections": _multiple_sections,
         "detectable_format:json_format": _json_format,
@@ -179,9 +179,9 @@ def _number_bullet_lists(text: str, num_bullets: int) -> bool:
 
 
 def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    single = [found.strip("*") for found in re.findall(r"\*[^\n\*]*\*", text)]
-    double = [found[2:-2] for found in re.findall(r"\*\*[^\n\*]*\*\*", text)]
-    return sum(bool(found.strip()) for found in single + double) >= num_highlights
+    single = [match.strip("*") for match in re.findall(r"\*[^\n\*]*\*", text)]
+    double = [match[2:-2] for match in re.findall(r"\*\*[^\n\*]*\*\*", text)]
+    return sum(bool(match.strip()) for match in single + double) >= num_highlights
 
 
 def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
@@ -194,7 +194,7 @@ def _json_format(text: str) -> bool:
         text = text.removeprefix(mark)
     try:
         json.loads(text.removesuffix("```").strip())
-    except ValueError:
+    except (ValueError, RecursionError):  # a text of thousands of nested brackets raises RecursionError
         return False
     return True
 
@@ -214,7 +214,7 @@ def _end_checker(text: str, end_phrase: str) -> bool:
 
 
 def _capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    words = [word for own in sent_tokenize(text) for word in NLTKWordTokenizer().tokenize(own)]
+    words = [word for sentence in sent_tokenize(text) for word in NLTKWordTokenizer().tokenize(sentence)]
     return _compared(sum(word.isupper() for word in words), capital_relation, capital_frequency)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.grader import get_pct_val
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
+from megatron_rl.rewards.algebra_limits import CPU_S, NO_RESULT, TooLong, cpu_limit
 from megatron_rl.rewards.math_cost_limit import too_costly, too_costly_anywhere
+from megatron_rl.rewards.math_extraction import boxed_answer, stated_answers
 from megatron_rl.rewards.math_parts import WORDS, Parts, plain, rows, split
-from megatron_rl.rewards.math_text import BASED, canonical, stated, told_apart
+from megatron_rl.rewards.math_text import BASED, canonical, told_apart
 from megatron_rl.rewards.math_units import clash, split_unit
 
 TAIL = 20_000  # the answer is searched for in this many characters at the end of a response
@@ -36,7 +37,6 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="all"),
 )
-_NO_VALUE = (ArithmeticError, TypeError, ValueError)  # errors of sympy for an expression that is not a real number
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
 _TEXTS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -52,22 +52,21 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     r"""Returns 1.0 if the answer in `response` equals payload["answer"], else 0.0.
 
     The answer is the content of the last \boxed{}, joined with the boxes shortly before it (`\boxed{1} and \boxed{2}`
-    is the list 1,2). Without a box, math-verify extracts the answer from the text. An answer that is too costly to
-    parse (`math_cost_limit.too_costly`), or that cannot be parsed or compared, is wrong.
+    is the list 1,2). Without a box, the answer is the content of the last <answer> tag; without a tag, it is read from
+    the text (`math_extraction.stated_answers`). An answer is wrong if it is too costly to parse
+    (`math_cost_limit.too_costly`), cannot be parsed or compared, or takes more than `algebra_limits.CPU_S` to compare.
+    No response raises an error.
 
     math-verify's time-outs are off, because they need the alarm signal of the main thread. Instead,
     rewards.grading_pool kills a worker process in which this function takes too long. Raises ValueError if the known
     answer is empty.
     """
-    known = str(payload["answer"])
-    if not known.strip():
+    gold_answer = str(payload["answer"])
+    if not gold_answer.strip():
         raise ValueError(f"the known answer {payload['answer']!r} cannot be read: mend or drop this problem")
-    found = _answer(response[-TAIL:])
-    if found is None:
-        return 0.0
-    if too_costly_anywhere(known):  # a known answer that is too costly to parse is only compared as text
-        return float(plain(known) == plain(found))
-    return float(not too_costly(found, known) and _same(canonical(known), canonical(found)))
+    with contextlib.suppress(TooLong), cpu_limit():
+        return float(any(_right(gold_answer, answer) for answer in stated_answers(response[-TAIL:])))
+    return 0.0
 
 
 def grade_released(response: str, payload: Mapping[str, Any]) -> float:
@@ -78,33 +77,34 @@ def grade_released(response: str, payload: Mapping[str, Any]) -> float:
     costly to parse (`math_cost_limit.too_costly`) would exceed the time limits of the released grader and is graded as
     wrong. Raises ValueError if the known answer cannot be parsed.
     """
-    known = str(payload["answer"])
-    gold: list[Any] = [known]  # the known answer is compared as text if it is too costly to parse
-    if not too_costly_anywhere(known):
-        gold = parse(f"\\boxed{{{known}}}", [LatexExtractionConfig()], parsing_timeout=NO_LIMIT)
+    gold_answer = str(payload["answer"])
+    gold: list[Any] = [gold_answer]  # the known answer is compared as text if it is too costly to parse
+    if not too_costly_anywhere(gold_answer):
+        with contextlib.suppress(TooLong), cpu_limit(CPU_S / 2):
+            gold = parse(f"\\boxed{{{gold_answer}}}", [LatexExtractionConfig()], parsing_timeout=NO_LIMIT)
     if not gold:
         raise ValueError(f"the known answer {payload['answer']!r} cannot be read: mend or drop this problem")
     end = response[-TAIL:]
-    box = stated(end)
+    box = boxed_answer(end)
     if too_costly_anywhere(end):
         end = "" if box is None else f"\\boxed{{{box}}}"
-    if (box is not None and too_costly(box, known)) or too_costly_anywhere(end):
+    if (box is not None and too_costly(box, gold_answer)) or too_costly_anywhere(end):
         return 0.0
-    return float(verify(gold, parse(end, parsing_timeout=NO_LIMIT), timeout_seconds=None))
+    with contextlib.suppress(TooLong), cpu_limit():
+        return float(verify(gold, parse(end, parsing_timeout=NO_LIMIT), timeout_seconds=None))
+    return 0.0
 
 
-def _answer(end: str) -> str | None:
-    """Returns the text of the answer in `end`, the last characters of a response; None if there is no answer."""
-    box = stated(end)
-    if box is not None:
-        return box
-    if too_costly_anywhere(end):
-        return None
-    found = parse(end, parsing_timeout=NO_LIMIT)
-    if not found or not isinstance(found[-1], str):
-        return None
-    percent = isinstance(found[0], sympy.Basic) and get_pct_val(found[0]) is not None
-    return found[-1] + "\\%" * (percent and "%" not in found[-1])
+def _right(gold_answer: str, answer: str) -> bool:
+    """Returns whether the text of an answer equals the known answer. A text that is too costly to parse is only
+    compared as text."""
+    if too_costly_anywhere(gold_answer) or too_costly_anywhere(gold := canonical(gold_answer)):
+        return plain(gold_answer) == plain(answer)
+    if too_costly(answer, gold_answer) or too_costly_anywhere(
+        text := canonical(answer)
+    ):  # `10⁹⁹⁹⁹⁹` only shows its cost then
+        return False
+    return _same(gold, text)
 
 
 def _same(gold: str, answer: str) -> bool:
@@ -112,36 +112,38 @@ def _same(gold: str, answer: str) -> bool:
     are known."""
     if plain(gold) == plain(answer):
         return True
-    said = [text.strip() for text in _TEXTS.findall(answer)]
-    if any(_HEDGE.search(text) and text not in ("or", "and") and text not in gold for text in said):
+    texts = [text.strip() for text in _TEXTS.findall(answer)]
+    if any(_HEDGE.search(text) and text not in ("or", "and") and text not in gold for text in texts):
         return False  # rejects an answer that names an alternative, such as "5 (or maybe 6)"
-    (known, unit), (value, own_unit) = split_unit(gold), split_unit(answer, letters=True)
+    (gold_value, unit), (value, own_unit) = split_unit(gold), split_unit(answer, letters=True)
     if clash(unit, own_unit):
         return False
-    return _equal(gold, answer) or (bool(unit or own_unit) and (plain(known) == plain(value) or _equal(known, value)))
+    return _equal(gold, answer) or (
+        bool(unit or own_unit) and (plain(gold_value) == plain(value) or _equal(gold_value, value))
+    )
 
 
 def _equal(gold: str, answer: str) -> bool:
     """Returns whether two texts in canonical LaTeX are the same answer. The caller has compared their units of
     measurement. Lists, sets and tables are compared part by part."""
-    known, found = _decimal(gold), _decimal(answer)
-    if known is not None:
-        if found is None and _DECIMAL_COMMA.fullmatch(answer):
-            found = _decimal(answer.replace(",", "."))
-        if found is not None:
-            return _near(known, found)
+    gold_number, number = _decimal(gold), _decimal(answer)
+    if gold_number is not None:
+        if number is None and _DECIMAL_COMMA.fullmatch(answer):
+            number = _decimal(answer.replace(",", "."))
+        if number is not None:
+            return _near(gold_number, number)
     if (table := rows(gold)) is not None:
         return _paired(table, rows(answer) or [], _all_same)
-    one, two = split(gold), split(answer)
-    if one.dots or two.dots:
-        return one.kind == two.kind and len(one.elements) > 1 and _all_same(one.elements, two.elements)
-    counts = len(one.elements), len(two.elements)
+    golds, answers = split(gold), split(answer)
+    if golds.dots or answers.dots:
+        return golds.kind == answers.kind and len(golds.elements) > 1 and _all_same(golds.elements, answers.elements)
+    counts = len(golds.elements), len(answers.elements)
     if min(counts) > 1:
-        return _same_parts(one, two)
+        return _same_parts(golds, answers)
     if max(counts) > 1 and "\\cup" in gold + answer:  # `x < 1 \\text{ or } x > 2` may equal a union of intervals
         unions = [text.split("\\cup") if "\\cup" in text else split(text).elements for text in (gold, answer)]
         return _paired(unions[0], unions[1])
-    if max(counts) > 1 and (two.kind if counts[0] == 1 else one.kind) == "":
+    if max(counts) > 1 and (answers.kind if counts[0] == 1 else golds.kind) == "":
         return False  # a list is not equal to a single answer
     return _same_single(gold, answer)
 
@@ -178,15 +180,15 @@ def _covers(golds: list[str], answers: list[str]) -> bool:
 def _paired(golds: list[Any], answers: list[Any], same: Callable[[Any, Any], bool] = _same) -> bool:
     """Returns whether the elements of the known answer and of the response's answer can be paired one to one such that
     `same` is True for each pair."""
-    left = list(answers)
+    unpaired = list(answers)
     if len(golds) != len(answers):
         return False
     for gold in golds:
-        found = next((i for i, answer in enumerate(left) if same(gold, answer)), None)
-        if found is None:
+        index = next((i for i, answer in enumerate(unpaired) if same(gold, answer)), None)
+        if index is None:
             return False
-        del left[found]
-    return not left
+        del unpaired[index]
+    return not unpaired
 
 
 def _same_single(gold: str, answer: str) -> bool:
@@ -195,48 +197,51 @@ def _same_single(gold: str, answer: str) -> bool:
     time = _TIME.fullmatch(gold)
     if words or _DATE.fullmatch(gold) or (time and math.gcd(int(time[1]), int(time[2])) > 1):
         return False  # words, dates and times are only compared as texts: `stop` is not a product, and 10:30 is not 1/3
-    based, own = BASED.fullmatch(gold), BASED.fullmatch(answer)
+    based, reply = BASED.fullmatch(gold), BASED.fullmatch(answer)
     # For the known answer 52_9, the answer 52 is correct, because the problem may name the base.
     # For the known answer 52, an answer with a base is only correct if the base is 10.
-    if based or own:
-        return bool(based and not own and based[1] == answer) or bool(own and own[2] == "10" and own[1] == gold)
-    ratio, other = gold.split(":"), answer.split(":")
-    if max(len(ratio), len(other)) > 2:
-        return len(ratio) == len(other) and all(
-            _verified(rf"({one}) \cdot ({other[0]})", rf"({two}) \cdot ({ratio[0]})")
-            for one, two in zip(ratio, other, strict=True)
+    if based or reply:
+        return bool(based and not reply and based[1] == answer) or bool(reply and reply[2] == "10" and reply[1] == gold)
+    ratio, answer_ratio = gold.split(":"), answer.split(":")
+    if max(len(ratio), len(answer_ratio)) > 2:
+        return len(ratio) == len(answer_ratio) and all(
+            _verified(rf"({gold_part}) \cdot ({answer_ratio[0]})", rf"({answer_part}) \cdot ({ratio[0]})")
+            for gold_part, answer_part in zip(ratio, answer_ratio, strict=True)
         )
     return _verified(gold, answer)
 
 
 def _verified(gold: str, answer: str) -> bool:
-    """Returns whether math-verify judges two expressions equal."""
+    """Returns whether math-verify judges two expressions equal. Returns False if sympy raises an error."""
     functions = _FUNCTION.match(gold), _FUNCTION.match(answer)
     gold, answer = told_apart(gold, answer)
-    known, found = _read(gold), _read(answer)
-    if known is None or found is None:
-        return False
-    symbols = {symbol.name: symbol for symbol in known.free_symbols | found.free_symbols}
-    # If both texts define the same function, the names of the variables do not matter: f(x) = 2x equals f(t) = 2t.
-    if functions[0] and functions[1] and functions[0][1] == functions[1][1]:
-        one, other = symbols.get(functions[0][2]), symbols.get(functions[1][2])
-        found = found.xreplace({one: other, other: one})
-    if _digits_verified(known, found, interval=bool(_SURELY_INTERVAL.search(gold))):
-        return True
-    positive = _positive(known)
-    return bool(positive) and _digits_verified(known.xreplace(positive), found.xreplace(positive), interval=False)
+    with contextlib.suppress(*NO_RESULT):
+        gold_expr, answer_expr = _read(gold), _read(answer)
+        if gold_expr is None or answer_expr is None:
+            return False
+        symbols = {symbol.name: symbol for symbol in gold_expr.free_symbols | answer_expr.free_symbols}
+        # If both texts define the same function, the names of the variables do not matter: f(x) = 2x equals f(t) = 2t.
+        if functions[0] and functions[1] and functions[0][1] == functions[1][1]:
+            gold_symbol, answer_symbol = symbols.get(functions[0][2]), symbols.get(functions[1][2])
+            answer_expr = answer_expr.xreplace({gold_symbol: answer_symbol, answer_symbol: gold_symbol})
+        if _digits_verified(gold_expr, answer_expr, interval=bool(_SURELY_INTERVAL.search(gold))):
+            return True
+        positive = _positive(gold_expr)
+        expressions = gold_expr.xreplace(positive), answer_expr.xreplace(positive)
+        return bool(positive) and _digits_verified(*expressions, interval=False)
+    return False
 
 
-def _digits_verified(known: Any, found: Any, *, interval: bool) -> bool:
-    """Returns whether math-verify accepts the answer `found` for the known answer `known`. The number of decimal places
-    that are compared depends on the smallest number in both answers.
+def _digits_verified(gold_expr: Any, answer_expr: Any, *, interval: bool) -> bool:
+    """Returns whether math-verify accepts the answer `answer_expr` for the known answer `gold_expr`. The number of
+    decimal places that are compared depends on the smallest number in both answers.
 
     `interval`: whether an inequality is accepted if the known answer is an interval.
     """
-    smallest = min((value for part in (known, found) for value in _sizes(part) if value), default=1.0)
+    smallest = min((value for part in (gold_expr, answer_expr) for value in _sizes(part) if value), default=1.0)
     decimals = DECIMALS if smallest >= SMALL else DIGITS + math.ceil(-math.log10(smallest))
     return verify(
-        known, found, decimals, decimals + 9, timeout_seconds=None, allow_set_relation_comp=interval
+        gold_expr, answer_expr, decimals, decimals + 9, timeout_seconds=None, allow_set_relation_comp=interval
     )  # instead of math-verify's defaults, which are 6 decimal places and 15 significant digits
 
 
@@ -247,27 +252,29 @@ def _read(text: str) -> Any:
     Also returns None if latex2sympy parses the text as infinite or undefined (`\\gamma^2 - 1`), or as a calculation
     with infinity (`\\infty!! / 3`), because such values compare as equal to each other or to any number.
     """
-    found = parse(f"\\boxed{{{text}}}", [_LATEX], "no_fallback", parsing_timeout=NO_LIMIT)
-    part = found[0] if found else None
+    parsed = parse(f"\\boxed{{{text}}}", [_LATEX], "no_fallback", parsing_timeout=NO_LIMIT)
+    part = parsed[0] if parsed else None
+    if isinstance(part, sympy.MatrixExpr):
+        part = part.doit()  # a product of matrices, whose elements can then be compared
     reckoned = isinstance(part, sympy.Expr) and part.has(sympy.oo, -sympy.oo) and part not in INFINITIES
     undefined = isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan)
     return None if reckoned or undefined else part
 
 
-def _positive(known: Any) -> dict[Any, Any]:
+def _positive(gold_expr: Any) -> dict[Any, Any]:
     r"""Returns {symbol: positive symbol} for the symbols that must be positive in a known answer, such as n in
     \sqrt{1/n}.
 
     A symbol must be positive if it is a factor with an odd power in an even root or a logarithm. A root of n^2 or of n
     + 1 does not imply that n is positive.
     """
-    found: dict[Any, Any] = {}
-    for part in known.atoms(sympy.Pow, sympy.log):
+    positive_symbols: dict[Any, Any] = {}
+    for part in gold_expr.atoms(sympy.Pow, sympy.log):
         if isinstance(part, sympy.log) or (part.exp.is_Rational and part.exp.q % 2 == 0):
             for symbol, power in part.args[0].as_powers_dict().items():
                 if symbol.is_Symbol and power % 2 == 1:
-                    found[symbol] = sympy.Symbol(symbol.name, positive=True)
-    return found
+                    positive_symbols[symbol] = sympy.Symbol(symbol.name, positive=True)
+    return positive_symbols
 
 
 def _sizes(part: Any) -> Iterator[float]:
@@ -279,26 +286,26 @@ def _sizes(part: Any) -> Iterator[float]:
     else:
         if isinstance(part, sympy.Expr):
             number = part if part.is_number else part.as_independent(*part.free_symbols, as_Add=False)[0]
-            with contextlib.suppress(*_NO_VALUE):
+            with contextlib.suppress(*NO_RESULT):
                 yield abs(float(number))
         return
-    for each in parts:
-        yield from _sizes(each)
+    for element in parts:
+        yield from _sizes(element)
 
 
 def _decimal(text: str) -> Decimal | None:
     return Decimal(text) if _NUMBER.fullmatch(text) else None
 
 
-def _near(known: Decimal, found: Decimal) -> bool:
-    """Returns whether the decimal number `found` equals `known` up to rounding.
+def _near(gold_number: Decimal, number: Decimal) -> bool:
+    """Returns whether `number` equals `gold_number` up to rounding.
 
-    Compares DECIMALS decimal places, or more places if `known` has more places or is small. If `known` has no decimal
-    places or is 0, the numbers must be equal exactly.
+    Compares DECIMALS decimal places, or more places if `gold_number` has more places or is small. If `gold_number` has
+    no decimal places or is 0, the numbers must be equal exactly.
     """
-    exponent = known.as_tuple().exponent
-    if known == found or not isinstance(exponent, int) or exponent >= 0 or known == 0:
-        return known == found
-    size = known.adjusted()
+    exponent = gold_number.as_tuple().exponent
+    if gold_number == number or not isinstance(exponent, int) or exponent >= 0 or gold_number == 0:
+        return gold_number == number
+    size = gold_number.adjusted()
     digits = max(DECIMALS, -exponent, DIGITS - size)
-    return abs(known - found) < Decimal(5).scaleb(-digits - 1)
+    return abs(gold_number - number) < Decimal(5).scaleb(-digits - 1)

@@ -44,14 +44,14 @@ _COMMAND = re.compile(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?")
 _LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 
 
-def too_costly(answer: str, known: str = "") -> bool:
+def too_costly(answer: str, gold_answer: str = "") -> bool:
     """Returns whether the text of an answer is too costly for sympy to parse.
 
-    `known`: the known answer. The maximum length of the answer is LONGEST characters, or twice the length of the known
-    answer if that is more. An answer with many letters is only too costly if the known answer has few letters.
+    `gold_answer`: the known answer. The maximum length of the answer is LONGEST characters, or twice the length of the
+    known answer if that is more. An answer with many letters is only too costly if the known answer has few letters.
     """
-    many_letters = _many_letters(answer) and not _many_letters(known)
-    return len(answer) > max(LONGEST, 2 * len(known)) or many_letters or too_costly_anywhere(answer)
+    many_letters = _many_letters(answer) and not _many_letters(gold_answer)
+    return len(answer) > max(LONGEST, 2 * len(gold_answer)) or many_letters or too_costly_anywhere(answer)
 
 
 def _many_letters(text: str) -> bool:
@@ -114,9 +114,9 @@ def _depths(answer: str) -> tuple[int, int]:
 def _tower(answer: str) -> bool:
     """Returns whether an exponent in the text is itself a power with a value above EXPONENT, such as in 2^{9^9}."""
     for match in _POWER_IN_POWER.finditer(answer):
-        before = answer[: match.start()].rstrip("{([ +-")
+        prefix = answer[: match.start()].rstrip("{([ +-")
         base, exponent = float(match[1]), int(match[2])
-        above = before.endswith("^") or before.endswith("**")
+        above = prefix.endswith("^") or prefix.endswith("**")
         if above and base > 1 and exponent * math.log10(base) > math.log10(EXPONENT):
             return True
     return False

@@ -63,10 +63,10 @@ def split(text: str) -> Parts:
 
 def rows(text: str) -> list[list[str]] | None:
     r"""Returns the cells of each row of a `cases` or `array` environment; None for any other text."""
-    found = _ROWS.fullmatch(_SIZES.sub("", text).strip())
-    if not found:
+    environment = _ROWS.fullmatch(_SIZES.sub("", text).strip())
+    if not environment:
         return None
-    lines = [re.sub(r"\\text\s*\{\s*(?:if|for|when)?\s*\}", "", line) for line in found[2].split("\\\\")]
+    lines = [re.sub(r"\\text\s*\{\s*(?:if|for|when)?\s*\}", "", line) for line in environment[2].split("\\\\")]
     return [[cell.strip().rstrip(",.").strip() for cell in line.split("&")] for line in lines if line.strip()]
 
 

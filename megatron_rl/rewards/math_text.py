@@ -11,8 +11,6 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
-from latex2sympy2_extended.math_normalization import extract_boxed_content
-
 _SYMBOLS = {
     **dict.fromkeys("·⋅∙", r"\cdot "), **dict.fromkeys("−–—‐‑‒", "-"), **dict.fromkeys("’′", "'"),
     **dict.fromkeys("≤⩽≦", r"\le "), **dict.fromkeys("≥⩾≧", r"\ge "), **dict.fromkeys("º°˚", r"^\circ "),
@@ -61,17 +59,6 @@ _GREATER = re.compile(r"(>|\\geq?(?:slant)?(?![a-z]))")
 _COMMAND = re.compile(r"\\(?:mathbb|text|textbf|mathrm|operatorname|mbox|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|([A-Z])")
 
 
-def stated(response: str) -> str | None:
-    r"""Returns the content of the last \boxed{} or \fbox{} of a response; None if there is no box.
-
-    As in math-verify, boxes shortly before the last box are included, separated by commas: `1,2` for
-    `\boxed{1} and \boxed{2}`.
-    """
-    if "\\boxed" not in response and "\\fbox" not in response:
-        return None
-    return extract_boxed_content(response, mode="last")
-
-
 def canonical(text: str) -> str:
     """Rewrites a text as LaTeX that has the same meaning and that math-verify parses correctly."""
     if not text.isascii():
@@ -98,11 +85,11 @@ def told_apart(gold: str, answer: str) -> tuple[str, str]:
     upper = {match[1] for text in (gold, answer) for match in _COMMAND.finditer(text) if match[1]}
     lower = {character for text in (gold, answer) for character in text if character.islower()}
     free = iter(sorted(set("abchjklmnopqrstuvwxyz") - lower - {letter.lower() for letter in upper}))
-    other = {letter: next(free, letter) for letter in sorted(upper) if letter.lower() in lower}
-    if not other:
+    replacements = {letter: next(free, letter) for letter in sorted(upper) if letter.lower() in lower}
+    if not replacements:
         return gold, answer
-    made = [_COMMAND.sub(lambda match: other.get(match[1], match[0]), text) for text in (gold, answer)]
-    return made[0], made[1]
+    renamed = [_COMMAND.sub(lambda match: replacements.get(match[1], match[0]), text) for text in (gold, answer)]
+    return renamed[0], renamed[1]
 
 
 @lru_cache(maxsize=4096)
@@ -159,10 +146,10 @@ def _whole(match: re.Match[str]) -> str:
     return match[0] if shift < 0 else f"{match[1]}{match[2]}{match[3]}{shift}"
 
 
-def _recurring(whole: str, fixed: str, repeated: str) -> str:
+def _recurring(integer_part: str, fixed: str, repeated: str) -> str:
     r"""Returns a recurring decimal as a fraction in LaTeX: \frac{1}{6} for 0.1\overline{6}."""
     shift = 10 ** len(fixed)
-    value = Fraction(int(whole + fixed), shift) + Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
+    value = Fraction(int(integer_part + fixed), shift) + Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 

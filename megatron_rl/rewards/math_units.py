@@ -42,27 +42,32 @@ def split_unit(text: str, *, letters: bool = False) -> tuple[str, str]:
         return text[: money.start()] + money[0].replace(money[1] or money[2], "") + text[money.end() :], _CURRENCY[
             money[1] or money[2]
         ]
-    found = _IN_TEXT.search(text)
-    if found and (value := text[: found.start()].strip()) and not _ENDS_OPEN.search(value.removesuffix("\\pi")):
-        return value, _name(found[1])
-    found = _PLAIN.search(text)
-    if found and not _VARIABLE.search(value := text[: found.start()].strip()):
-        unit = _name(found[1])
+    match = _IN_TEXT.search(text)
+    if match and (value := text[: match.start()].strip()) and not _ENDS_OPEN.search(value.removesuffix("\\pi")):
+        return value, _name(match[1])
+    match = _PLAIN.search(text)
+    if match and not _VARIABLE.search(value := text[: match.start()].strip()):
+        unit = _name(match[1])
         words = re.findall(r"[a-zA-Z.]+", unit)
-        spaced = found[1][0] in " \\~"
+        spaced = match[1][0] in " \\~"
         if len(unit) == 1:
-            known = letters and spaced and value[-1].isdigit() and unit in _UNITS
+            is_known = letters and spaced and value[-1].isdigit() and unit in _UNITS
         else:
-            known = _spelled(unit) is not None or (spaced and all(len(word) > 3 or _spelled(word) for word in words))
-        if known:
+            is_known = _spelled(unit) is not None or (spaced and all(len(word) > 3 or _spelled(word) for word in words))
+        if is_known:
             return value, unit
     return text, ""
 
 
-def clash(one: str, other: str) -> bool:
+def clash(gold_unit: str, answer_unit: str) -> bool:
     """Returns whether two units of measurement are both known and different."""
-    first, second = _spelled(one), _spelled(other)
+    first, second = _spelled(gold_unit), _spelled(answer_unit)
     return first is not None and second is not None and first != second
+
+
+def is_unit(word: str) -> bool:
+    """Returns whether a word is a known unit of measurement."""
+    return _spelled(word) is not None
 
 
 def _name(unit: str) -> str:

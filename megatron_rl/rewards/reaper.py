@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 
-from megatron_rl import processes
+from megatron_rl.lib import processes
 from megatron_rl.rewards import grading_worker as worker_script
 from megatron_rl.run.parent_death import end_with_parent
 

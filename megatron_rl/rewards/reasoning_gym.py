@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.base import ConfigError, refuse
-from megatron_rl.rewards.tags import block_texts, boxed
+from megatron_rl.rewards.algebra_limits import NO_RESULT
+from megatron_rl.rewards.math_cost_limit import too_costly_anywhere
+from megatron_rl.texts.tags import block_texts, boxed
 
 try:
     from reasoning_gym.composite import DatasetSpec
@@ -44,7 +46,8 @@ EVALUATED = frozenset(
 # They generate other problems in every process, unless PYTHONHASHSEED is 0.
 HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
 UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # data sets that partly ignore the setting `seed`
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+_UNREADABLE = (*NO_RESULT, SyntaxError)  # errors of scorers for a malformed answer
+_POWER = re.compile(r"\*\*|\^|!")
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
 # Matches an answer that could run code when a scorer evaluates the answer: an answer with attribute access,
 # with a call of a function whose name is not in this pattern, or with characters that can hide a call.
@@ -75,13 +78,18 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
             "install the version that the data was made with"
         )
     answer, dataset = stated(response), _opened(entry["name"], settings)
-    if answer is not None and item["metadata"].get("source_dataset") in EVALUATED and _CODE.search(answer):
+    if answer is not None and item["metadata"].get("source_dataset") in EVALUATED and _refused(answer):
         answer = None
     try:
         # copied because a scorer may modify the entry
         return float(dataset.score_answer(answer=answer, entry=copy.deepcopy(item)))
-    except _UNREADABLE:  # some scorers raise for a malformed answer
+    except _UNREADABLE:
         return float(dataset.score_answer(answer=None, entry=copy.deepcopy(item)))
+
+
+def _refused(answer: str) -> bool:
+    """Returns whether an answer could run code, or would take too long, when a scorer evaluates it."""
+    return bool(_CODE.search(answer)) or bool(_POWER.search(answer) and too_costly_anywhere(answer))
 
 
 def stated(response: str) -> str | None:
@@ -89,9 +97,9 @@ def stated(response: str) -> str | None:
     blocks = block_texts(response, "answer")
     if not blocks:
         return boxed(response)
-    found = blocks[-1].strip()
-    whole = _BOX.fullmatch(found)
-    return whole[1].strip() if whole and boxed(found) == whole[1].strip() else found
+    answer = blocks[-1].strip()
+    box = _BOX.fullmatch(answer)
+    return box[1].strip() if box and boxed(answer) == box[1].strip() else answer
 
 
 def reference(name: str, args: Mapping[str, Any], index: int, question: str) -> dict[str, Any]:
@@ -115,11 +123,11 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
     unknown name or setting, and for a value that the library refuses.
     """
     refuse(*_problems(name, args))
-    made = dict(args)
+    settings = dict(args)
     if name == COMPOSITE:
-        made["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in args["datasets"]]
+        settings["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in args["datasets"]]
     try:
-        return create_dataset(name, **made)
+        return create_dataset(name, **settings)
     except (AssertionError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"reasoning_gym:{name} refuses data.generated = {dict(args)}: {type(error).__name__}: {error}"
@@ -132,9 +140,9 @@ def _problems(name: str, settings: Mapping[str, Any]) -> Iterator[str]:
     if name not in DATASETS:
         yield f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}"
         return
-    known = [each.name for each in dataclasses.fields(DATASETS[name][1])]
-    if wrong := [each for each in settings if each not in known]:
-        taken = [each for each in known if each not in GIVEN]
+    names = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    if wrong := [key for key in settings if key not in names]:
+        taken = [key for key in names if key not in GIVEN]
         yield f"reasoning_gym:{name} has no setting {wrong[0]!r}; {_near(wrong[0], taken)}"
     if name in UNSEEDED:
         yield (
@@ -159,9 +167,9 @@ def _problems(name: str, settings: Mapping[str, Any]) -> Iterator[str]:
             yield from _problems(part["name"], part.get("config", {}))
 
 
-def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {', '.join(sorted(known))}"
+def _near(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {', '.join(sorted(names))}"
 
 
 @functools.lru_cache(maxsize=KEPT)

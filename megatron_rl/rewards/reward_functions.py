@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.user_code import told, traceback_of
+from megatron_rl.lib.user_code import told, traceback_of
 
 Item = tuple[str, Mapping[str, Any]]  # a response and the payload of its problem
 PROMPTS, COMPLETIONS = "prompts", "completions"  # parameter names of a function that grades batches
@@ -30,6 +30,9 @@ RESPONSE, SCORE = "solution_str", "score"
 VERL = {"data_source": "data_source", "ground_truth": "answer", "extra_info": "extra_info"}  # {parameter: column}
 # errors of user code that end only the grading in which they are raised
 GIVEN_UP = (Exception, SystemExit, KeyboardInterrupt)
+# The largest absolute value of a reward or a margin. Losses are computed in float32, which ends at 3.4e38: squares and
+# sums of such numbers stay finite.
+LARGEST = 1e15
 _OWN = ("messages", "prompt")  # keys of a payload that are not passed to batch functions as columns
 
 
@@ -67,14 +70,14 @@ class Function:
         if where is None or (self.target is not None and self.pickled is not None):
             raise ValueError(f"functions: {self.name or 'one of them'} needs either a target or a pickled file")
         try:
-            found = pkgutil.resolve_name(where) if self.pickled is None else pickle.loads(Path(where).read_bytes())
+            function = pkgutil.resolve_name(where) if self.pickled is None else pickle.loads(Path(where).read_bytes())
         except GIVEN_UP as error:  # user code: an import or an unpickling may raise any error
             raise ValueError(f"the reward {where!r} cannot be loaded: {told(error)}") from error
-        if not callable(found):
-            raise ValueError(f"the reward {where!r} is a {type(found).__name__}, not a function")
-        if isinstance(found, type):  # instances of the class are called
-            return found(**self.args)
-        return functools.partial(found, **self.args) if self.args else found
+        if not callable(function):
+            raise ValueError(f"the reward {where!r} is a {type(function).__name__}, not a function")
+        if isinstance(function, type):  # instances of the class are called
+            return function(**self.args)
+        return functools.partial(function, **self.args) if self.args else function
 
 
 @dataclass(kw_only=True)
@@ -89,15 +92,15 @@ class RewardFunctions:
     def __post_init__(self) -> None:
         """Loads the reward functions. Raises ValueError for a function that cannot be loaded or called, and for a name
         that is reserved or repeated."""
-        given = tuple(one if isinstance(one, Function) else Function(**one) for one in self.functions)
-        if not given:
+        functions = tuple(entry if isinstance(entry, Function) else Function(**entry) for entry in self.functions)
+        if not functions:
             raise ValueError("functions is empty: name at least one")
-        called = tuple(CalledFunction.of(one.load(), one.name, weight=one.weight) for one in given)
-        names = [one.name for one in called]
+        called = tuple(CalledFunction.of(entry.load(), entry.name, weight=entry.weight) for entry in functions)
+        names = [function.name for function in called]
         for name in names:
-            if len(given) > 1 and (names.count(name) > 1 or name in RESERVED):
+            if len(functions) > 1 and (names.count(name) > 1 or name in RESERVED):
                 raise ValueError(f"functions: the name {name!r} is taken twice, or is a recipe's: give another `name`")
-        self.functions = given
+        self.functions = functions
         self.grader = Grader(called)  # calls the reward functions and computes the weighted sum
 
 
@@ -130,16 +133,16 @@ class CalledFunction:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         batched, wrong = bool({PROMPTS, COMPLETIONS} & named.keys()), ""
         by_name = RESPONSE in named and not batched
-        other = [one for one, needed in named.items() if needed and one not in (RESPONSE, *VERL)]
+        extra = [key for key, needed in named.items() if needed and key not in (RESPONSE, *VERL)]
         if not math.isfinite(weight):
             wrong = f"has the weight {weight}: give a finite number"
-        elif unknown := [one for one in UNKNOWN if named.get(one)]:
+        elif unknown := [key for key in UNKNOWN if named.get(key)]:
             wrong = (
                 f"has the parameter {unknown[0]!r}: rewards are given texts and columns of the data set; use "
                 f"{COMPLETIONS}, or give the parameter a default"
             )
-        elif by_name and other:
-            wrong = f"has the parameter {other[0]!r}, which verl does not pass: give it a default, or give it in `args`"
+        elif by_name and extra:
+            wrong = f"has the parameter {extra[0]!r}, which verl does not pass: give it a default, or give it in `args`"
         elif not batched and not by_name:
             try:
                 signature.bind("response", {})
@@ -155,7 +158,7 @@ class CalledFunction:
         while isinstance(plain, functools.partial):
             plain = plain.func
         waits = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
-        required = (one for one, needed in named.items() if batched and needed and one not in (PROMPTS, COMPLETIONS))
+        required = (key for key, needed in named.items() if batched and needed and key not in (PROMPTS, COMPLETIONS))
         parameters = None if takes_all else named.keys() - {*UNKNOWN}
         return cls(
             function=function, name=name, weight=weight, batched=batched, waits=waits, by_name=by_name,
@@ -174,7 +177,7 @@ class CalledFunction:
         """Returns the keyword arguments with which verl calls a reward function on one response. Arguments that the
         function does not take are left out. A column that the problem does not have is passed as None."""
         values = {RESPONSE: response, **{name: payload.get(column) for name, column in VERL.items()}}
-        return {name: own for name, own in values.items() if self.parameters is None or name in self.parameters}
+        return {name: value for name, value in values.items() if self.parameters is None or name in self.parameters}
 
     def batch(self, items: Sequence[Item]) -> dict[str, Any]:
         """Returns the keyword arguments of a call of the reward function on B items: prompts, completions and columns
@@ -184,17 +187,17 @@ class CalledFunction:
         message, as in TRL; otherwise both are texts. Raises KeyError for a required column that no problem has.
         """
         payloads = [payload for _, payload in items]
-        known = dict.fromkeys(key for payload in payloads for key in payload if key not in _OWN)
-        missing = [name for name in self.columns if name not in known]
+        keys = dict.fromkeys(key for payload in payloads for key in payload if key not in _OWN)
+        missing = [name for name in self.columns if name not in keys]
         if missing:
-            raise KeyError(f"no column {missing[0]!r}; the problems have {', '.join(known)}: name it in data.fields")
-        columns = {key: [payload.get(key) for payload in payloads] for key in known}
+            raise KeyError(f"no column {missing[0]!r}; the problems have {', '.join(keys)}: name it in data.fields")
+        columns = {key: [payload.get(key) for payload in payloads] for key in keys}
         columns[PROMPTS] = [payload.get("messages", payload.get("question")) for payload in payloads]
         columns[COMPLETIONS] = [
             [{"role": "assistant", "content": response}] if "messages" in payload else response
             for response, payload in items
         ]
-        return {name: own for name, own in columns.items() if self.parameters is None or name in self.parameters}
+        return {name: column for name, column in columns.items() if self.parameters is None or name in self.parameters}
 
 
 class Grader:
@@ -213,7 +216,7 @@ class Grader:
     def together(self) -> bool:
         """Returns whether several items are graded in one call, so that a crash or a time-out cannot be attributed to
         one item."""
-        return any(one.batched or one.waits for one in self._functions)
+        return any(function.batched or function.waits for function in self._functions)
 
     def grade(self, items: Sequence[Item]) -> Iterator[Result]:
         """Grades B items, pairs (response, payload). Yields the B results in order.
@@ -225,12 +228,12 @@ class Grader:
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
             # the call of a coroutine function only returns a coroutine, which starts when it is awaited
-            values = [[_attempt(call) for call in one.calls(batch)] for one in self._functions]
-            if any(one.waits for one in self._functions):
+            values = [[_attempt(call) for call in function.calls(batch)] for function in self._functions]
+            if any(function.waits for function in self._functions):
                 values = self._awaited(values)
             columns = [
-                _listed(one.name, own[0], len(batch)) if one.batched else own
-                for one, own in zip(self._functions, values, strict=True)
+                _listed(function.name, returned[0], len(batch)) if function.batched else returned
+                for function, returned in zip(self._functions, values, strict=True)
             ]
             for row in zip(*columns, strict=True):
                 yield self._sum(row)
@@ -249,7 +252,7 @@ class Grader:
                 return error
 
         async def together() -> list[list[Any]]:
-            return await asyncio.gather(*(asyncio.gather(*map(settled, own)) for own in columns))
+            return await asyncio.gather(*(asyncio.gather(*map(settled, column)) for column in columns))
 
         if self._loop is None:
             self._loop = asyncio.Runner()
@@ -259,19 +262,21 @@ class Grader:
         """Returns the result of one item: the weighted sum of its rewards, without functions that returned None. `row`:
         the value that each function returned for the item, or the error that the function raised."""
         total, parts, metrics = 0.0, 0, {}
-        for one, value in zip(self._functions, row, strict=True):
+        for function, value in zip(self._functions, row, strict=True):
             if isinstance(value, BaseException):
                 return Result(None, why=told(value), trace=traceback_of(value))
             try:
-                score, own = read_result(value, bounds=self._bounds)
+                score, numbers = read_result(value, bounds=self._bounds)
             except ValueError as error:
-                return Result(None, why=str(error) if len(row) == 1 else f"{one.name} {error}")
+                return Result(None, why=str(error) if len(row) == 1 else f"{function.name} {error}")
             if score is not None:
-                total, parts = total + one.weight * score, parts + 1
-                metrics |= {one.name: score} if len(row) > 1 else {}
-            metrics |= {f"{one.name}/{name}" if len(row) > 1 else name: number for name, number in own.items()}
+                total, parts = total + function.weight * score, parts + 1
+                metrics |= {function.name: score} if len(row) > 1 else {}
+            metrics |= {f"{function.name}/{name}" if len(row) > 1 else name: number for name, number in numbers.items()}
         if not parts:
             return Result(None, why="no reward function gave this response a reward")
+        if not in_range(total):
+            return Result(None, why=f"the rewards' sum {total:g} is beyond {LARGEST:g}")
         if self.limits is not None and not self.limits[0] <= total <= self.limits[1]:
             low, high = self.limits
             return Result(None, why=f"the rewards' sum {total:g} is outside of reward.range = [{low:g}, {high:g}]")
@@ -293,25 +298,25 @@ def read_result(
         value, metrics = value
     elif isinstance(value, Mapping):
         if REWARD not in value and SCORE in value:
-            numbers = {name: own for name, own in value.items() if name == SCORE or finite(own) is not None}
-            value = {REWARD if name == SCORE else name: own for name, own in numbers.items()}
+            numbers = {name: number for name, number in value.items() if name == SCORE or finite(number) is not None}
+            value = {REWARD if name == SCORE else name: number for name, number in numbers.items()}
         if REWARD not in value:
             raise ValueError(f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}: it needs {REWARD!r}")
-        value, metrics = value[REWARD], {name: own for name, own in value.items() if name != REWARD}
-    read = {str(name): finite(own) for name, own in metrics.items()}
-    for name, own in read.items():
-        if own is None or name in RESERVED:
+        value, metrics = value[REWARD], {name: number for name, number in value.items() if name != REWARD}
+    read = {str(name): finite(number) for name, number in metrics.items()}
+    for name, number in read.items():
+        if number is None or name in RESERVED:
             raise ValueError(f"returned the metric {name!r} = {metrics[name]!r}: metrics are finite numbers, none of "
                              f"them called {' or '.join(RESERVED)}")  # fmt: skip
-    numbers_read = {name: own for name, own in read.items() if own is not None}
+    numbers_read = {name: number for name, number in read.items() if number is not None}
     if value is None and bounds is None:
         return None, numbers_read
     score = finite(value)
-    if score is None or (bounds is not None and not bounds[0] <= score <= bounds[1]):
-        wanted = "a finite number"
+    if score is None or not in_range(score) or (bounds is not None and not bounds[0] <= score <= bounds[1]):
+        expected = f"a finite number of at most {LARGEST:g}"
         if bounds is not None:
-            wanted = f"a number in reward.range = [{bounds[0]:g}, {bounds[1]:g}]"
-        raise ValueError(f"returned {repr(value)[:100]}: a reward returns {wanted}")
+            expected = f"a number in reward.range = [{bounds[0]:g}, {bounds[1]:g}]"
+        raise ValueError(f"returned {repr(value)[:100]}: a reward returns {expected}")
     return score, numbers_read
 
 
@@ -321,6 +326,11 @@ def name_of(function: Any) -> str:
         return name_of(function.func)
     name = function.__name__ if hasattr(function, "__name__") else type(function).__name__
     return name.strip("<>")
+
+
+def in_range(number: float) -> bool:
+    """Returns whether a number is from -LARGEST to LARGEST. NaN is not."""
+    return abs(number) <= LARGEST
 
 
 def finite(value: Any) -> float | None:
@@ -357,11 +367,11 @@ def _listed(name: str, value: Any, count: int) -> list[Any]:
             raise BatchFailed(name) from value
         return [value]
     try:
-        found = None if isinstance(value, (str, Mapping)) else list(value)
+        values = None if isinstance(value, (str, Mapping)) else list(value)
     except TypeError:
-        found = None
-    if found is None or len(found) != count:
-        what = f"{len(found)} values" if found is not None else f"a {type(value).__name__}"
+        values = None
+    if values is None or len(values) != count:
+        what = f"{len(values)} values" if values is not None else f"a {type(value).__name__}"
         text = f"{name} returned {what} for {count} completions: return a list with one for each"
         return [ValueError(text)] * count
-    return found
+    return values

@@ -13,12 +13,12 @@ from typing import Any, Literal
 from pydantic import PositiveFloat
 
 from megatron_rl.config.base import Count, config
-from megatron_rl.rewards.tags import after_thinking
-from megatron_rl.text import fill, read_template
+from megatron_rl.network.retries import asked_pause_s, is_wrong_request, pause_s
+from megatron_rl.texts.tags import after_thinking
+from megatron_rl.texts.text import fill, read_template
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
-_RETRIED = (408, 425, 429)  # HTTP statuses of a temporary condition; 5xx statuses are retried too
-_PAUSE_S = 0.5  # pause before the second attempt; each further pause is twice as long
+_PAUSE_S = 0.5  # pause before the second attempt, unless the server asks for another one
 _USER, _ASSISTANT = "user", "assistant"
 
 
@@ -55,15 +55,15 @@ class ServedRewardModel:
         import aiohttp  # imported here because the import is slow and only worker processes need it
 
         pairs = [self._read(*pair) for pair in zip(prompts, completions, strict=True)]
-        texts = [one for one in pairs if isinstance(one, str)]
-        bodies = [{"messages": one} for one in pairs if not isinstance(one, str)] + [{"input": texts}] * bool(texts)
+        texts = [text for text in pairs if isinstance(text, str)]
+        bodies = [{"messages": chat} for chat in pairs if not isinstance(chat, str)] + [{"input": texts}] * bool(texts)
         headers = {"Authorization": f"Bearer {os.environ[self.key_variable]}"} if self.key_variable else {}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            found = await asyncio.gather(*(self._scores(session, body) for body in bodies))
-        of_texts = iter(found.pop() if texts else [])
-        of_chats = iter(found)
-        return [next(of_texts) if isinstance(one, str) else next(of_chats)[0] for one in pairs]
+            scores = await asyncio.gather(*(self._scores(session, body) for body in bodies))
+        of_texts = iter(scores.pop() if texts else [])
+        of_chats = iter(scores)
+        return [next(of_texts) if isinstance(pair, str) else next(of_chats)[0] for pair in pairs]
 
     def _read(self, prompt: Prompt, completion: Prompt) -> str | list[dict[str, Any]]:
         """Returns the reward model's input for a prompt and a response: a text, or messages of a conversation."""
@@ -75,10 +75,10 @@ class ServedRewardModel:
             if not self.chat:
                 return f"{prompt}{response}{self.end}"
             prompt = [{"role": _USER, "content": prompt}]
-        before = [dict(message) for message in prompt]
-        if before[-1]["role"] == _ASSISTANT:  # the response continues the last message of the prompt
-            response = f"{before.pop()['content']}{response}"
-        return [*before, {"role": _ASSISTANT, "content": response}]
+        messages = [dict(message) for message in prompt]
+        if messages[-1]["role"] == _ASSISTANT:  # the response continues the last message of the prompt
+            response = f"{messages.pop()['content']}{response}"
+        return [*messages, {"role": _ASSISTANT, "content": response}]
 
     async def _scores(self, session: Any, body: Mapping[str, Any]) -> list[float]:
         """Returns the scores of the texts in the body of a request, in order."""
@@ -98,18 +98,19 @@ class ServedRewardModel:
         times in all, while the server cannot be reached or is busy."""
         import aiohttp
 
-        why, address = "", f"{self.url.rstrip('/')}/classify"
+        why, asked_s, address = "", 0.0, f"{self.url.rstrip('/')}/classify"
         named = body if self.model is None else {**body, "model": self.model}
         for attempt in range(self.attempts):
             if attempt:
-                await asyncio.sleep(_PAUSE_S * 2 ** (attempt - 1))
+                await asyncio.sleep(pause_s(asked_s, _PAUSE_S, attempt))
             try:
                 async with session.post(address, json=named) as response:
                     if response.status == 200:
                         return await response.json(content_type=None)
                     why = f"answered {response.status}: {(await response.text())[:400]}"
-                    if response.status < 500 and response.status not in _RETRIED:
+                    asked_s = asked_pause_s(response.status, response.headers)
+                    if is_wrong_request(response.status):
                         break
             except (aiohttp.ClientError, TimeoutError) as error:
-                why = f"cannot be reached: {error or type(error).__name__}"
+                why, asked_s = f"cannot be reached: {error or type(error).__name__}", 0.0
         raise RuntimeError(f"{address} {why}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_rl.rewards.tags import block_texts
+from megatron_rl.texts.tags import block_texts
 
 # maximum number of question blocks of a well-formed proposal: a model may correct its question; the last block is used
 QUESTIONS = 3
@@ -21,8 +21,8 @@ _NUMBERS = (r"\b\d+/\d+\b", r"\b\d+\.\d+\b", r"\b\d+\b")  # in order of preceden
 
 def last_inside(text: str, tag: str) -> str | None:
     """Returns the stripped text inside the last <tag>...</tag>, or None if there is no block or the text is empty."""
-    found = block_texts(text, tag)
-    return (found[-1].strip() or None) if found else None
+    blocks = block_texts(text, tag)
+    return (blocks[-1].strip() or None) if blocks else None
 
 
 def tag_form(text: str, tag: str, most: int = 1) -> float:

@@ -189,15 +189,15 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: Mapping[str, An
             if not _readable(first, START_TIMEOUT_S):
                 raise SandboxFailure(f"its processes did not end within {START_TIMEOUT_S:g} s")
         status = process.wait()
-        told = _text(errors, max(0, _size(errors) - KEPT_ERROR_BYTES), KEPT_ERROR_BYTES).strip().splitlines()
+        error_lines = _text(errors, max(0, _size(errors) - KEPT_ERROR_BYTES), KEPT_ERROR_BYTES).strip().splitlines()
         if begun is None:
-            raise SandboxFailure(told[-1] if told else "it was lost before its code began")
+            raise SandboxFailure(error_lines[-1] if error_lines else "it was lost before its code began")
         limits = ((output, settings.output_bytes), (errors, ERROR_BYTES))
         cut = next((most for file, most in limits if _size(file) > most), None)
         text = _text(output, 0, settings.output_bytes)
         if cut is not None:
             return Ran(output=text, why=f"more than {cut} bytes of output", cut=True, seconds=seconds)
-        why = f"no answer within {settings.timeout_s:g} s" if late else _fault(status, told)
+        why = f"no answer within {settings.timeout_s:g} s" if late else _fault(status, error_lines)
         return Ran(output=text, why=why, late=late, seconds=seconds)
 
 
@@ -214,12 +214,12 @@ def _let_in(info: IO[bytes], mapped: IO[bytes], stack: contextlib.ExitStack) -> 
         return None
     first = json.loads(report)["child-pid"]
     try:
-        found = _pidfd(first, stack)
+        pidfd = _pidfd(first, stack)
         sandbox_walls.map_users(first)
         mapped.write(b"1")
     except OSError as error:
         raise SandboxFailure(f"its users cannot be mapped: {error}") from error
-    return found
+    return pidfd
 
 
 def _fault(status: int, errors: Sequence[str]) -> str:
@@ -244,9 +244,9 @@ def _readable(file: IO[bytes] | int, timeout_s: float) -> bool:
 
 
 def _pidfd(process: int, stack: contextlib.ExitStack) -> int:
-    found = os.pidfd_open(process)
-    stack.callback(os.close, found)
-    return found
+    pidfd = os.pidfd_open(process)
+    stack.callback(os.close, pidfd)
+    return pidfd
 
 
 def _size(file: IO[bytes]) -> int:

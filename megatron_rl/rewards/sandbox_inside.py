@@ -105,8 +105,8 @@ def _print_traceback(error: BaseException, code: str) -> None:
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames, limit=-MAX_FRAMES)
     except (MemoryError, OSError, RecursionError):
-        told = str(error)
-        os.write(2, f"{type(error).__name__}{': ' * bool(told)}{told}\n".encode("utf-8", "backslashreplace"))
+        message = str(error)
+        os.write(2, f"{type(error).__name__}{': ' * bool(message)}{message}\n".encode("utf-8", "backslashreplace"))
 
 
 def _call_function(request: Mapping[str, Any]) -> NoReturn:

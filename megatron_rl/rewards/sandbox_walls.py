@@ -65,25 +65,25 @@ def command(scratch_bytes: int, packages: Sequence[str], fds: Mapping[str, int])
     program = shutil.which("bwrap")
     if program is None:
         raise FileNotFoundError("the program bwrap is not installed")
-    out = [program, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    out += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
+    argv = [program, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    argv += ["--unshare-cgroup-try", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
     if _may_map_two():  # the sandbox starts as root, and sandbox_inside.py then changes to the user nobody
-        out += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    out += ["--info-fd", str(fds["info"]), "--userns-block-fd", str(fds["mapped"])]
-    out += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
+        argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    argv += ["--info-fd", str(fds["info"]), "--userns-block-fd", str(fds["mapped"])]
+    argv += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", "/tmp"]
     shown = shown_paths(packages)
     for parent in sorted({str(parent) for path in (*DEVICES, *dict(shown)) for parent in Path(path).parents}):
         # created explicitly, because only root may enter directories that bubblewrap creates implicitly
-        out += ["--dir", parent]
+        argv += ["--dir", parent]
     for path, link in shown:
-        out += ["--symlink", link, path] if link else ["--ro-bind", path, path]
+        argv += ["--symlink", link, path] if link else ["--ro-bind", path, path]
     for path in DEVICES:
-        out += ["--dev-bind", path, path]
+        argv += ["--dev-bind", path, path]
     if os.uname().machine in MACHINES:
-        out += ["--seccomp", str(fds["seccomp"])]
-    out += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp", "--"]
-    out += [os.path.realpath(sys.executable), "-P", "-s", "-S", "-c", RUNNER, str(fds["ready"]), str(fds["request"])]
-    return out
+        argv += ["--seccomp", str(fds["seccomp"])]
+    argv += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    argv += [os.path.realpath(sys.executable), "-P", "-s", "-S", "-c", RUNNER, str(fds["ready"]), str(fds["request"])]
+    return argv
 
 
 def map_users(process: int) -> None:
@@ -96,8 +96,8 @@ def map_users(process: int) -> None:
     place = Path(f"/proc/{process}")
     if not _may_map_two():
         (place / "setgroups").write_text("deny")
-    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
-        lines = f"0 0 1\n{NOBODY} {NOBODY} 1\n" if _may_map_two() else f"{NOBODY} {own} 1\n"
+    for kind, current_id in (("uid", os.geteuid()), ("gid", os.getegid())):
+        lines = f"0 0 1\n{NOBODY} {NOBODY} 1\n" if _may_map_two() else f"{NOBODY} {current_id} 1\n"
         (place / f"{kind}_map").write_text(lines)
 
 
@@ -112,18 +112,18 @@ def shown_paths(packages: Sequence[str]) -> list[tuple[str, str]]:
 
     `link` is the target if the path is a symbolic link, otherwise "". A path below another returned path is left out.
     """
-    wanted = {}
+    links = {}
     for path in (*SYSTEM, sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"), *packages):
         real = os.path.realpath(path)
         if os.path.exists(real):
-            wanted[real] = ""
+            links[real] = ""
             if (plain := os.path.abspath(path)) != real:
-                wanted[plain] = real
-    out: dict[str, str] = {}
-    for path in sorted(wanted):
-        if not any(str(parent) in out for parent in Path(path).parents):
-            out[path] = wanted[path]
-    return list(out.items())
+                links[plain] = real
+    shown: dict[str, str] = {}
+    for path in sorted(links):
+        if not any(str(parent) in shown for parent in Path(path).parents):
+            shown[path] = links[path]
+    return list(shown.items())
 
 
 def refusal(why: str, root: Path = Path("/")) -> str:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
 
-from megatron_rl.rewards.tags import answer_text
+from megatron_rl.texts.tags import answer_text
 
 MAX_CHARACTERS = 2000  # longer answers are truncated
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|texttt|textit)\s*\{([^{}]*)\}")
 _NUMBER = re.compile(r"[-+]?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?|[-+]?\.\d{1,40}")
+_EXACT = Context(prec=2 * MAX_CHARACTERS)  # the default precision of 28 digits raises an error for longer numbers
 _SYNONYMS = {"true": "yes", "false": "no"}
 
 
 def stated_answer(response: str) -> str:
     r"""Returns the answer in a response: the content of the last \boxed{}; without a box, of the last <answer> block;
     without both, the last line."""
-    found = answer_text(response)
-    if found is None:
-        found = (response.strip().splitlines() or [""])[-1]
+    answer = answer_text(response)
+    if answer is None:
+        answer = (response.strip().splitlines() or [""])[-1]
     for _ in range(4):  # removes up to four nested \text{}
-        found = _TEXT.sub(r"\1", found)
-    return found.replace("\\ ", " ").replace("$", "").replace("\\%", "%").strip()[:MAX_CHARACTERS]
+        answer = _TEXT.sub(r"\1", answer)
+    return answer.replace("\\ ", " ").replace("$", "").replace("\\%", "%").strip()[:MAX_CHARACTERS]
 
 
 def grade_label(response: str, payload: Mapping[str, Any]) -> float:
@@ -47,15 +48,15 @@ def grade_text(response: str, payload: Mapping[str, Any]) -> float:
     return float(same_text(stated_answer(response), str(payload["answer"])))
 
 
-def same_text(answer: str, known: str) -> bool:
+def same_text(answer: str, gold: str) -> bool:
     """Returns whether two answers are the same text, the same number, or the same list of texts and numbers."""
-    if _plain(answer) == _plain(known):
+    if _plain(answer) == _plain(gold):
         return True
-    numbers = _number(answer), _number(known)
+    numbers = _number(answer), _number(gold)
     if numbers[0] is not None and numbers[1] is not None:
         return _agree(numbers[0], numbers[1])
-    parts, wanted = ([_plain(part) for part in text.split(", ")] for text in (answer, known))
-    return len(parts) == len(wanted) > 1 and all(same_text(a, b) for a, b in zip(parts, wanted, strict=True))
+    parts, gold_parts = ([_plain(part) for part in text.split(", ")] for text in (answer, gold))
+    return len(parts) == len(gold_parts) > 1 and all(same_text(a, b) for a, b in zip(parts, gold_parts, strict=True))
 
 
 def _plain(text: str) -> str:
@@ -69,17 +70,17 @@ def _number(text: str) -> Decimal | None:
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
-def _agree(answer: Decimal, known: Decimal) -> bool:
-    """Returns whether the number `answer` is equal to the known number `known`.
+def _agree(answer: Decimal, gold: Decimal) -> bool:
+    """Returns whether the number `answer` is equal to the known number `gold`.
 
-    If `answer` has more decimal places than `known`, it is first rounded to the decimal places of `known`, unless
-    `known` has none.
+    If `answer` has more decimal places than `gold`, it is first rounded to the decimal places of `gold`, unless
+    `gold` has none.
     """
-    if answer == known:
+    if answer == gold:
         return True
-    exponent = known.as_tuple().exponent
+    exponent = gold.as_tuple().exponent
     if not isinstance(exponent, int) or exponent >= 0:
         return False
     step = Decimal(1).scaleb(exponent)
-    finer = isinstance(own := answer.as_tuple().exponent, int) and own < exponent
-    return finer and answer.quantize(step, rounding=ROUND_HALF_UP) == known
+    finer = isinstance(answer_exponent := answer.as_tuple().exponent, int) and answer_exponent < exponent
+    return finer and answer.quantize(step, ROUND_HALF_UP, _EXACT) == gold

@@ -42,14 +42,14 @@ def by_source(graders: Mapping[str, Grade], default: Grade) -> Grade:
         places: dict[Grade, list[int]] = defaultdict(list)
         for i, payload in enumerate(payloads):
             places[graders.get(payload.get(SOURCE, ""), default)].append(i)
-        out: dict[int, Graded] = {}
+        gradings: dict[int, Graded] = {}
         with ThreadPoolExecutor(max(1, len(places))) as threads:
             calls = {
-                grader: threads.submit(grader, [responses[i] for i in own], [payloads[i] for i in own])
-                for grader, own in places.items()
+                grader: threads.submit(grader, [responses[i] for i in indices], [payloads[i] for i in indices])
+                for grader, indices in places.items()
             }
             for grader, call in calls.items():
-                out |= zip(places[grader], call.result(), strict=True)
-        return [out[i] for i in range(len(responses))]
+                gradings |= zip(places[grader], call.result(), strict=True)
+        return [gradings[i] for i in range(len(responses))]
 
     return grade

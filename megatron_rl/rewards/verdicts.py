@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_rl.rewards.tags import between, step_spans, step_texts
+from megatron_rl.texts.tags import between, step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score in the reward of a verification
 COUNT_GATE = 0.6  # minimum format score of a solution for which the number of verdicts must equal the number of steps
@@ -42,14 +42,14 @@ def step_verdicts(text: str) -> tuple[bool, ...]:
     A verdict is counted if it is at the end of a <step> block. A block without a verdict extends to the next verdict
     that is directly followed by a closing tag.
     """
-    found: list[bool] = []
+    verdicts: list[bool] = []
     opened = False
     for match in _OPEN_OR_VERDICT.finditer(between(text, _STEPS, _END_STEPS) or ""):
         verdict = match.group(1)
         if verdict is not None and opened:
-            found.append(verdict.upper() == "CORRECT")
+            verdicts.append(verdict.upper() == "CORRECT")
         opened = verdict is None
-    return tuple(found)
+    return tuple(verdicts)
 
 
 def final_verdict(text: str) -> bool | None:

@@ -1,36 +1,44 @@
-"""Writes files atomically and durably, and reads files after checking that a trusted user owns them."""
+"""Writes files atomically and durably."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically, through a temporary file in the same directory and a rename. When the function
-    returns, the file has been flushed to the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    push([path.parent])
+from megatron_rl.lib.regular_files import move, regular
 
 
-def read_own(path: Path, *owners: int) -> str:
-    """Returns the text of a file that is owned by one of the user ids `owners` (default: this user and root).
+@contextmanager
+def replacing(path: Path, *, writer: str = "", durable: bool = True) -> Iterator[Path]:
+    """A context manager that yields the path of a temporary file in the directory of `path`. When the block ends, the
+    file replaces `path` atomically. If the block raises, the temporary file is removed, and `path` stays as it was.
 
-    The check protects group-writable directories: any group member can create a file there, but not in another user's
-    name.
-    Raises PermissionError if the file is owned by another user, and OSError if it cannot be read.
+    `writer`: name of the writer, if several may write `path` at the same time. `durable`: whether the file and its name
+    are flushed to the disk, so that a power cut leaves the old or the new file.
     """
-    with path.open(encoding="utf-8") as file:
-        owner = os.fstat(file.fileno()).st_uid
-        if owner not in (owners or (os.geteuid(), 0)):
-            raise PermissionError(f"{path} belongs to user {owner}: remove it, and let only this user write there")
-        return file.read()
+    temporary = path.with_name(f".{path.name}{writer and '.'}{writer}.tmp")
+    try:
+        with suppress(IsADirectoryError):
+            temporary.unlink(missing_ok=True)  # a writer might follow a link
+        yield temporary
+        push([temporary] if durable else [])
+        move(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    push([path.parent] if durable else [])
+
+
+def write_text(path: Path, text: str, *, writer: str = "", durable: bool = True, mode: int = 0o666) -> None:
+    """Writes a text file atomically, see `replacing`. `mode`: the permissions of the file."""
+    with (
+        replacing(path, writer=writer, durable=durable) as temporary,
+        open(temporary, "w", encoding="utf-8", opener=partial(regular, mode=mode)) as file,
+    ):
+        file.write(text)
 
 
 def push(paths: Iterable[Path]) -> None:

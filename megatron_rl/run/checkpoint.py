@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.lib.regular_files import read_text
 from megatron_rl.run.atomic_files import push, write_text
 from megatron_rl.run.file_checksums import digests
 from megatron_rl.run.json_lines import UNREADABLE
@@ -122,8 +123,8 @@ class Checkpoints:
         files. `.iteration_N.old`, which an interrupted `_publish` leaves, comes after `iteration_N`."""
         if not self.directory.is_dir():
             return []
-        found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-        numbered = [(int(match[1] or match[2]), path) for match, path in found]
+        matches = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        numbered = [(int(match[1] or match[2]), path) for match, path in matches]
         return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
 
     def _publish(self, number: int) -> None:
@@ -160,20 +161,20 @@ def sum_up(directory: Path, rank: int) -> None:
     """Computes the checksums of the files that `rank` wrote into a checkpoint directory (`__RANK_N.distcp`), and writes
     them to a file that `seal` reads. Each rank calls this function, so that no rank has to read the whole
     checkpoint."""
-    own = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
-    write_json(directory / f".sums.{rank}.json", digests(directory, own))
+    files = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
+    write_json(directory / f".sums.{rank}.json", digests(directory, files))
 
 
 def seal(directory: Path, number: int) -> None:
     """Writes the manifest of a checkpoint directory, with the size and checksum of every file, and flushes all files to
     the disk. Checksums that ranks computed with `sum_up` are used; all other checksums are computed here."""
-    known: dict[str, str] = {}
-    for left in directory.glob(".sums.*.json"):
-        known |= read_json(left)
-        left.unlink()
+    sums: dict[str, str] = {}
+    for file_of_rank in directory.glob(".sums.*.json"):
+        sums |= read_json(file_of_rank)
+        file_of_rank.unlink()
     files = {str(file.relative_to(directory)): file.stat().st_size for file in _files(directory)}
-    known |= digests(directory, [name for name in files if name not in known])
-    write_json(directory / MANIFEST, {"number": number, "files": files, "digests": known})
+    sums |= digests(directory, [name for name in files if name not in sums])
+    write_json(directory / MANIFEST, {"number": number, "files": files, "digests": sums})
     push([directory / name for name in files])
     push([folder for folder in (directory, *directory.rglob("*")) if folder.is_dir()])
 
@@ -200,8 +201,8 @@ def known_digests(path: Path) -> dict[str, str]:
     """Returns {file: SHA-256} from a checkpoint directory's manifest. Returns an empty dict if the manifest is missing
     or cannot be read."""
     try:
-        found = read_json(path / MANIFEST)["digests"]
-        return {name: value for name, value in found.items() if isinstance(value, str)}
+        sums = read_json(path / MANIFEST)["digests"]
+        return {name: value for name, value in sums.items() if isinstance(value, str)}
     except (OSError, *UNREADABLE):
         return {}
 
@@ -214,7 +215,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Returns the value in a JSON file. Raises OSError if the file cannot be read, and ValueError if it is damaged."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
 

@@ -23,7 +23,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_rl.run.metrics import REPLACED, MetricsRow, Sink
+from megatron_rl.lib.regular_files import regular
+from megatron_rl.run.metrics import MetricsRow, Sink, failures_text
 
 # {column: names of metrics}. A column shows the first of these metrics that a role logs.
 # If the table is too wide, the last columns are left out.
@@ -96,7 +97,7 @@ class RunConsole(Sink):
     def __enter__(self) -> RunConsole:
         """Opens the log file and, in a terminal, starts the live table."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._log_path.open("a", encoding="utf-8", buffering=1)
+        self._file = open(self._log_path, "a", encoding="utf-8", buffering=1, opener=regular)
         if self._rich.is_terminal:
             self._live = Live(self._render(), console=self._rich, refresh_per_second=4)
             self._live.start()
@@ -134,7 +135,7 @@ class RunConsole(Sink):
             self._count(row)
         if self._live is not None:
             self._live.update(self._render())
-            if text := replaced_text(row.metrics):
+            if text := failures_text(row.metrics):
                 self._rich.print(f"iteration {row.iteration + 1}  {row.scope}  {text}", markup=False, highlight=False)
             return
         self._rich.print(line(row, self._total), markup=False, highlight=False)
@@ -161,10 +162,10 @@ class RunConsole(Sink):
         if self._ends and self._ends[-1][0] == done:
             self._ends.pop()  # replace the entry of another role's line in the same iteration
         self._ends.append((done, now))
-        (before, then), left = self._ends[0], ""
-        if self._total is not None and done > before:
-            left = f"{duration((self._total - done) * (now - then) / (done - before))} to go"
-        self._progress.update(self._bar, completed=done, cycle=f"cycle {row.cycle + 1}", left=left)
+        (earlier, then), remaining = self._ends[0], ""
+        if self._total is not None and done > earlier:
+            remaining = f"{duration((self._total - done) * (now - then) / (done - earlier))} to go"
+        self._progress.update(self._bar, completed=done, cycle=f"cycle {row.cycle + 1}", left=remaining)
 
     def _render(self) -> Group:
         scopes = {name: scope for name, scope in self._scopes.items() if name not in NOTES and scope.values}
@@ -176,9 +177,9 @@ class RunConsole(Sink):
             rows.append([name, f"{scope.seconds:.1f}", *(_cell(values.get(c), c) for c in shown)])
         parts = [_table((ROLE, SECONDS, *shown), rows)] if rows else []
         if self._evaluations:
-            heads = [f"iteration {one.iteration}" for one in self._evaluations]
+            heads = [f"iteration {row.iteration}" for row in self._evaluations]
             names = [name for name in self._evaluations[-1].metrics if not _is_count(name)]
-            values = [[name, *(_cell(one.metrics.get(name)) for one in self._evaluations)] for name in names]
+            values = [[name, *(_cell(row.metrics.get(name)) for row in self._evaluations)] for name in names]
             parts.append(_table(("evaluation", *heads), values))
         if "preflight" in self._scopes and not rows:
             values = [[name, _cell(value)] for name, value in self._scopes["preflight"].values.items()]
@@ -195,27 +196,27 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():
-        found = [key for name in names for key in fnmatch.filter(sorted(metrics), name)]
-        if found:
-            shown[column] = metrics[found[0]]
+        present = [key for name in names for key in fnmatch.filter(sorted(metrics), name)]
+        if present:
+            shown[column] = metrics[present[0]]
     if shown:
         return shown
-    found = {name: value for name, value in metrics.items() if not _is_count(name)}
-    return {name: value for name, value in found.items() if name.count("/") < 2} or found
+    present = {name: value for name, value in metrics.items() if not _is_count(name)}
+    return {name: value for name, value in present.items() if name.count("/") < 2} or present
 
 
 def line(row: MetricsRow, total_iterations: int | None) -> str:
     """Returns one metrics line as plain text, such as
     `iteration 12/440 (cycle 3)  generator  update 9  reward 0.512  12.3 s` or
-    `after iteration 12  eval  generator/accuracy 0.512`. If samples were replaced, the line ends with their
-    number, such as `3 samples replaced (2 timeout, 1 tool)`.
+    `after iteration 12  eval  generator/accuracy 0.512`. If samples were replaced or gradings were cut off, the line
+    ends with their numbers, such as `3 samples replaced (2 timeout, 1 tool), 1 grading cut off`.
 
     The indices of iterations, cycles and updates in the text start at 1. `total_iterations`: None if unknown.
     """
     of = f"/{total_iterations}" if total_iterations is not None else ""
     values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline({**row.metrics, **row.speed}).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
-    replaced = f"  {text}" if (text := replaced_text(row.metrics)) else ""
+    failures = f"  {text}" if (text := failures_text(row.metrics)) else ""
     if row.scope in NOTES:
         place = f"after iteration {row.iteration}"
     else:
@@ -224,26 +225,15 @@ def line(row: MetricsRow, total_iterations: int | None) -> str:
             if row.scope == "sft"
             else f"iteration {row.iteration + 1}{of} (cycle {row.cycle + 1})"
         )
-    return f"{place}  {row.scope}  {values}{seconds}{replaced}"
+    return f"{place}  {row.scope}  {values}{seconds}{failures}"
 
 
-def replaced_text(metrics: Mapping[str, float]) -> str:
-    """Returns the number of samples that were replaced in an iteration, such as "3 samples replaced (2 timeout, 1
-    tool)"; "" if no sample was replaced.
-    """
-    counts = {name.removeprefix(REPLACED): int(count) for name, count in metrics.items() if name.startswith(REPLACED)}
-    if not (total := sum(counts.values())):
-        return ""
-    reasons = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
-    return f"{total} sample{'s' if total > 1 else ''} replaced ({reasons})"
-
-
-def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+def before_after(first: Mapping[str, float], last: Mapping[str, float]) -> str:
     """Returns a text table of the metrics of a run's first and last evaluation."""
-    names = [name for name in after if not _is_count(name)]
+    names = [name for name in last if not _is_count(name)]
     width = max([len("held-out problems"), *map(len, names)])
     lines = [f"{'held-out problems':<{width}}  {'before':>8}  {'after':>8}"]
-    lines += [f"{name:<{width}}  {_cell(before.get(name)):>8}  {_cell(after[name]):>8}" for name in names]
+    lines += [f"{name:<{width}}  {_cell(first.get(name)):>8}  {_cell(last[name]):>8}" for name in names]
     return "\n".join(lines)
 
 

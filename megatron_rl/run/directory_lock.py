@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_rl import processes
+from megatron_rl.lib import processes
+from megatron_rl.lib.regular_files import read_text
 
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without flock
 UNREAD_S = 2.0  # seconds to wait until another process has written the contents of a lock file that it just created
@@ -48,11 +49,11 @@ class Holder:
     job: str = ""  # id of the process's Slurm job
     restart: int = 0  # restart count of the job; Slurm ends the processes of a job before it restarts the job
 
-    def is_gone(self, here: Holder) -> bool:
-        """Returns whether the process has certainly ended. `here`: the calling process."""
-        if here.job and here.job == self.job and self.restart < here.restart:
+    def is_gone(self, caller: Holder) -> bool:
+        """Returns whether the process has certainly ended. `caller`: the calling process."""
+        if caller.job and caller.job == self.job and self.restart < caller.restart:
             return True
-        if not self.boot or (self.host, self.boot, self.space) != (here.host, here.boot, here.space):
+        if not self.boot or (self.host, self.boot, self.space) != (caller.host, caller.boot, caller.space):
             return False  # a different boot id is no proof, because two hosts may have the same name
         entry = processes.look(self.pid)
         return entry is None or entry.start != self.start
@@ -86,10 +87,10 @@ def flock(file: int) -> bool:
 
 
 @contextlib.contextmanager
-def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
+def held(file: int, beside: Path, caller: Holder) -> Iterator[None]:
     """Context manager that locks an open file by flock or, if the file system has no flock, by creating a lock file.
 
-    `file`: file descriptor of the open file. `beside`: path of the lock file. `here`: the calling process. A flock is
+    `file`: file descriptor of the open file. `beside`: path of the lock file. `caller`: the calling process. A flock is
     held until the open file is closed. A lock file is removed at the end of the block. Raises Taken if another process
     holds the lock.
     """
@@ -101,16 +102,16 @@ def held(file: int, beside: Path, here: Holder) -> Iterator[None]:
         yield
         return
     _log.warning("%s: the file system has no flock; the file %s stands in its place", beside.parent, beside.name)
-    _make(beside, here)
+    _make(beside, caller)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            if _read(beside) == here:
+            if _read(beside) == caller:
                 beside.unlink()
 
 
-def _make(path: Path, here: Holder) -> None:
+def _make(path: Path, caller: Holder) -> None:
     """Creates the lock file. A lock file of a process that has ended is replaced. Raises Taken if another process holds
     the lock."""
     cure = f"when that process is gone, remove {path}"
@@ -119,7 +120,7 @@ def _make(path: Path, here: Holder) -> None:
         with contextlib.suppress(FileExistsError):
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             try:
-                os.write(file, json.dumps(asdict(here)).encode())
+                os.write(file, json.dumps(asdict(caller)).encode())
                 os.fsync(file)
             except OSError:  # e.g. the disk is full
                 path.unlink(missing_ok=True)
@@ -128,17 +129,17 @@ def _make(path: Path, here: Holder) -> None:
                 os.close(file)
             return
         holder = _read(path)
-        if holder is not None and not holder.is_gone(here):
+        if holder is not None and not holder.is_gone(caller):
             raise Taken(str(holder), cure)
         if holder is not None:
-            _remove(path, here)
+            _remove(path, caller)
         elif time.monotonic() > end:
             raise Taken("a process that is not known", cure)
         else:
             time.sleep(POLL_S)
 
 
-def _remove(path: Path, here: Holder) -> None:
+def _remove(path: Path, caller: Holder) -> None:
     """Removes the lock file of a process that has ended. If several processes try to remove it, one process removes the
     file, and the other processes wait and return."""
     breaking = path.with_name(f"{path.name}.breaking")
@@ -152,7 +153,7 @@ def _remove(path: Path, here: Holder) -> None:
         return
     try:
         holder = _read(path)
-        if holder is not None and holder.is_gone(here):
+        if holder is not None and holder.is_gone(caller):
             _log.warning("%s: %s is gone, and its lock is taken over", path, holder)
             path.unlink(missing_ok=True)
     finally:
@@ -162,7 +163,7 @@ def _remove(path: Path, here: Holder) -> None:
 def _read(path: Path) -> Holder | None:
     """Returns the Holder in a lock file, or None if the file is missing, not written yet, or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        found = Holder(**json.loads(path.read_text()))
-        if isinstance(found.pid, int) and isinstance(found.start, int) and isinstance(found.restart, int):
-            return found
+        holder = Holder(**json.loads(read_text(path)))
+        if isinstance(holder.pid, int) and isinstance(holder.start, int) and isinstance(holder.restart, int):
+            return holder
     return None

@@ -16,6 +16,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from megatron_rl.config.base import without_passwords
+from megatron_rl.lib.regular_files import read_bytes
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.run.json_lines import UNREADABLE
 from megatron_rl.run.run_directory import RunDirectory
@@ -31,14 +32,14 @@ def packages() -> dict[str, str]:
     If a package is installed in several folders of sys.path, the version in the first folder counts, which Python
     imports.
     """
-    found = reversed([*metadata.distributions()])
-    return {canonicalize_name(each.metadata["Name"]): each.version for each in found if each.metadata["Name"]}
+    dists = reversed([*metadata.distributions()])
+    return {canonicalize_name(dist.metadata["Name"]): dist.version for dist in dists if dist.metadata["Name"]}
 
 
 def commit_of(directory: Path) -> str | None:
     """Returns the hash of the git commit that is checked out in a directory, followed by `, with changes` if tracked
     files were edited. Returns None if git tracks no file of the directory, or is not installed."""
-    found = []
+    outputs = []
     status = ["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]  # takes no lock of the checkout
     for words in (["ls-files", "--error-unmatch", "."], ["rev-parse", "HEAD"], status):
         try:
@@ -47,8 +48,8 @@ def commit_of(directory: Path) -> str | None:
             return None
         if done.returncode != 0:
             return None
-        found.append(done.stdout.strip())
-    return found[1] + (", with changes" if found[2] else "")
+        outputs.append(done.stdout.strip())
+    return outputs[1] + (", with changes" if outputs[2] else "")
 
 
 def record_start(directory: RunDirectory, inputs: Mapping[str, Mapping[str, Any]], devices: Sequence[str]) -> None:
@@ -65,13 +66,13 @@ def record_start(directory: RunDirectory, inputs: Mapping[str, Mapping[str, Any]
         "platform": platform.platform(),
         "devices": [*devices],
         "commits": {name: commit_of(place) for name, place in places.items()},
-        "config": hashlib.sha256(directory.config.read_bytes()).hexdigest(),
-        "inputs": {name: own.get("sha256", own.get("revision")) for name, own in inputs.items()},
+        "config": hashlib.sha256(read_bytes(directory.config)).hexdigest(),
+        "inputs": {name: facts.get("sha256", facts.get("revision")) for name, facts in inputs.items()},
         "packages": dict(sorted(packages().items())),
     }
     file, starts = directory.path / FILE, list[dict[str, Any]]()
     with contextlib.suppress(OSError, *UNREADABLE):  # the file is not there, or damaged
-        starts = [one for one in read_json(file) if isinstance(one, dict)]
+        starts = [start for start in read_json(file) if isinstance(start, dict)]
     if not starts or any(starts[-1].get(name) != now[name] for name in now.keys() - OF_ONE_START):
         with contextlib.suppress(OSError):  # e.g. a full disk, which other writes report
             write_json(file, [*starts, now])

@@ -36,12 +36,12 @@ def quick_digest(file: Path) -> str:
     size = file.stat().st_size
     if size <= WHOLE_BYTES:
         return digest(file)
-    found = hashlib.sha256(f"{size}\n".encode())
+    hasher = hashlib.sha256(f"{size}\n".encode())
     with file.open("rb") as opened:
         for sample in range(_SAMPLES):
             opened.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-            found.update(opened.read(_SAMPLE_BYTES))
-    return found.hexdigest()
+            hasher.update(opened.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
@@ -51,19 +51,19 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(listed, threads.map(lambda name: digest(directory / name), listed), strict=True))
 
 
-def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = (0, 1)) -> list[str]:
-    """Returns an error message for each file that is missing or whose digest differs from the known digest.
+def wrong(directory: Path, expected: Mapping[str, str], *, part: tuple[int, int] = (0, 1)) -> list[str]:
+    """Returns an error message for each file that is missing or whose digest differs from the expected digest.
 
-    `known`: {name: SHA-256}. `part` = (i, n): check only every n-th file, starting with index i, in the order of names.
+    `expected`: {name: SHA-256}. `part` = (i, n): check only every n-th file, from index i on, in the order of names.
     """
-    own = dict(list(sorted(known.items()))[part[0] :: part[1]])
-    there = [name for name in own if (directory / name).is_file()]
-    found = digests(directory, there)
+    checked = dict(list(sorted(expected.items()))[part[0] :: part[1]])
+    existing = [name for name in checked if (directory / name).is_file()]
+    actual = digests(directory, existing)
     return [
-        f"{directory / name} is not what was written: its SHA-256 is {found.get(name, 'that of no file')[:16]}..., not "
-        f"{value[:16]}..."
-        for name, value in own.items()
-        if found.get(name) != value
+        f"{directory / name} is not what was written: its SHA-256 is {actual.get(name, 'that of no file')[:16]}..., "
+        f"not {value[:16]}..."
+        for name, value in checked.items()
+        if actual.get(name) != value
     ]
 
 
@@ -73,9 +73,9 @@ def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
     keep(directory, digests(directory, sorted(path.name for path in directory.glob(pattern))))
 
 
-def keep(directory: Path, found: Mapping[str, str]) -> None:
+def keep(directory: Path, sums: Mapping[str, str]) -> None:
     """Writes SHA256SUMS from known digests {file name: SHA-256}, and flushes it to the disk."""
-    write_text(directory / SUMS, "".join(f"{value}  {name}\n" for name, value in found.items()))
+    write_text(directory / SUMS, "".join(f"{value}  {name}\n" for name, value in sums.items()))
 
 
 def wrong_of(directory: Path) -> list[str]:

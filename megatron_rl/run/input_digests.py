@@ -15,6 +15,7 @@ from megatron_rl.config.model import Model
 from megatron_rl.config.sources import is_code, sources
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.run.file_checksums import THREADS, quick_digest
+from megatron_rl.run.json_lines import UNREADABLE
 from megatron_rl.run.run_directory import RunError
 
 FILE = "inputs.json"
@@ -30,13 +31,13 @@ def read_files(settings: Mapping[str, Any]) -> dict[str, Input]:
 
     `settings`: the resolved config as plain values. Raises ConfigError if a file cannot be read.
     """
-    found = sources(settings)
+    files = sources(settings)
     try:
         with ThreadPoolExecutor(THREADS) as threads:
-            digests = threads.map(quick_digest, found.values())
+            digests = threads.map(quick_digest, files.values())
             return {
                 name: {"path": str(file), "bytes": file.stat().st_size, "sha256": digest}
-                for (name, file), digest in zip(found.items(), digests, strict=True)
+                for (name, file), digest in zip(files.items(), digests, strict=True)
             }
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
@@ -65,10 +66,10 @@ def tell_changes(
     `what`: name of the results for messages, such as "samples".
     """
     record = InputRecord(file, done=f"a part of the {what}" if begun else None, accept=True)
-    found = read_files(settings) | read_revisions(models)
-    for change in record.compare(FILES, found):
+    inputs = read_files(settings) | read_revisions(models)
+    for change in record.compare(FILES, inputs):
         print(f"changed since {what} were made, which are made again: {change}", file=sys.stderr, flush=True)
-    return found
+    return inputs
 
 
 class InputRecord:
@@ -77,7 +78,8 @@ class InputRecord:
     `file`: path of the record. `done`: the part of the run that is done, such as "12 iterations", or None if nothing is
     done. `accept`: whether all changes of inputs are accepted.
 
-    If a part of the run is done, the inputs are compared with the recorded inputs. Changed data, models, templates or
+    If a part of the run is done, the inputs are compared with the recorded inputs. A damaged record is an error, unless
+    `accept` is set. Changed data, models, templates or
     prompts are an error, unless `accept` is set. Changed code, such as a corrected reward function, is always accepted
     and reported. Accepted changes are recorded together with `done`.
     """
@@ -87,15 +89,35 @@ class InputRecord:
         self._told: dict[str, Any] = {}
         self.inputs: dict[str, Input] = {}  # all inputs that were passed to `compare`
         if done is not None and file.exists():
-            self._told = read_json(file)
+            self._told = self._read()
         elif done is not None:
             _log.warning("%s is not there: what was read before cannot be compared with what is read now", file)
 
-    def compare(self, section: str, found: Mapping[str, Input]) -> list[str]:
+    def _read(self) -> dict[str, Any]:
+        """Returns the content of the record. If the record is damaged, raises RunError, or, if all changes are
+        accepted, logs a warning and returns {}."""
+        try:
+            record = read_json(self._file)
+            inputs = [entry for section in (record[FILES], record.get(LATER, {})) for entry in section.values()]
+            paths = [entry["path"] for entry in inputs if isinstance(entry, dict) and "path" in entry]
+            if len(paths) < len(inputs) or not all(path is None or isinstance(path, str | list) for path in paths):
+                raise ValueError("an input has no path")
+            if not isinstance(record.setdefault("changes", []), list):
+                raise ValueError("its changes are no list")
+            return record
+        except UNREADABLE as error:
+            why = f"{self._file} is damaged ({type(error).__name__}: {error}): what was read before cannot be compared "
+            why += "with what is read now"
+        if not self._accept:
+            raise RunError(f"{why}; bring a whole copy of it, or go on without the comparison by run.resume=must")
+        _log.warning("%s", why)
+        return {}
+
+    def compare(self, section: str, inputs: Mapping[str, Input]) -> list[str]:
         """Compares a section of inputs with the record, and updates the record. Returns a text for each changed input.
         Raises RunError if a change is not accepted."""
-        before: Mapping[str, Input] = self._told.get(section, found)
-        both = {name: _difference(before.get(name), found.get(name)) for name in sorted({*before, *found})}
+        recorded: Mapping[str, Input] = self._told.get(section, inputs)
+        both = {name: _difference(recorded.get(name), inputs.get(name)) for name in sorted({*recorded, *inputs})}
         changed = {name: f"{name}{what}" for name, what in both.items() if what}
         refused = [] if self._accept else [text for name, text in changed.items() if not is_code(name)]
         if refused:
@@ -106,8 +128,8 @@ class InputRecord:
                 "put them back, give another run.name, or go on with the new ones by run.resume=must"
             )
         new = [{"after": self._done, "changed": text} for text in changed.values()]
-        self.inputs |= found
-        self._told |= {section: found, "changes": self._told.get("changes", []) + new}
+        self.inputs |= inputs
+        self._told |= {section: inputs, "changes": self._told.get("changes", []) + new}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._file, self._told)
         return [*changed.values()]
@@ -117,14 +139,14 @@ def _difference(old: Input | None, new: Input | None) -> str:
     """Returns the difference of two inputs as text, such as " (rows.jsonl): bytes 20 -> 31", or "" if they are equal.
     Paths are not compared. `old`, `new`: None if the input does not exist."""
     if old is None or new is None:
-        own = (new or old or {})["path"]
-        return f" ({own}): {'was not there' if old is None else 'is not there any more'}"
-    told = [
+        path = (new or old or {})["path"]
+        return f" ({path}): {'was not there' if old is None else 'is not there any more'}"
+    changes = [
         f"{key} {_short(old.get(key))} -> {_short(new[key])}"
         for key in new
         if key != "path" and old.get(key) != new[key]
     ]
-    return f" ({new['path']}): {', '.join(told)}" if told else ""
+    return f" ({new['path']}): {', '.join(changes)}" if changes else ""
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from megatron_rl.lib.regular_files import UntrustedFile, regular
+
 T = TypeVar("T")
 # Exceptions that may be raised when a damaged text is decoded.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
@@ -38,19 +40,21 @@ def append(path: Path, line: bytes) -> None:
     the file is then unchanged.
     """
     try:
-        with path.open("a+b", buffering=0) as file:
+        with open(path, "a+b", buffering=0, opener=regular) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(-1, os.SEEK_END)
                 line = line if file.read(1) == b"\n" else b"\n" + line
             try:
-                left = line + b"\n"
-                while left:
-                    left = left[os.write(file.fileno(), left) :]
+                unwritten = line + b"\n"
+                while unwritten:
+                    unwritten = unwritten[os.write(file.fileno(), unwritten) :]
                 os.fsync(file.fileno())
             except OSError:
                 os.ftruncate(file.fileno(), size)
                 raise
+    except UntrustedFile:
+        raise
     except OSError as error:
         raise DiskError(f"{path} cannot be written ({error.strerror or error}): {RESUME}") from error
 
@@ -67,7 +71,7 @@ def each(path: Path, take: Callable[[Any], object]) -> str | None:
         return None
     number, wrong, first = 0, 0, 0
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=regular) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip() and not _taken(line, take):
                     wrong, first = wrong + 1, first or number

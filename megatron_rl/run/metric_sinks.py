@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run import Sinks
+from megatron_rl.lib.regular_files import read_text
+from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.metrics import MetricsRow, Sample, Sink
 from megatron_rl.run.run_directory import WANDB_ID
 
@@ -90,10 +92,10 @@ class WandB(Sink):
         self._directory.mkdir(parents=True, exist_ok=True)
         kept = self._directory / WANDB_ID
         if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
+            write_text(kept, uuid.uuid4().hex[:12])
         self._run = wandb.init(
             project=self._project, entity=self._entity, name=self._run_name, tags=self._tags, config=self._config,
-            dir=str(self._directory), id=kept.read_text().strip(), resume="allow",
+            dir=str(self._directory), id=read_text(kept).strip(), resume="allow",
         )  # fmt: skip
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
@@ -106,9 +108,7 @@ class WandB(Sink):
         """Sends a table of the samples."""
         import wandb
 
-        rows: list[Any] = [
-            [iteration, one.group, one.prompt, one.response, one.told_rewards, one.length] for one in samples
-        ]
+        rows: list[Any] = [[iteration, s.group, s.prompt, s.response, s.told_rewards, s.length] for s in samples]
         table = wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)
         self._run.log({f"{scope}/rollouts": table, "iteration": iteration})
 
@@ -148,9 +148,9 @@ class Prometheus(Sink):
             timeout = 2.0
 
             def do_GET(self) -> None:
-                found = self.path.partition("?")[0] == "/metrics"
-                body = sink.text().encode() if found else b"GET /metrics\n"
-                self.send_response(200 if found else 404)
+                is_metrics = self.path.partition("?")[0] == "/metrics"
+                body = sink.text().encode() if is_metrics else b"GET /metrics\n"
+                self.send_response(200 if is_metrics else 404)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -188,14 +188,14 @@ class Prometheus(Sink):
             parts["metric"] += [({"scope": scope, "name": name}, value) for name, value in row.metrics.items()]
             parts["seconds"] += [({"scope": scope, "phase": name}, value) for name, value in row.time.items()]
             parts["speed"] += [({"scope": scope, "name": name}, value) for name, value in row.speed.items()]
-        for server, found in self._loads().items():
-            parts["engine"] += [({"server": server, "name": name}, value) for name, value in found.items()]
+        for server, loads in self._loads().items():
+            parts["engine"] += [({"server": server, "name": name}, value) for name, value in loads.items()]
         lines: list[str] = []
         for name, samples in parts.items():
             lines += [f"# HELP megatron_rl_{name} {HELPS[name]}", f"# TYPE megatron_rl_{name} gauge"]
             for labels, value in samples:
-                told = ",".join(f'{label}="{text.translate(_LABEL)}"' for label, text in labels.items())
-                lines.append(f"megatron_rl_{name}{{{told}}} {_NOT_FINITE.get(repr(value), repr(value))}")
+                labels_text = ",".join(f'{label}="{text.translate(_LABEL)}"' for label, text in labels.items())
+                lines.append(f"megatron_rl_{name}{{{labels_text}}} {_NOT_FINITE.get(repr(value), repr(value))}")
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:

@@ -16,9 +16,11 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, StrictInt, StrictStr, TypeAdapter
 
+from megatron_rl.lib.regular_files import read_bytes
+from megatron_rl.lib.timing import named_range
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.json_lines import append, each
-from megatron_rl.timing import named_range
+from megatron_rl.types import CUT_OFF
 
 SECONDS = "seconds/"  # prefix of metrics that are times; these metrics are written to the separate field `time`
 # Prefix of metrics that are rates or times of an update; these metrics are written to the separate field `speed`
@@ -53,14 +55,14 @@ class MetricsRow:
 
         For an evaluation, `iteration` and `cycle` are counts, and the indices are one less: -1 for the initial model.
         """
-        before = self.scope == EVAL
-        return self.iteration - before, self.cycle - before
+        is_eval = self.scope == EVAL
+        return self.iteration - is_eval, self.cycle - is_eval
 
     @property
     def flat(self) -> dict[str, float]:
         """Returns the row's metrics, times and speeds as {scope/name: value}."""
         parts = {"": self.metrics, SECONDS: self.time, SPEED: self.speed}
-        return {f"{self.scope}/{prefix}{name}": v for prefix, own in parts.items() for name, v in own.items()}
+        return {f"{self.scope}/{prefix}{name}": v for prefix, values in parts.items() for name, v in values.items()}
 
 
 _ROW = TypeAdapter(MetricsRow)
@@ -77,6 +79,24 @@ def unlearned(iterations: Mapping[str, int], updates: Mapping[str, float]) -> li
         for role, done in updates.items()
         if not done > 0
     ]
+
+
+def failures_text(metrics: Mapping[str, float]) -> str:
+    """Returns the numbers of samples that were replaced and of gradings that were cut off, such as "3 samples replaced
+    (2 timeout, 1 tool), 1 grading cut off"; "" if both are 0. `metrics`: metrics of an iteration or of an evaluation.
+    """
+    counts = {name.removeprefix(REPLACED): int(count) for name, count in metrics.items() if name.startswith(REPLACED)}
+    reasons = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda kv: (-kv[1], kv[0])))
+    replaced, cut_off = sum(counts.values()), cut_off_count(metrics)
+    parts = [f"{replaced} sample{'s' * (replaced > 1)} replaced ({reasons})"] if replaced else []
+    parts += [f"{cut_off} grading{'s' * (cut_off > 1)} cut off"] if cut_off else []
+    return ", ".join(parts)
+
+
+def cut_off_count(metrics: Mapping[str, float]) -> int:
+    """Returns the number of gradings that were cut off: of an iteration (graded/cut_off) or an evaluation
+    (ROLE/cut_off)."""
+    return int(sum(count for name, count in metrics.items() if name.partition("/")[2] == CUT_OFF))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +207,9 @@ class Tracker:
 
         Damaged lines are also removed, and a warning is logged. Returns the number of removed lines.
         """
-        found = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        lines = read_bytes(self.path).splitlines(keepends=True) if self.path.exists() else []
         kept, damaged = list[bytes](), 0
-        for line in found:
+        for line in lines:
             try:
                 if not line.endswith(b"\n"):  # a partial last line is normal after the process was killed
                     continue
@@ -205,9 +225,9 @@ class Tracker:
                 "again",
                 self.path, damaged,
             )  # fmt: skip
-        if len(kept) < len(found):
+        if len(kept) < len(lines):
             write_text(self.path, b"".join(kept).decode())
-        return len(found) - len(kept)
+        return len(lines) - len(kept)
 
     def close(self) -> None:
         """Closes the sinks that were opened."""

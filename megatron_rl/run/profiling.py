@@ -43,15 +43,15 @@ def memory_explained(
         yield
     except torch.OutOfMemoryError as error:
         held = [(size, f"{role}'s {part}") for role, parts in owners.items() for part, size in parts().items()]
-        told = [f"{name} {size / GIB:.2f} GiB" for size, name in sorted(held, reverse=True) if size]
-        said = f"rank {rank} ran out of GPU memory: {str(error).splitlines()[0]}"
-        said += f"; the memory holds {', '.join(told) or 'nothing of a role'}"
+        sizes = [f"{name} {size / GIB:.2f} GiB" for size, name in sorted(held, reverse=True) if size]
+        message = f"rank {rank} ran out of GPU memory: {str(error).splitlines()[0]}"
+        message += f"; the memory holds {', '.join(sizes) or 'nothing of a role'}"
         if torch.cuda.is_available():
-            other = torch.cuda.memory_allocated() - sum(size for size, _ in held)
-            said += f", and {other / GIB:.2f} GiB of activations, buffers and other tensors"
+            other_bytes = torch.cuda.memory_allocated() - sum(size for size, _ in held)
+            message += f", and {other_bytes / GIB:.2f} GiB of activations, buffers and other tensors"
             (directory / FOLDER).mkdir(exist_ok=True)
             file = directory / FOLDER / f"out_of_memory_rank_{rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(file))
-            said += f"; {file} is a snapshot for https://docs.pytorch.org/memory_viz"
-        said += "; lower roles.NAME.micro_batch_tokens, or divide the model further (roles.NAME.layout)"
-        raise torch.OutOfMemoryError(said) from error
+            message += f"; {file} is a snapshot for https://docs.pytorch.org/memory_viz"
+        message += "; lower roles.NAME.micro_batch_tokens, or divide the model further (roles.NAME.layout)"
+        raise torch.OutOfMemoryError(message) from error

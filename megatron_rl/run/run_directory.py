@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from megatron_rl.config.files import parse
 from megatron_rl.config.schema import ConfigError, Run
+from megatron_rl.lib.regular_files import read_text, regular
 from megatron_rl.run import directory_lock
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json
@@ -70,10 +72,10 @@ class RunDirectory:
     def load_summary(self) -> dict[str, Any]:
         """Returns the content of summary.json; {} if there is no such file. Raises OSError, ValueError or
         RecursionError if the file cannot be read or is damaged."""
-        found = read_json(self.summary) if self.summary.exists() else {}
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, not a mapping")
-        return found
+        summary = read_json(self.summary) if self.summary.exists() else {}
+        if not isinstance(summary, dict):
+            raise ValueError(f"it holds a {type(summary).__name__}, not a mapping")
+        return summary
 
     def read_summary(self) -> dict[str, Any]:
         """Returns the content of summary.json; {} if there is no such file, or, with a warning, if it is damaged."""
@@ -103,7 +105,8 @@ def check_start(run: Run, config_text: str) -> list[str]:
     RunError if the run may not start.
     """
     directory = RunDirectory(Path(run.dir) / run.name)
-    old_text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.exists() else None
+    refuse_shared(directory.path)
+    old_text = _config_text(directory)
     saved = Checkpoints(directory.checkpoints).newest() is not None
     changes = config_changes(old_text, config_text) if old_text is not None else []
     wrong = None
@@ -127,6 +130,26 @@ def check_start(run: Run, config_text: str) -> list[str]:
     return changes
 
 
+def refuse_shared(directory: Path) -> None:
+    """Raises RunError if another user may create or replace files in a run directory or in a directory below it. Such a
+    user could choose which files a run reads and writes, and to which servers it sends prompts. A directory that does
+    not exist is accepted; the program creates directories that only their owner may write to (see `main`)."""
+    for place, *_ in os.walk(directory):
+        status = os.stat(place)
+        if status.st_uid not in (os.geteuid(), 0):
+            raise RunError(f"{place} belongs to user {status.st_uid}: give another run.name, or run.dir")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise RunError(
+                f"{place} can be written to by other users (mode {stat.S_IMODE(status.st_mode):o}), who could replace "
+                f"its files by links: look for files that are not yours, then `chmod -R go-w {directory}`"
+            )
+
+
+def _config_text(directory: RunDirectory) -> str | None:
+    """Returns the text of config.yaml; None if there is no such file."""
+    return read_text(directory.config, errors="replace") if os.path.lexists(directory.config) else None
+
+
 def open_run(run: Run, config_text: str) -> RunDirectory:
     """Creates or reopens the run directory run.dir/run.name for the resolved config. The driver rank calls this
     function before it writes to the directory.
@@ -136,7 +159,7 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
     (see `check_start`).
     """
     changes, directory = check_start(run, config_text), RunDirectory(Path(run.dir) / run.name)
-    old_text = directory.config.read_text(encoding="utf-8", errors="replace") if changes else None
+    old_text = _config_text(directory) if changes else None
     if changes and run.resume != "must" and (directory.has_begun() or [*directory.rollouts.glob("*")]):
         _log.warning("a former start with another config is kept in %s", _set_aside(directory.path))
     elif changes and run.resume == "must":
@@ -181,11 +204,12 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
     the same engines.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    here, until = directory_lock.own_name(job, restart), time.monotonic() + ENDING_S
-    with (directory / "lock").open("a+", errors="replace") as file, contextlib.ExitStack() as stack:
+    caller, until = directory_lock.own_name(job, restart), time.monotonic() + ENDING_S
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(directory / "lock", "a+", errors="replace", opener=regular))
         while True:
             try:
-                stack.enter_context(directory_lock.held(file.fileno(), directory / "lock.held", here))
+                stack.enter_context(directory_lock.held(file.fileno(), directory / "lock.held", caller))
                 break
             except directory_lock.Taken as error:
                 if time.monotonic() > until:

@@ -6,8 +6,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.world import World
+from megatron_rl.messages.world import World
+from megatron_rl.models.lora_targets import WEIGHTS
+from megatron_rl.refit.weight_limits import NonFiniteWeights
+from megatron_rl.weights.tensor_copies import all_finite
 
 KEPT = 2  # adapter versions kept on disk: the newest, and the previous one, which running requests may still use
 
@@ -22,8 +27,11 @@ class AdapterFiles:
         self._world, self._policy, self._directory = world, policy, directory
 
     def write(self, version: int) -> None:
-        """Writes the adapter of `version` to disk. Collective."""
-        self._policy.export.write_adapter(self._directory / f"v{version}")
+        """Writes the adapter of `version` to disk. Collective. Raises NonFiniteWeights on every rank if the adapter has
+        values that are not finite."""
+        place = self._directory / f"v{version}"
+        self._policy.export.write_adapter(place)
+        self._world.from_driver(_refuse_non_finite, place, version)
 
     def __call__(self, version: int, replicas: Sequence[int]) -> dict[str, float]:
         """Deletes the adapter files that are at least KEPT versions older than `version`. Sends nothing, because the
@@ -37,3 +45,13 @@ class AdapterFiles:
                 shutil.rmtree(place, ignore_errors=True)
         size = sum(file.stat().st_size for file in (self._directory / f"v{version}").iterdir())
         return {"refit/gigabytes": size / 1e9}
+
+
+def _refuse_non_finite(directory: Path, version: int) -> None:
+    """Raises NonFiniteWeights if an adapter's file has values that are not finite."""
+    for name, tensor in load_file(directory / WEIGHTS).items():
+        if not all_finite(tensor):
+            raise NonFiniteWeights(
+                f"version {version} of the weights is not sent: {name} of the adapter has values that are not finite. "
+                "Training has diverged; resume from an earlier checkpoint with a lower optimizer.lr"
+            )

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl import hardware
 from megatron_rl.algorithms.tandem_authors import Rule
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.schema import HELD_OUT, SOURCES, RoleConfig, Run
 from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import PromptReader
+from megatron_rl.devices import hardware
 from megatron_rl.engines.protocol import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -22,12 +22,12 @@ from megatron_rl.rewards.source_grading import GradePools, by_source
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.session.run_setup import sampling_of
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
+from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.training.iteration import Grade, RolloutContext
 from megatron_rl.training.preflight import PreflightPlan
 from megatron_rl.training.prompts import asked_tokenizers, read_sets, readers_of
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
-from megatron_rl.vocabulary import vocabulary_of
 
 
 def prompts(
@@ -110,11 +110,6 @@ def policies(spec: RunSpec) -> dict[str, MegatronPolicy]:
     return out
 
 
-def uncredited(spec: RunSpec) -> frozenset[str]:
-    """Returns the names of the trained roles whose loss does not use advantages."""
-    return frozenset(role for role in spec.policy_of if not loss_of(spec.roles[role]).uses_advantages)
-
-
 def context(
     spec: RunSpec, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, watch: Stopwatch
 ) -> RolloutContext:  # fmt: skip
@@ -140,7 +135,7 @@ def context(
         watch=watch,
         seed=spec.run.seed,
         threshold=spec.reward.threshold,
-        lowest_reward=spec.reward.range[0],
+        lowest_reward=spec.reward.bounds[0],
         max_failure_share=spec.reward.max_failure_share,
         voted=spec.loop.rollouts.labels == "votes",
     )

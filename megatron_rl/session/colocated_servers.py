@@ -11,10 +11,10 @@ import torch
 from megatron_rl.config.schema import ConfigError, Servers
 from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import EngineError
+from megatron_rl.messages.world import World
 from megatron_rl.session.control_protocol import HELD, HOLD, RELEASE, SERVES, SETTLE
 from megatron_rl.session.server_supervisors import LEAVE_S, Supervisor
 from megatron_rl.spec.run_spec import EngineSpec
-from megatron_rl.world import World
 
 MARGIN_S = 60.0  # added to engine.start_timeout_s: seconds to end a server that does not release its GPU memory
 
@@ -46,15 +46,15 @@ class ColocatedServers:
 
     def sleep(self, refitted: Collection[str]) -> None:
         """Makes all servers release their GPU memory. `refitted`: see ColocatedEngines.sleep. Collective."""
-        self._world.from_driver(self._sleep, frozenset(refitted))
+        self._world.work.from_driver(self._sleep, frozenset(refitted))
 
     def wake(self) -> None:
         """Makes all sleeping servers allocate their GPU memory again and answer requests. See ColocatedEngines.wake.
         Collective."""
-        self._world.from_driver(self._wake)
+        self._world.work.from_driver(self._wake)
 
     def _sleep(self, refitted: frozenset[str]) -> None:
-        """Implements `sleep` on the driver (rank 0), inside `World.from_driver`. `refitted`: see
+        """Implements `sleep` on the driver (rank 0), inside `from_driver` of a world. `refitted`: see
         ColocatedEngines.sleep."""
         listed = [one for own in self._everywhere("settle") for one in own]
         asleep: list[str] = []
@@ -64,7 +64,7 @@ class ColocatedServers:
         self._everywhere("hold", asleep)
 
     def _wake(self) -> None:
-        """Implements `wake` on the driver (rank 0), inside `World.from_driver`.
+        """Implements `wake` on the driver (rank 0), inside `from_driver` of a world.
 
         Servers that were restarted receive the current weights before any server allocates its KV cache."""
         for pool in self._pools.values():

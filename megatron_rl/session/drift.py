@@ -4,13 +4,14 @@ not grow."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from megatron_rl.chat_template import tokenizer_of
+from megatron_rl.messages.world import World
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.run_directory import RunDirectory, RunError
 from megatron_rl.session import builders
@@ -18,13 +19,15 @@ from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import Driver, open_driver, open_world_for
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
+from megatron_rl.texts.chat_template import tokenizer_of
 from megatron_rl.training import preflight
 from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.every_rank import EveryRank
+from megatron_rl.training.fleet import Fleet
 from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.lessons import Lesson
 from megatron_rl.training.rollouts import plain
-from megatron_rl.training.update import update
 from megatron_rl.types import Rollout
-from megatron_rl.world import World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
@@ -134,71 +137,58 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
     shares = [(i - middle) * (len(gaps) - 1) / spread for i in range(len(gaps))]
     growth = sum(share * gap.mean for share, gap in zip(shares, gaps, strict=True))
     error = math.sqrt(sum((share * gap.error) ** 2 for share, gap in zip(shares, gaps, strict=True)))
-    return Verdict(
-        growth=growth,
-        growth_error=error,
-        worst=max(gap.mean for gap in gaps),
-        grows=growth > max(SIGMAS * error, ROUNDING),
-        above=not all(gap.mean <= limit for gap in gaps),
-    )
+    grows, above = growth > max(SIGMAS * error, ROUNDING), not all(gap.mean <= limit for gap in gaps)
+    worst = max(gap.mean for gap in gaps)
+    return Verdict(growth=growth, growth_error=error, worst=worst, grows=grows, above=above)
 
 
 class Probes:
     """Measures the gap between the engine's and the trainer's log-probs of each policy after every weight sync. The
     updates between the weight syncs have learning rate 0.
 
-    Every rank has an instance. `texts` (the prompts) and `gaps` (the results) are used on the driver (rank 0) only.
+    Used on the driver (rank 0). `texts`: the prompts. `gaps`: the results.
     """
 
-    def __init__(
-        self, world: World, context: RolloutContext, memory: DeviceMemory, trained: Sequence[str], texts: Sequence[str]
-    ) -> None:
-        self._world, self._context, self._memory, self._trained, self._texts = world, context, memory, trained, texts
+    def __init__(self, fleet: Fleet, context: RolloutContext, trained: Sequence[str], texts: Sequence[str]) -> None:
+        self._fleet, self._context, self._trained, self._texts = fleet, context, trained, texts
         # {policy: rollouts sampled by the last call of `round`}; the next update is trained on these rollouts
         self._drawn: dict[str, list[Rollout]] = {}
-        self.gaps: dict[str, list[Gap]] = {name: [] for name in memory.trainees}
+        self.gaps: dict[str, list[Gap]] = {name: [] for name in fleet.with_engine}
 
-    def round(self, name: str, version: int) -> None:
+    def round(self, name: str, version: int) -> Gap:
         """Updates a policy on the rollouts of the previous call, sends the policy's weights to its engine, samples new
-        rollouts, and measures the log-prob gap. If `version` is 0, the update is left out, because no rollouts exist
-        yet. Collective.
+        rollouts, and measures the log-prob gap. If `version` is 0, the update and the weight sync are left out, because
+        no rollouts exist yet, and the engine has the weights already.
         """
-        trainee = self._memory.trainees[name]
         if version and name in self._trained:
-            with self._memory.train(name, [name]):
-                # Advantages alternate between 1 and -1, so that the update computes gradients that are not 0.
-                drawn = [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(self._drawn.get(name, []))]
-                update(self._world, trainee, drawn if self._world.rank == 0 else None)
-        assert trainee.refit is not None
-        with self._memory.refit(name):
-            trainee.refit(version)
-        self._memory.generate()
-        self._world.from_driver(self._draw, name, version)
-        with self._memory.weights(name):
-            engine, trainer = preflight.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
+            # Advantages alternate between 1 and -1, so that the update computes gradients that are not 0.
+            rollouts = [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(self._drawn[name])]
+            self._fleet.update(Lesson(policy=name, roles=(name,), rollouts=rollouts, signal=True), [name])
+        if version:
+            self._fleet.refit(name, version)
+        self._fleet.generate()
+        rollouts = self._drawn[name] = self._draw(name, version)
+        scores = self._fleet.score(name, rollouts, ["logprobs"])
+        engine, trainer = preflight.engine_and_trainer(rollouts, [values["logprobs"] for values in scores])
+        counts = np.array([r.num_trainable for r in rollouts])
+        self.gaps[name].append(measure(counts, engine, trainer, version=version))
+        return self.gaps[name][-1]
 
-        def note() -> None:
-            counts = np.array([r.num_trainable for r in self._drawn[name]])
-            self.gaps[name].append(measure(counts, engine, trainer, version=version))
-
-        self._world.from_driver(note)
-
-    def _draw(self, name: str, version: int) -> None:
-        """Samples new responses of a policy to the fixed prompts of the drift test.
+    def _draw(self, name: str, version: int) -> list[Rollout]:
+        """Returns new responses of a policy to the fixed prompts of the drift test.
 
         Raises PreflightFailure if no token was sampled."""
         sampling = plain(self._context.samplings[name], seed=self._context.seed_for("drift", name, version))
-        self._drawn[name] = preflight.probe(self._context, name, self._texts, sampling)
-        if not any(r.num_trainable for r in self._drawn[name]):
+        rollouts = preflight.probe(self._context, name, self._texts, sampling)
+        if not any(r.num_trainable for r in rollouts):
             raise preflight.PreflightFailure(
                 f"{name}: no token was sampled after {len(self._texts)} prompts: look at data, max_prompt_tokens and "
                 "the context"
             )
+        return rollouts
 
 
 def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
-    recipe = spec.recipe
-
     def refuse_a_begun_run() -> None:
         if RunDirectory(spec.directory).has_begun():
             raise RunError(
@@ -220,22 +210,23 @@ def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
             name: builders.trainee(spec.roles[name], spec.run, policies[name], refit)
             for name, refit in run_engines.refits.items()  # a critic has no engine to drift from
         }
-        reader = readers[next(iter(recipe.roles()))]
-        prompts = reader.take(spec.run.prompts_per_iteration) if world.rank == 0 else []
-        texts = [recipe.prompt(p.payload) for p in prompts]
-        memory = DeviceMemory(trainees, run_engines.colocated)
-        memory.start()
-        probes = Probes(world, context, memory, spec.trained_policies, texts)
-        quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
-        driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
-        for version in range(updates + 1):
-            for name in trainees:
-                probes.round(name, version)
-                for gap in probes.gaps[name][-1:]:  # on the driver only
-                    values = (gap.mean, gap.p99, gap.max, *gap.quarters)
-                    cells = ["-" if value is None else f"{value:.2e}" for value in values]
-                    driver.say(_row(name, str(version), str(gap.tokens), *cells))
-        return world.from_driver(_conclude, driver, spec, probes.gaps)
+        fleet = EveryRank(world, DeviceMemory(trainees, run_engines.colocated))
+
+        def probe_and_conclude() -> int:
+            prompts = readers[next(iter(spec.recipe.roles()))].take(spec.run.prompts_per_iteration)
+            texts = [spec.recipe.prompt(p.payload) for p in prompts]
+            probes = Probes(fleet, context, spec.trained_policies, texts)
+            fleet.start({})
+            quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
+            driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
+            for version, name in itertools.product(range(updates + 1), trainees):
+                gap = probes.round(name, version)
+                values = (gap.mean, gap.p99, gap.max, *gap.quarters)
+                cells = ["-" if value is None else f"{value:.2e}" for value in values]
+                driver.say(_row(name, str(version), str(gap.tokens), *cells))
+            return _conclude(driver, spec, probes.gaps)
+
+        return world.from_driver(probe_and_conclude)
 
 
 def _conclude(driver: Driver, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]]) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms.tandem_authors import boundaries
-from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.cluster.host_address import address_among_ranks, own_address
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.engines import Embedded, Servers
@@ -26,11 +25,12 @@ from megatron_rl.engines.pool.server_pool import given
 from megatron_rl.engines.protocol import Engine
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_process import make_token
+from megatron_rl.messages.world import World
 from megatron_rl.session.launch_ranks import LOCAL
-from megatron_rl.session.server_connection import gpus_of, start_server, token_file, visible_gpus
+from megatron_rl.session.server_connection import cuda_variables, gpus_of, start_server, token_file
 from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
+from megatron_rl.texts.chat_template import tokenizer_of
 from megatron_rl.weights import hf_model
-from megatron_rl.world import World
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def model_facts(role: RoleSpec, tokenizer: Any) -> ModelFacts:
     """Returns facts about a server's model that the server's client needs: end tokens, vocabulary size, and the tokens
     at which Tandem RL may change the author."""
     directory = hf_model.local_directory(role.model.path)
-    architecture, own = hf_model.read_architecture(directory), tokenizer.eos_token_id
-    ends = hf_model.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
+    architecture = hf_model.read_architecture(directory)
+    ends = hf_model.eos_tokens(directory, architecture.config, tokenizer)
     found = None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
     return ModelFacts(ends=ends, vocab=architecture.vocab, boundaries=found)
 
@@ -145,7 +145,7 @@ class _Starter:
         indices of the servers."""
         servers = []
         for replica in replicas:
-            own = visible_gpus(gpus_of(self.engines, self.settings, role, replica), self.environment)
+            own = cuda_variables(gpus_of(self.engines, self.settings, role, replica), self.environment)
             process, server = start_server(
                 self.engines, self.settings, role, replica, {**self.environment, **own}, facts
             )

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.evaluation import evaluation_page
 from megatron_rl.evaluation.samples import Samples, chosen_answers
 from megatron_rl.evaluation.set_metrics import SetMetrics, macro, metrics_of
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.report import evaluation_page
 from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import Sample, Tracker
@@ -40,7 +40,7 @@ def held_out_sets(
         grading, reward = dict[str, Any](), own.reward
         if reward != spec.reward:
             grading = {
-                "grade": pools.of(reward).grade, "threshold": reward.threshold, "lowest_reward": reward.range[0],
+                "grade": pools.of(reward).grade, "threshold": reward.threshold, "lowest_reward": reward.bounds[0],
                 "max_failure_share": reward.max_failure_share,
             }  # fmt: skip
         draws = EvaluationDraws(
@@ -130,7 +130,7 @@ def best_record(directory: RunDirectory, metric: str, best: Sequence[tuple[int, 
 
 
 def _shown(row: Mapping[str, Any]) -> Sample:
-    rewards = {"reward": row["score"], "correct": float(row["correct"])}
+    rewards = {"reward": row["score"]} | ({} if row["correct"] is None else {"correct": float(row["correct"])})
     group = f"{row['row']}, sample {row['sample']}"
     response = "\n\n".join(filter(None, (row["response"], row.get("verification"))))
     return Sample(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -20,9 +21,9 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from megatron_rl.allocator import give_caches_back, started_without_thread_caches
 from megatron_rl.cluster.host_address import address_among_ranks, free_port, loopback_interface
 from megatron_rl.cluster.slurm_job import SlurmJob, job_from
+from megatron_rl.devices.allocator import give_caches_back, started_without_thread_caches
 from megatron_rl.run.parent_death import end_with_parent
 
 LOCAL = "127.0.0.1"
@@ -95,9 +96,17 @@ def ranks_on_host(place: Place | None, nproc: int, environment: Mapping[str, str
     return min(place.world_size, max(own, place.local_rank + 1))
 
 
+def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES lists, or None if the variable is not set. The list ends before the
+    first name that is no GPU, as for CUDA: `-1` and Slurm's `NoDevFiles` list no GPU."""
+    if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is None:
+        return None
+    return list(itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, map(str.strip, listed.split(","))))
+
+
 def has_gpu(environment: Mapping[str, str]) -> bool:
     """Returns whether this host has GPUs that a process with the environment variables `environment` may use."""
-    return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
+    return visible_gpus(environment) != [] and shutil.which("nvidia-smi") is not None
 
 
 def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:

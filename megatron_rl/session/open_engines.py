@@ -28,6 +28,7 @@ from megatron_rl.engines.server_process import make_token
 from megatron_rl.engines.server_registry import ServerRegistry
 from megatron_rl.engines.static_servers import Addresses
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World, all_gather
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.session.adapter_refit import AdapterFiles
@@ -39,10 +40,9 @@ from megatron_rl.session.server_connection import ENGINES, check_gpus, connect, 
 from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
 from megatron_rl.spec.checks import quantisation_problems
 from megatron_rl.spec.run_spec import EngineSpec
-from megatron_rl.text import load_tokenizer
-from megatron_rl.weights.hf_model import local_directory
+from megatron_rl.texts.text import load_tokenizer
+from megatron_rl.weights.hf_model import eos_tokens, local_directory
 from megatron_rl.weights.rank_layouts import EngineLayout
-from megatron_rl.world import World, all_gather
 
 
 @dataclass
@@ -129,7 +129,7 @@ def _open_endpoints(session: _Session, run_engines: RunEngines) -> None:
         if role.endpoint is None:
             continue
         tokenizer = session.tokenizers[name]
-        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ends = eos_tokens(local_directory(role.model.tokenizer or role.model.path), None, tokenizer)
         engine = open_endpoint(name, role.endpoint, tokenizer, ends=ends, environment=os.environ)
         session.stack.callback(engine.close)
         run_engines.engines[name] = engine
@@ -206,7 +206,7 @@ def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines)
         if policy is None:
             continue
         if role.lora is not None and settings.serves_adapters:
-            side, present = AdapterFiles(session.world, policy, session.adapters(name)), contextlib.nullcontext
+            side, present = AdapterFiles(session.world.work, policy, session.adapters(name)), contextlib.nullcontext
         else:
             layout = EngineLayout(
                 replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel,

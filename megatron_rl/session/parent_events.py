@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from megatron_rl.training.loop import Hooks, Progress
+from megatron_rl.training.events import Event, Finished, Measured, Observer, Saved
 
 
 @dataclass(kw_only=True)
@@ -45,31 +44,20 @@ class Listener:
                 self.gone = True
 
 
-def listening(hooks: Hooks, listener: Listener, progress: Progress, iterations: int) -> Hooks:
-    """Returns the hooks (callbacks) of the training loop, extended to report each event to `listener`. Used on the
-    driver (rank 0).
+def listening(observe: Observer, listener: Listener) -> Observer:
+    """Returns an observer that calls `observe` and then reports the event to `listener`. Used on the driver."""
 
-    After the last iteration, a stop request of the parent program has no effect. `iterations`: number of iterations of
-    the run."""
+    def observe_and_tell(event: Event) -> None:
+        observe(event)
+        match event:
+            case Measured():
+                metrics = {name: float(value) for name, value in event.metrics.items()}
+                listener.tell(
+                    "metrics", iteration=event.iteration, cycle=event.cycle, scope=event.scope, metrics=metrics
+                )
+            case Finished():
+                listener.tell("iteration", iteration=event.iterations)
+            case Saved():
+                listener.tell("save", iteration=event.iterations)
 
-    def log(cycle: int, scope: str, metrics: Mapping[str, float], *, iteration: int) -> None:
-        hooks.log(cycle, scope, metrics, iteration=iteration)
-        plain = {name: float(value) for name, value in metrics.items()}
-        listener.tell("metrics", iteration=iteration, cycle=cycle, scope=scope, metrics=plain)
-
-    def should_stop() -> bool:
-        asked = progress.number < iterations and (listener.stopped or listener.gone)
-        return hooks.should_stop() or asked
-
-    def iteration_done(number: int) -> None:
-        listener.tell("iteration", iteration=number)
-
-    def saved(number: int | None) -> int | None:
-        if number is not None:
-            listener.tell("save", iteration=number)
-        return number
-
-    return replace(
-        hooks, log=log, iteration_done=iteration_done, should_stop=should_stop,
-        save=lambda number: saved(hooks.save(number)), settle=lambda wait: saved(hooks.settle(wait)),
-    )  # fmt: skip
+    return observe_and_tell

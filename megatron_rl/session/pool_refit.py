@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import EngineError
+from megatron_rl.messages.world import World
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.run_setup import Driver
-from megatron_rl.world import World
 
 REFITS = 3  # maximum number of attempts of a weight sync until at least one server has received the new weights
 
@@ -49,11 +49,11 @@ class PoolRefit:
         if isinstance(self._side, AdapterFiles):  # first, because the servers load the files when the sync begins
             self._side.write(version)
         for _ in range(REFITS):
-            replicas = self._world.from_driver(self._begin, version, None, self._staged)
+            replicas = self._world.work.from_driver(self._begin, version, None, self._staged)
             if not replicas:  # all servers share the trainer's GPUs and are dead; they get the weights at their restart
                 return
             metrics, why = self._attempt((version, replicas))
-            if self._world.from_driver(self._end, version, start, metrics, self._staged):
+            if self._world.work.from_driver(self._end, version, start, metrics, self._staged):
                 return
         raise EngineError(
             f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: "

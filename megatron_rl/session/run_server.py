@@ -19,10 +19,11 @@ from megatron_rl.engines.kind import kind_of
 from megatron_rl.engines.server_log import newest_error
 from megatron_rl.engines.server_process import StartError
 from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
+from megatron_rl.run.run_directory import refuse_shared
 from megatron_rl.session.control_protocol import ControlChannel
 from megatron_rl.session.restart_policy import Restarts
-from megatron_rl.session.server_connection import ENGINES, gpus_of, log_of, start_server, visible_gpus
-from megatron_rl.session.verify_weights import refuse_damaged_models
+from megatron_rl.session.server_connection import ENGINES, cuda_variables, gpus_of, local_model, log_of, start_server
+from megatron_rl.spec.model_gate import check_models, models_of_roles
 from megatron_rl.spec.run_spec import EngineSpec
 
 POLL_S = 0.5
@@ -39,8 +40,8 @@ def run(
 
     `gpus`: indices of the GPUs of this host that the server uses; if empty, the server uses its GPUs in engine.gpus.
     `with_parent`: True if a parent process sends orders on standard input; the server then ends when standard input is
-    closed. Raises ConfigError for invalid settings and for damaged weights. Raises StartError if the server died too
-    often and its last start failed.
+    closed. Raises ConfigError for invalid settings or a model that cannot be used. Raises StartError if the server died
+    too often and its last start failed.
     """
     settings = engines.settings
     if isinstance(settings, Embedded):
@@ -54,12 +55,15 @@ def run(
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
-    if not with_parent:  # with a parent, the run that started this process has already checked the models
-        refuse_damaged_models([engines.roles[role]])
+    if not with_parent:  # with a parent, the run that started this process has already checked its directory
+        refuse_shared(engines.directory)
     settings = replace(settings, host=own_address(settings.host))
     # Raises at once if the server's Python interpreter is missing. Without this check, every restart would fail.
     kind_of(settings).interpreter(settings)
-    own = visible_gpus(gpus or gpus_of(engines, settings, role, replica), environment)
+    own = cuda_variables(gpus or gpus_of(engines, settings, role, replica), environment)
+    if not with_parent:  # with a parent, the run that started this process has already checked the models
+        local_model(f"roles.{role}.model.path", engines.roles[role].model.path)
+        check_models(models_of_roles([engines.roles[role]]))
     server = _Serving(engines, settings, role, replica, {**environment, **own})
     stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
     if with_parent:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
-from megatron_rl.allocator import limit_arenas, return_free_pages
 from megatron_rl.cluster.host_address import address_of_first_rank
 from megatron_rl.cluster.rendezvous import meet
 from megatron_rl.cluster.slurm_job import Leave
@@ -31,8 +30,10 @@ from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import without_passwords
+from megatron_rl.devices.allocator import limit_arenas, return_free_pages
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.report.run_record import RunRecord
+from megatron_rl.lib.user_code import one_line, told, traceback_of
+from megatron_rl.messages.world import DriverError, World
 from megatron_rl.run import file_checksums, input_digests, json_lines
 from megatron_rl.run.checkpoint import (
     STATE,
@@ -50,10 +51,9 @@ from megatron_rl.run.metric_sinks import configured_sinks
 from megatron_rl.run.metrics import Stopwatch, Tracker
 from megatron_rl.run.run_directory import FAILED, RunDirectory, only_one, open_run
 from megatron_rl.session.launch_ranks import Place
-from megatron_rl.session.verify_weights import refuse_damaged_models
+from megatron_rl.session.run_record import RunRecord
+from megatron_rl.spec.model_gate import check_models, loaded_models
 from megatron_rl.spec.run_spec import Spec, TrainingSpec
-from megatron_rl.user_code import told, traceback_of
-from megatron_rl.world import DriverError, World
 
 # Timeout of a collective operation. It is long, because all other ranks wait while rank 0 computes rewards.
 TIMEOUT = timedelta(hours=2)
@@ -184,14 +184,14 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
 @contextlib.contextmanager
 def open_world_for(spec: Spec, place: Place) -> Iterator[World]:
-    """Context manager that initializes the process group as `open_world` does, and verifies the checksums of the
-    models' weights.
+    """Context manager that initializes the process group as `open_world` does, and checks the models that the command
+    loads.
 
-    Raises ConfigError on the driver (rank 0) for damaged weights.
+    Raises ConfigError on the driver (rank 0) for a model that cannot be used.
     """
     deterministic = isinstance(spec, TrainingSpec) and spec.run.deterministic
     with open_world(place, spec.directory, deterministic=deterministic) as world:
-        world.from_driver(refuse_damaged_models, spec.roles.values())
+        world.from_driver(lambda: check_models(loaded_models(spec)))
         yield world
 
 
@@ -383,11 +383,9 @@ class Saver:
                 shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
             place = self._driver.checkpoints.directory
             free = shutil.disk_usage(place).free
-            reason = " ".join(str(_root(error)).split())[:300]
             raise CheckpointError(
                 f"checkpoint {number} cannot be written to {place}, where {free / 1e9:.1f} GB are free "
-                f"({reason}): "
-                f"{json_lines.RESUME}"
+                f"({one_line(_root(error))}): {json_lines.RESUME}"
             ) from error
 
 

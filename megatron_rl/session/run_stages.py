@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session import builders
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.device_memory import DeviceMemory
 
-Around = Callable[[int], AbstractContextManager[None]]
-
 
 def in_stages(
-    spec: RunSpec, policies: Mapping[str, MegatronPolicy], memory: DeviceMemory, *,
-    say: Callable[[str], None], around: Around,
-) -> Around:  # fmt: skip
-    """Returns a callback for the field `around` of loop.Hooks, which wraps each iteration in a context manager. Before
-    an iteration, the callback applies the settings of the iteration's stage to the policies, and replaces the reference
-    models that are due (loss.reset_reference_every). `around`: another such callback, which wraps the iteration, too.
+    spec: RunSpec, policies: Mapping[str, MegatronPolicy], memory: DeviceMemory, say: Callable[[str], None]
+) -> Callable[[int], None]:
+    """Returns a function for every rank to call before an iteration with the iteration's index. It applies the settings
+    of the iteration's stage to the policies, and replaces the reference models that are due
+    (loss.reset_reference_every).
     """
     now = spec
 
-    @contextlib.contextmanager
-    def begin(number: int) -> Iterator[None]:
+    def begin(number: int) -> None:
         nonlocal now
         if (own := spec.at(number)) is not now:
             now = own
@@ -39,7 +33,5 @@ def in_stages(
             with memory.weights(name):
                 policies[name].reset_reference()
             say(f"iteration {number + 1}: the weights of {name} become its reference, and its optimizer begins anew")
-        with around(number):
-            yield
 
     return begin

@@ -17,7 +17,7 @@ from megatron_rl.engines.kind import ModelFacts, ServerStart, kind_of
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_process import ServerProcess, make_token
 from megatron_rl.engines.server_registry import Listing
-from megatron_rl.session.launch_ranks import has_gpu
+from megatron_rl.session.launch_ranks import has_gpu, visible_gpus
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.run_spec import EngineSpec
 
@@ -26,7 +26,7 @@ ENGINES, TOKEN = "engines", "token"  # folder of the server registry in a run di
 
 def token_file(engines: EngineSpec, settings: Servers) -> Path:
     """Returns the path of the file with the authentication token that every request to the servers must contain."""
-    return Path(settings.token_file) if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
+    return Path(settings.token_file).resolve() if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
 
 
 def log_of(engines: EngineSpec, role: str, replica: int) -> Path:
@@ -92,7 +92,7 @@ def local_model(setting: str, path: str | Path) -> Path:
         return hf_model.local_directory(path)
 
 
-def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+def cuda_variables(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns {"CUDA_VISIBLE_DEVICES": ...}, which restricts a server to some GPUs, or {} if `numbers` is empty.
 
     `numbers`: indices into the GPUs that this process sees. With CUDA_VISIBLE_DEVICES=4,5, index 1 is GPU 5. Raises
@@ -100,10 +100,10 @@ def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict
     """
     if not numbers:
         return {}
-    seen = environment.get("CUDA_VISIBLE_DEVICES")
-    names = None if seen is None else [name for name in seen.split(",") if name]
+    names = visible_gpus(environment)
     if names is not None and max(numbers) >= len(names):
-        raise ConfigError(f"engine.gpus names GPU {max(numbers)}: CUDA_VISIBLE_DEVICES = {seen} has {len(names)}")
+        listed = environment["CUDA_VISIBLE_DEVICES"]
+        raise ConfigError(f"engine.gpus names GPU {max(numbers)}: CUDA_VISIBLE_DEVICES = {listed} has {len(names)}")
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(n) if names is None else names[n] for n in numbers)}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.engines import server_log
+from megatron_rl.lib.regular_files import regular
 from megatron_rl.session.control_protocol import ControlClient
 
 LEAVE_S = 60.0  # seconds that a server may take to exit after it was asked to, before it is killed
@@ -37,7 +38,7 @@ class Supervisor:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         own, other = socket.socketpair()
         # Starts a new session, so that Ctrl-C does not end the servers; the run needs them until the iteration ends.
-        with self.log.open("ab", buffering=0) as out, other:
+        with open(self.log, "ab", buffering=0, opener=regular) as out, other:
             out.write(server_log.start_line())
             self._process = subprocess.Popen(
                 [*words, "--with-parent"], stdin=other.fileno(), stdout=out, stderr=out, start_new_session=True

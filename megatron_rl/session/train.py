@@ -6,51 +6,55 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.chat_template import tokenizer_of
 from megatron_rl.config import sources
-from megatron_rl.config.base import ConfigError
-from megatron_rl.conversion.trained import export_model
+from megatron_rl.config.base import ConfigError, refusing
 from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import Draw, PromptReader
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
+from megatron_rl.lib.leaf_modules import leaf
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.planning import schedule
-from megatron_rl.planning.hardware import GIB, device_name
+from megatron_rl.messages.world import World
 from megatron_rl.rewards.source_grading import GradePools
+from megatron_rl.run.checkpoint import STATE
 from megatron_rl.run.console import before_after
 from megatron_rl.run.input_digests import Input
-from megatron_rl.run.json_lines import DiskError
-from megatron_rl.run.metrics import Sample
+from megatron_rl.run.json_lines import UNREADABLE, DiskError
 from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session import builders, evaluations
 from megatron_rl.session.launch_ranks import Place
-from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.open_engines import RunEngines, open_engines
 from megatron_rl.session.parent_events import Listener, listening
+from megatron_rl.session.run_checkpoints import RunCheckpoints
+from megatron_rl.session.run_observer import run_observer
 from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
 from megatron_rl.session.run_stages import in_stages
+from megatron_rl.session.trained import export_model
 from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import tokenizer_of
+from megatron_rl.texts.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.held_out_sets import Answers, stopped_early
-from megatron_rl.training.iteration import Iteration, RolloutContext
+from megatron_rl.training.every_rank import EveryRank
+from megatron_rl.training.held_out_sets import Examiner, stopped_early
+from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.iteration_engines import GradeTurns, OpenSessions
-from megatron_rl.training.progress import never_learned
-from megatron_rl.training.prompts import check_juniors
+from megatron_rl.training.lessons import CreditDesk
+from megatron_rl.training.progress import Plan, Progress, never_learned
+from megatron_rl.training.prompts import check_juniors, overlaps
+from megatron_rl.training.start import start
 from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Prompt
 from megatron_rl.weights.dist_checkpoint import refuse_code
-from megatron_rl.world import World
 
 # Settings in the config's section `run` that do not affect rollouts. Stored rollouts are reused even if they changed.
 FREE_RUN_SETTINGS = (
@@ -82,7 +86,7 @@ class _Parts:
     readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
     held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
     policies: Mapping[str, MegatronPolicy]
-    progress: loop.Progress
+    progress: Progress
     recipe_states: list[dict[str, Any]]  # the recipe's states in the checkpoint (CreditStage.states); [] in a new run
 
 
@@ -104,58 +108,69 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         if world.rank == 0:
             driver.summary({"schedule": _predicted_schedule(spec)})
         parts = _open_parts(spec, world, driver, interrupts)
-        leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
-        driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
-        run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
-        if driver.tracker is not None:
-            driver.tracker.watch(run_engines.loads)
-        turns = GradeTurns(builders.grade_with(spec, pools))
-        context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver.watch)
-        collector = None
-        if world.rank == 0:
-            store = _store(parts, fresh=fresh)
-            collector = _collector(parts, context, store, turns=turns, idle=run_engines.tend)
-            stack.callback(collector.close)
-        trainees = {
-            name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
-            for name, policy in parts.policies.items()
-        }
-        memory = DeviceMemory(trainees, run_engines.colocated)
-        hooks = _hooks(parts, collector, memory)
-        around = in_stages(spec, parts.policies, memory, say=driver.say, around=hooks.around)
-        hooks = dataclasses.replace(hooks, occupied_s=run_engines.occupied_s, served=run_engines.served, around=around)
-        if listener is not None:
-            hooks = listening(hooks, listener, parts.progress, iterations)
-        setup = loop.Setup(
-            world=world, memory=memory, policy_of=spec.policy_of, recipe=spec.recipe, context=context,
-            owner_of={name: role.owner for name, role in spec.roles.items()},
-            iterations=collector, held_out=evaluations.held_out_sets(spec, parts.held_out, stack), hooks=hooks,
-        )  # fmt: skip
-        owners = {name: policy.memory.held_bytes for name, policy in parts.policies.items()}
-        for name, engine in run_engines.engines.items():
-            owners |= {f"{name}'s engine": engine.local.held_bytes} if isinstance(engine, DataParallelEngine) else {}
-        with memory_explained(driver.directory.path, world.rank, owners):
-            return _train(parts, setup, listener)
+        return _train(parts, pools, stack, fresh=fresh, listener=listener)
+
+
+def _train(
+    parts: _Parts, pools: GradePools, stack: contextlib.ExitStack, *, fresh: bool, listener: Listener | None
+) -> int:
+    """Opens the engines, runs the training loop, and exports the trained models. Returns the exit status: 0 if the run
+    is done, 130 if it was asked to exit. Collective."""
+    spec, world, driver = parts.spec, parts.world, parts.driver
+    leave = lambda: parts.interrupts.requested or driver.leave.asked()  # noqa: E731
+    driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
+    run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
+    if driver.tracker is not None:
+        driver.tracker.watch(run_engines.loads)
+    turns = GradeTurns(builders.grade_with(spec, pools))
+    context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver.watch)
+    trainees = {
+        name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
+        for name, policy in parts.policies.items()
+    }
+    memory = DeviceMemory(trainees, run_engines.colocated)
+    fleet = _fleet(parts, memory, run_engines)
+    trained = {name: parts.policies[name].state for name in spec.trained_policies}
+    saver = Saver(world.work, driver, trained, background=spec.run.async_save, present=memory.weights)
+    checkpoints = RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
+    sets = evaluations.held_out_sets(spec, parts.held_out, stack)
+
+    def drive() -> bool:
+        collector = _collector(parts, context, _store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
+        stack.callback(collector.close)
+        served = run_engines.served
+        examiner = Examiner(recipe=spec.recipe, sets=sets, context=context, rollouts=collector, served=served)
+        loop_parts = _loop_parts(parts, fleet, checkpoints, examiner, listener)
+        plan = _plan(parts)
+        start(loop_parts, context, plan, parts.progress)
+        return loop.train(loop_parts, plan, parts.progress)
+
+    owners = {name: policy.memory.held_bytes for name, policy in parts.policies.items()}
+    for name, engine in run_engines.engines.items():
+        owners |= {f"{name}'s engine": engine.local.held_bytes} if isinstance(engine, DataParallelEngine) else {}
+    with memory_explained(driver.directory.path, world.rank, owners):
+        return _drive(parts, memory, drive, listener)
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
     """Returns {"cluster": name of the cluster, "predicted": [predicted throughput of the run for each value of
     rollouts.max_staleness]}, or {"not_predicted": reason} if the throughput cannot be predicted.
     """
-    device = ""
-    if torch.cuda.is_available():
-        own = torch.cuda.get_device_properties(0)
-        device = device_name(own.name, own.total_memory / GIB)
+    if not torch.cuda.is_available():
+        return {"not_predicted": "the run has no GPU, and predictions are made for GPUs"}
+    gpu = torch.cuda.get_device_properties(0)
     try:
-        cluster, found = schedule.predicted(spec, device)
+        schedule, hardware = (leaf(f"planning.{name}", "the prediction") for name in ("schedule", "hardware"))
+        cluster, found = schedule.predicted(spec, hardware.device_name(gpu.name, gpu.total_memory / (1 << 30)))
     except (ConfigError, ArithmeticError, LookupError, ValueError) as error:
         return {"not_predicted": str(error)}
     return {"cluster": cluster, "predicted": [dataclasses.asdict(one) for one in found]}
 
 
-def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
-    """Runs the training loop and exports the trained models. Returns the exit status: 0 if the run is done, 130 if it
-    was asked to exit. Collective."""
+def _drive(parts: _Parts, memory: DeviceMemory, drive: Callable[[], bool], listener: Listener | None) -> int:
+    """Runs the training loop and exports the trained models. Returns the exit status, see `_train`. Collective.
+
+    `drive`: runs the training loop on the driver (rank 0), and returns whether all iterations are done."""
     driver, progress, iterations = parts.driver, parts.progress, parts.spec.loop.num_iterations
     seconds = driver.directory.read_summary().get("seconds")  # wall-clock seconds of all earlier starts of the run
     wall = seconds.get("wall") if isinstance(seconds, dict) else None
@@ -164,10 +179,10 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
     if listener is not None:
         listener.tell("begin", iterations=iterations, iteration=progress.number)
     with freeze_garbage_collector():
-        finished = loop.train(setup, _plan(parts), progress)
+        finished = parts.world.from_driver(drive)
         driver.summary(_summary(progress, time.monotonic() - started))
         stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
-        for sentence in never_learned(progress, setup.policy_of):
+        for sentence in never_learned(progress, parts.spec.policy_of):
             driver.say(f"WARNING: {sentence}")
         early = stopped_early(parts.spec.loop.evaluation.early_stop, progress.early_stop)
         if early or "stopped_early" in driver.directory.read_summary():
@@ -175,7 +190,7 @@ def _train(parts: _Parts, setup: loop.Setup, listener: Listener | None) -> int:
         if not finished:
             driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
         if finished or stopped:
-            setup.memory.clear()
+            memory.clear()
             _finish(parts, finished=finished)
     return 0 if finished or stopped else 130
 
@@ -186,18 +201,25 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
     tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
     check_juniors(spec.roles, tokenizers)
     readers, held_out, rows = builders.prompts(spec, tokenizers)
+    texts = (text for reader in dict.fromkeys(readers.values()) for text in reader.questions)
+    held = {name: [prompt.payload for prompt in own] for name, own in held_out.items()}
+    for line in overlaps(texts, held, spec.loop.evaluation):
+        driver.say(line)
     world.from_driver(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
     driver.checkpoints.reference_every = tuple(spec.reference_resets.values())
-    policies, progress, recipe_states = builders.policies(spec), loop.Progress(), list[dict[str, Any]]()
+    policies, progress, recipe_states = builders.policies(spec), Progress(), list[dict[str, Any]]()
     if driver.resumed is not None:
-        state = driver.resumed.read_state()
+        place = driver.resumed.path / STATE
         for name in spec.trained_policies:
             _restore(policies[name], name, world, driver, spec.reference_resets.get(name))
-        recipe_states = state["recipe"]
-        for name, reader in readers.items():
-            reader.load_state_dict(state["data"][name])
-        progress = loop.Progress(**state["progress"])
+        cure = "remove this checkpoint to go on from an earlier one, or give another run.name"
+        with refusing(lambda error: f"{place} is not the state of this run ({error!r}): {cure}", *UNREADABLE):
+            state = driver.resumed.read_state()
+            recipe_states = state["recipe"]
+            for name, reader in readers.items():
+                reader.load_state_dict(state["data"][name])
+            progress = Progress(**state["progress"])
         driver.checkpoints.protected = frozenset(number for number, _ in progress.best)
     return _Parts(
         spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
@@ -251,18 +273,16 @@ def _export(parts: _Parts, place: Path) -> None:
     for name in parts.spec.trained_policies:
         policy = parts.policies[name]
         with policy.memory.present():
-            export_model(parts.world, policy.export, parts.spec.roles[name].model, place / "models" / name)
+            export_model(parts.world.work, policy.export, parts.spec.roles[name].model, place / "models" / name)
         policy.export.write_adapter(place / "adapters" / name)
 
 
 def _report(run: Path) -> str:
     """Writes the HTML report of a run. Returns a message with the report's path. If the report cannot be written,
     returns a message with the error."""
-    from megatron_rl.report.pages import write_report  # imported here because it is only needed at the end of a run
-
     try:
-        return f"report: {write_report(run)}"
-    except (OSError, DiskError) as error:
+        return f"report: {leaf('report.pages', 'the report').write_report(run)}"
+    except (ConfigError, OSError, DiskError) as error:
         return f"no report was written ({error}); megatron-rl report {run}"
 
 
@@ -292,10 +312,7 @@ def _collector(
     recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
     kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
     scored = any(recipe.scores_of(roles) for roles in kinds)
-    credit = CreditStage(
-        recipe, lag=ahead, after_scores=scored, uncredited=builders.uncredited(spec),
-        recipe_at=lambda number: spec.at(number).recipe,
-    )  # fmt: skip
+    credit = CreditStage(recipe, lag=ahead, after_scores=scored, recipe_at=lambda number: spec.at(number).recipe)
     if parts.recipe_states:
         credit.restore(parts.recipe_states, parts.progress.number)
     maker: IterationMaker
@@ -358,79 +375,56 @@ def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> st
     return fingerprint(f"{plain}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")
 
 
-def _plan(parts: _Parts) -> loop.Plan:
+def _plan(parts: _Parts) -> Plan:
     spec, settings = parts.spec, parts.spec.loop
     reader, evaluation = parts.readers[next(iter(spec.recipe.roles()))], settings.evaluation
-    return loop.Plan(
-        iterations=settings.num_iterations,
-        evaluate_beside=spec.evaluates_beside,
-        evaluate_every=evaluation.every,
-        evaluate_at_start=evaluation.at_start,
-        save_every=spec.run.save_every,
-        preflight=builders.preflight_plan(spec, reader, parts.held_out),
-        mixed=settings.rollouts.mixed,
-        train_without_signal=spec.run.train_without_signal,
-        best=evaluation.best,
-        early_stop=evaluation.early_stop,
-    )
-
-
-def _hooks(parts: _Parts, collector: Collector | None, memory: DeviceMemory) -> loop.Hooks:
-    """Returns the callbacks with which the training loop logs, saves, and checks whether the run should stop.
-
-    `collector`: the collector, whose state is saved in checkpoints, on the driver (rank 0); None on other ranks."""
-    driver, trained = parts.driver, {name: parts.policies[name].state for name in parts.spec.trained_policies}
-    saver = Saver(parts.world, driver, trained, background=parts.spec.run.async_save, present=memory.weights)
-
-    def save(number: int) -> int | None:
-        state = {} if collector is None else {"progress": parts.progress.state_dict(), **collector.state()}
-        return saver.save(number, state)
-
-    def show(iteration: Iteration, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
-        """Sends some rollouts of an iteration, decoded to text, to the metric sinks (such as TensorBoard or W&B)."""
-        for role, own in rollouts.items():
-            if driver.tracker is not None and own and (wanted := driver.tracker.num_samples):
-                samples = [_sample(parts.tokenizers[role], rollout) for rollout in own[:wanted]]
-                driver.tracker.show(iteration.number, role, samples)
-
-    def evaluated(number: int, answers: Answers) -> None:
-        """Writes the results of an evaluation, and sends some answers to the metric sinks."""
-        sets = parts.spec.data.held_out
-        evaluations.write_results(driver.directory, sets, number, answers, seed=parts.spec.run.seed)
-        if driver.tracker is not None:
-            evaluations.show_answers(driver.tracker, number, answers)
-
-    def keep_best(number: int, best: Sequence[tuple[int, float]]) -> None:
-        """Exports the current models if they are among the best. `remove_surpassed` later removes surpassed models."""
-        own, settings = driver.directory, parts.spec.loop.evaluation.best
-        assert settings is not None, "the loop calls keep_best only if evaluation.best is set"
-        driver.checkpoints.protected |= {one[0] for one in best}
-        evaluations.keep_best(own, number, best, lambda place: _export(parts, place))
-        driver.summary({"best": evaluations.best_record(own, settings.metric, best)})
-
-    def remove_surpassed(best: Sequence[tuple[int, float]]) -> None:
-        driver.checkpoints.protected = frozenset(one[0] for one in best)
-        parts.world.from_driver(evaluations.remove_surpassed, driver.directory, driver.checkpoints, best)
-
-    return loop.Hooks(
-        log=driver.log, evaluated=evaluated, keep_best=keep_best, remove_surpassed=remove_surpassed, say=driver.say,
-        show=show, save=save, settle=lambda wait: saver.settle(wait=wait),
-        should_stop=lambda: parts.interrupts.requested or (parts.world.rank == 0 and driver.leave()),
-        around=lambda number: profiled(
-            parts.spec.run.profile, driver.directory.path, iteration=number, rank=parts.world.rank
-        ),
+    return Plan(
+        iterations=settings.num_iterations, evaluate_every=evaluation.every, evaluate_at_start=evaluation.at_start,
+        evaluate_beside=spec.evaluates_beside, best=evaluation.best, early_stop=evaluation.early_stop,
+        mixed=settings.rollouts.mixed, train_without_signal=spec.run.train_without_signal,
+        save_every=spec.run.save_every, preflight=builders.preflight_plan(spec, reader, parts.held_out),
     )  # fmt: skip
 
 
-def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
-    text = lambda tokens: decode(tokenizer, tokens).text  # noqa: E731
-    return Sample(
-        group=rollout.group, prompt=text(rollout.prompt), response=text(rollout.response),
-        rewards=rollout.rewards, length=rollout.length,
+def _fleet(parts: _Parts, memory: DeviceMemory, run_engines: RunEngines) -> EveryRank:
+    """Returns the fleet of the run's policies, with the settings of the run's stages. Every rank calls it."""
+    run, rank, directory = parts.spec.run, parts.world.rank, parts.driver.directory.path
+    begin = in_stages(parts.spec, parts.policies, memory, parts.driver.say)
+
+    def around(number: int) -> contextlib.AbstractContextManager[None]:
+        begin(number)
+        return profiled(run.profile, directory, iteration=number, rank=rank)
+
+    rescore = parts.spec.loop.rollouts.mixed == "rescore"
+    return EveryRank(parts.world, memory, rescore=rescore, around=around, occupied_s=run_engines.occupied_s)
+
+
+def _loop_parts(
+    parts: _Parts, fleet: EveryRank, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None
+) -> loop.Parts:
+    """Returns the components of the training loop. Used on the driver (rank 0)."""
+    spec, driver, progress = parts.spec, parts.driver, parts.progress
+    owner_of = {name: role.owner for name, role in spec.roles.items()}
+    desk = CreditDesk(
+        recipe=spec.recipe, policy_of=spec.policy_of, owner_of=owner_of, mixed=spec.loop.rollouts.mixed,
+        loss_of=lambda policy: fleet.memory.trainees[policy].loss, train_without_signal=spec.run.train_without_signal,
+    )  # fmt: skip
+    observe = run_observer(driver, parts.tokenizers, spec.data.held_out, seed=spec.run.seed)
+
+    def leave() -> bool:
+        # after the last iteration, a stop request of the parent program has no effect
+        unfinished = progress.number < spec.loop.num_iterations
+        parent_stops = listener is not None and unfinished and (listener.stopped or listener.gone)
+        return parts.interrupts.requested or driver.leave() or parent_stops
+
+    return loop.Parts(
+        fleet=fleet, rollouts=examiner.rollouts, desk=desk, examiner=examiner if examiner.sets else None,
+        checkpoints=checkpoints, observe=observe if listener is None else listening(observe, listener), leave=leave,
+        watch=driver.watch,
     )  # fmt: skip
 
 
-def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
+def _summary(progress: Progress, seconds: float) -> dict[str, Any]:
     """Returns the run's summary. `seconds`: wall-clock seconds of the run.
 
     The summary contains the metrics of the first and last evaluation as NAME_start and NAME_end, the update count of

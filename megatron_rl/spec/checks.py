@@ -15,10 +15,11 @@ from pathlib import Path
 
 from megatron_rl.algorithms.tandem_authors import read_boundaries
 from megatron_rl.algorithms.value_loss import loss_of
-from megatron_rl.batches.packed_batch import values_needed
+from megatron_rl.batches.packed_batch import ADVANTAGES
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, read_object, refusal_of
 from megatron_rl.config.engines import Embedded, Servers
+from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.config.model import LossConfig, RoleConfig
 from megatron_rl.config.run import Sinks
 from megatron_rl.models import registry
@@ -27,7 +28,9 @@ from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.data_checks import data_problems
-from megatron_rl.spec.run_spec import EngineSpec, RunSpec, SftSpec, Spec, TrainingSpec
+from megatron_rl.spec.form_checks import response_form_problems
+from megatron_rl.spec.loss_inputs import loss_input_problems, row_problems
+from megatron_rl.spec.run_spec import EngineSpec, EvalSpec, GenerateSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_checks import colocation_problems, low_precision_problems, served_adapter_problems
 from megatron_rl.spec.server_gpus import number_problems
 from megatron_rl.spec.stages import recipe_differences
@@ -39,17 +42,17 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
 
     `to_come`: if True, allows model directories that do not exist yet because an earlier job will write them.
     """
-    found = [*_problems(spec, to_come)]
+    errors = [*_problems(spec, to_come)]
     if isinstance(spec, RunSpec):
-        found += [] if found or spec.recipe is None else _reset_problems(spec)
+        errors += [] if errors or spec.recipe is None else _reset_problems(spec)
         begins = 0
         for number, stage in enumerate(spec.stages):
             lines = [*_problems(stage.spec, to_come), *recipe_differences(spec, stage.spec)]
             if begins >= (count := spec.loop.num_iterations) > 0:
                 lines.append(f"the stage begins after {begins} iterations, and the run has {count}: leave it out")
             begins = stage.until
-            found += [f"stages[{number}]: {line}" for line in lines if line not in found]
-    return found
+            errors += [f"stages[{number}]: {line}" for line in lines if line not in errors]
+    return errors
 
 
 def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
@@ -59,6 +62,7 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
             yield from (f"roles.{name}.{line}" for line in role_problems(role))
         if role.has_policy and role.model.path:
             yield from _trained_problems(place, role, spec.cluster.ranks, to_come)
+    yield from _untrained_problems(spec, to_come)
     if isinstance(spec, RunSpec):
         yield from _run_problems(spec)
     if isinstance(spec, SftSpec):
@@ -67,6 +71,7 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
         yield from number_problems(spec.engine)
         yield from _engine_problems(spec.engine, to_come)
     yield from data_problems(spec)
+    yield from response_form_problems(spec)
     if isinstance(spec, TrainingSpec):
         yield from _sink_problems(spec.sinks)
         most = spec.loop.num_iterations if isinstance(spec, RunSpec) else math.inf
@@ -105,8 +110,8 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
         served = list(spec.engine.opened)
         counts = {name: len(urls) for name, urls in settings.urls.items()}
         if set(counts) != set(served) or set(counts.values()) != {settings.replicas}:
-            wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(served)}"
-            yield f"engine.urls has {counts}: give {wanted}"
+            advice = f"{settings.replicas} (engine.replicas) for each of {', '.join(served)}"
+            yield f"engine.urls has {counts}: give {advice}"
         if settings.start:
             yield "engine.urls with engine.start = true: servers that run are not started; set engine.start=false"
     yield from settings.role_problems(spec.roles)
@@ -185,11 +190,7 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
             f"loss.precompute_ref_log_probs = true with loss.objective = {role.loss.objective!r}, which reads no "
             "reference: set it to false"
         )
-    if others := sorted({*values_needed(needs)} - {"kl", "margin", "step_label"}):
-        yield (
-            f"loss.objective = {role.loss.objective!r} reads {', '.join(others)}, which rows of data do not have: it "
-            "is an objective for `megatron-rl train`"
-        )
+    yield from row_problems(role, needs)
     if spec.run.iterations is not None:
         yield f"run.iterations = {spec.run.iterations}: SFT has its own `steps`; set that, and run.iterations to null"
 
@@ -209,11 +210,21 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
         yield from (f"{place}: {line}" for line in lines)
 
 
-def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
-    """Yields error messages about the models with which the engines generate.
+def _untrained_problems(spec: Spec, to_come: bool) -> Iterator[str]:
+    """Yields error messages about the config.json of models that are not trained: those of roles without a policy, such
+    as teachers and judges, those of `eval` and `generate`, and the frozen juniors of Tandem RL."""
+    places = {model: setting for setting, model in spec.models.items()}
+    for name, role in spec.roles.items():
+        if role.policy == "none" and role.endpoint is None and role.owner == name and role.model.path:
+            setting = places.get(role.model, name) if isinstance(spec, EvalSpec | GenerateSpec) else f"roles.{name}"
+            yield from _read_model(setting, role.model.path, to_come)[0]
+        if role.tandem is not None and role.tandem.junior is not None:
+            yield from _read_model(f"roles.{name}.tandem.junior", role.tandem.junior, to_come)[0]
 
-    Checks the models of untrained roles, the frozen junior models of Tandem RL, and whether each model can be sharded
-    over the GPUs of a server."""
+
+def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
+    """Yields error messages about the engines' settings, and about models that cannot be sharded over the GPUs of a
+    server."""
     servers = engine.settings if isinstance(engine.settings, Servers) else None
     if not engine.trains:
         if engine.settings.quantization:
@@ -225,11 +236,10 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
             yield "engine.colocate = true where nothing trains: no trainer has GPUs; set it to false"
         return
     for name, role in engine.opened.items():
-        path, junior = role.model.path, None if role.tandem is None else role.tandem.junior
+        path = role.model.path
         if not path:
             continue
-        problems, read = _read_model(f"roles.{name}", path, to_come)
-        yield from problems if role.policy == "none" else ()
+        read = _read_model(f"roles.{name}", path, to_come)[1]
         if read is not None and role.has_policy:
             yield from quantisation_problems(engine, name, read[0], Path(path))
         if read is not None and servers is not None:
@@ -241,8 +251,6 @@ def _engine_problems(engine: EngineSpec, to_come: bool) -> Iterator[str]:
                 )
             lines = engine_problems(sizes, servers.tp, path, expert_parallel=servers.expert_parallel)
             yield from (f"engine of {name}: {line}" for line in lines)
-        if junior is not None:
-            yield from _read_model(f"roles.{name}.tandem.junior", junior, to_come)[0]
 
 
 def quantisation_problems(engine: EngineSpec, name: str, sizes: Sizes, directory: Path) -> Iterator[str]:
@@ -267,11 +275,11 @@ def quantisation_problems(engine: EngineSpec, name: str, sizes: Sizes, directory
             f"engine.quantization = {settings.quantization!r}, and {directory} has experts with biases: servers with "
             "these in 8 bits are not tested; leave it out"
         )
-    own = EngineLayout(quantization=settings.quantization, whole=servers is None)
+    engine_layout = EngineLayout(quantization=settings.quantization, whole=servers is None)
     if servers is not None:
-        own = replace(own, tp=servers.tp, expert_parallel=servers.expert_parallel)
+        engine_layout = replace(engine_layout, tp=servers.tp, expert_parallel=servers.expert_parallel)
     trained = TrainerLayout(tp=layout.tp, dp=layout.expert_tp, etp=layout.expert_tp)
-    yield from (f"roles.{name}: {line}" for line in block_problems(sizes, trained, own))
+    yield from (f"roles.{name}: {line}" for line in block_problems(sizes, trained, engine_layout))
 
 
 def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:
@@ -296,14 +304,14 @@ def _read_model(place: str, path: str, to_come: bool) -> tuple[list[str], tuple[
 def _sink_problems(sinks: Sinks) -> list[str]:
     """Returns an error message for each metric sink (W&B, TensorBoard) whose package is not installed. Without this
     check, a run would continue without the sink."""
-    wanted = {
+    packages = {
         "wandb": (sinks.wandb_project is not None, f"wandb_project = {sinks.wandb_project!r}", "wandb_project to null"),
         "tensorboard": (sinks.tensorboard, "tensorboard = true", "tensorboard to false"),
     }
     return [
         f"sinks.{setting}: the package {package} is not installed; run `pip install {package}`, or set sinks.{off}"
-        for package, (asked, setting, off) in wanted.items()
-        if asked and importlib.util.find_spec(package) is None
+        for package, (used, setting, off) in packages.items()
+        if used and importlib.util.find_spec(package) is None
     ]
 
 
@@ -311,51 +319,40 @@ def recipe_problems(spec: RunSpec) -> list[str]:
     """Returns error messages about settings that contradict the training recipe.
 
     Checks for: missing or unknown roles, a trained role without a policy, more iterations than the recipe's schedule
-    has, a loss that cannot be built, groups of rollouts without a learning signal, and whatever the recipe's method
-    `check` rejects."""
+    has, a loss that cannot be built or needs other inputs than the recipe gives, groups of rollouts without a learning
+    signal, and whatever the recipe's method `check` rejects."""
     recipe, target = spec.recipe, spec.settings["recipe"]["target"]
     parts = recipe.roles()
-    found = [f"roles.{n} is missing" for n in parts if n not in spec.roles]
-    found += [f"roles.{n} is not one of its roles" for n in spec.roles if n not in parts]
-    if found:
-        return [f"recipe {target} has the roles {', '.join(parts)}: {'; '.join(found)}"]
-    found = [
+    errors = [f"roles.{n} is missing" for n in parts if n not in spec.roles]
+    errors += [f"roles.{n} is not one of its roles" for n in spec.roles if n not in parts]
+    if errors:
+        return [f"recipe {target} has the roles {', '.join(parts)}: {'; '.join(errors)}"]
+    errors = [
         f"roles.{name}.policy = 'none', and recipe {target} trains that role: set policy to own"
         for name, part in parts.items()
         if part.trained and spec.roles[name].policy == "none"
     ]
-    found += [
+    errors += [
         f"roles.{name}.head = {json.dumps(spec.roles[name].head)}: recipe {target} needs {json.dumps(part.head)} there"
         for name, part in parts.items()
         if spec.roles[name].head != part.head
     ]
+    errors += [
+        f"roles.{name}.lora: the recipe does not train this role, and a new adapter changes nothing; set lora.path to "
+        "a trained adapter, or leave lora out"
+        for name, role in spec.roles.items()
+        if role.has_policy and role.lora is not None and role.lora.path is None and name not in spec.trained_policies
+    ]
     if spec.run.iterations is not None and spec.run.iterations > (planned := sum(map(len, recipe.schedule()))):
-        found.append(
+        errors.append(
             f"run.iterations = {spec.run.iterations}, but the recipe plans {planned} iterations: raise its updates "
             "(recipe.args), or set run.iterations to null"
         )
-    found += refusal_of(recipe.check, spec)
+    errors += refusal_of(recipe.check, spec)
     for name, role in spec.roles.items():
-        found += refusal_of(loss_of, role, place=f"roles.{name}: ")
-    found += [] if found else [*_pair_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
-    return found or [*_signal_problems(spec)]
-
-
-def _pair_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields an error message for each role whose loss does not fit the recipe: a loss that compares pairs if the
-    recipe makes no pairs, any other loss if the recipe makes pairs, and a loss that is only for `megatron-rl sft`."""
-    for name, part in spec.recipe.roles().items():
-        needs, place = loss_of(spec.roles[name]).needs, f"roles.{name}.loss.objective = "
-        compares = "pairs" in needs
-        if part.trained and "kl" in needs:
-            yield f"{place}{spec.roles[name].loss.objective!r} reads a KL term that `megatron-rl sft` alone estimates"
-        if part.trained and compares and not part.paired:
-            yield (
-                f"{place}{spec.roles[name].loss.objective!r} compares pairs, and this recipe gives none: take "
-                "megatron_rl.recipes.online_dpo:OnlineDpo, or another objective"
-            )
-        if part.paired and not compares:
-            yield f"{place}{spec.roles[name].loss.objective!r}: this recipe gives pairs; take dpo, ipo or simpo"
+        errors += refusal_of(loss_of, role, place=f"roles.{name}: ")
+    errors += [] if errors else [*loss_input_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
+    return errors or [*_signal_problems(spec)]
 
 
 def _score_problems(spec: RunSpec) -> Iterator[str]:
@@ -378,14 +375,14 @@ def _score_problems(spec: RunSpec) -> Iterator[str]:
 
 def _vote_problems(spec: RunSpec) -> Iterator[str]:
     """Yields an error message if majority votes replace the known answers (rollouts.labels = votes), but the recipe
-    generates no groups of samples that can vote."""
+    generates no groups of samples that can vote on one label."""
     parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
     solver = next(iter(parts))
     if spec.loop.rollouts.labels == "known":
         return
     if not spec.recipe.allows_votes:
         target = spec.settings["recipe"]["target"]
-        yield f"{place}, and recipe {target} has no groups of samples that vote: set it to known"
+        yield f"{place}, and recipe {target} has no groups of samples that elect one label: set it to known"
     elif parts[solver].per_prompt.get(solver, 1) < 2:
         yield f"{place} with one sample of a problem, which has no majority: set recipe.args.group_size to 2 or more"
 
@@ -411,16 +408,21 @@ def _signal_problems(spec: RunSpec) -> Iterator[str]:
     estimator that compares the rollouts of a batch, and a reward range that the recipe does not support. Groups that
     are too small for the advantage estimator are rejected by the recipe's own checks.
     """
-    recipe, bounds = spec.recipe, spec.reward.range
+    recipe, bounds = spec.recipe, spec.reward.bounds  # all rewards of a run have the same bounds (data_checks)
     estimator = str(vars(recipe).get("estimator"))
-    if bounds != (0.0, 1.0) and ("w_reinforce" in estimator or recipe.needs_shares):
+    needs_shares = "w_reinforce" in estimator or recipe.needs_shares
+    rewards = [spec.reward, *(source.reward for source in spec.data.sources.values() if source.reward is not None)]
+    if any(reward.threshold is None for reward in rewards) and (needs_shares or recipe.needs_correct()):
+        part = recipe.needs_correct() or ("recipe.args.estimator" if "w_reinforce" in estimator else "this recipe")
+        yield f"{NO_SCALE}, because {part} needs to know which answers are correct"
+    elif bounds != (0.0, 1.0) and needs_shares:
         why = "this recipe understands rewards from 0 to 1 alone"
         if "w_reinforce" in estimator:
             why = "recipe.args.estimator = 'w_reinforce' tells correct answers by scores above 0.5"
-        yield (f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]")
+        yield f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]"
     for name, part in {} if spec.run.train_without_signal else recipe.roles().items():
         role = spec.roles[name]
-        if not part.trained or not loss_of(role).uses_advantages:
+        if not part.trained or ADVANTAGES not in loss_of(role).needs:
             continue
         alike = {"temperature = 0": role.sampling.temperature == 0, "top_k = 1": role.sampling.top_k == 1}
         if part.samples > 1 and part.episode.answers == 1 and (why := [text for text, holds in alike.items() if holds]):

@@ -10,9 +10,10 @@ from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, refusal_of
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.evaluation import NO_SCALE, OF_CORRECT
 from megatron_rl.config.schema import HELD_OUT, SOURCES, Reward
 from megatron_rl.spec.run_spec import RunSpec, Spec
-from megatron_rl.text import read_template
+from megatron_rl.texts.text import read_template
 
 
 def data_problems(spec: Spec) -> Iterator[str]:
@@ -30,23 +31,25 @@ def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
     that no evaluation computes."""
     settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
     yield from settings.conflicts()
-    for own in spec.data.held_out:
-        if own.benchmark is not None and own.benchmark.judged:
-            yield f"{HELD_OUT}: {own.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
-        yield from _grading_problems(f"{HELD_OUT}: {own.name}", own.reward, own.template)
-    names = [own.name for own in spec.data.held_out]
+    for dataset in spec.data.held_out:
+        if dataset.benchmark is not None and dataset.benchmark.judged:
+            yield f"{HELD_OUT}: {dataset.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
+        yield from _grading_problems(f"{HELD_OUT}: {dataset.name}", dataset.reward, dataset.template)
+    names = [dataset.name for dataset in spec.data.held_out]
     if clash := sorted({*names} & {*roles}):
         yield f"{HELD_OUT}: {clash[0]} is also the name of a role: give the set another name"
     followed = {"best": settings.best, "early_stop": settings.early_stop}
-    for place, metric in {name: own.metric for name, own in followed.items() if own is not None}.items():
+    for place, metric in {name: setting.metric for name, setting in followed.items() if setting is not None}.items():
         role, *inner = metric.split("/")
-        of = [own for own in spec.data.held_out if own.name == inner[0]] or spec.data.held_out if inner else []
+        of = [s for s in spec.data.held_out if s.name == inner[0]] or spec.data.held_out if inner else []
         k = re.fullmatch(r"pass@(\d+)", inner[-1]) if inner else None
-        if k is not None and any(int(k[1]) not in own.k or own.n == 1 for own in of):
+        if k is not None and any(int(k[1]) not in dataset.k or dataset.n == 1 for dataset in of):
             yield (
                 f"evaluation.{place}.metric = {metric!r}: a set has n = 1, or no {k[1]} in its k; "
                 "raise evaluation.n, and add it to evaluation.k"
             )
+        if inner and OF_CORRECT.fullmatch(inner[-1]) and any(dataset.reward.threshold is None for dataset in of):
+            yield f"evaluation.{place}.metric = {metric!r}: {NO_SCALE}, or name {role}/reward as the metric"
         if len(names) == 1 and inner[:1] == names:
             yield (
                 f"evaluation.{place}.metric = {metric!r}: with one set the metric is called "
@@ -58,13 +61,13 @@ def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
 
 def _source_problems(spec: RunSpec) -> Iterator[str]:
     """Yields error messages about the reward functions and the prompt templates of the sources (data.sources)."""
-    for name, own in spec.data.sources.items():
-        place, reward = f"{SOURCES}.{name}", own.reward or spec.reward
-        yield from _grading_problems(place, own.reward, own.template)
+    for name, source in spec.data.sources.items():
+        place, reward = f"{SOURCES}.{name}", source.reward or spec.reward
+        yield from _grading_problems(place, source.reward, source.template)
         for key in ("range", "max_failure_share"):
-            if (found := vars(reward)[key]) != (wanted := vars(spec.reward)[key]):
+            if (value := vars(reward)[key]) != (shared := vars(spec.reward)[key]):
                 yield (
-                    f"{place}.reward.{key} = {found} with reward.{key} = {wanted}: all rewards of a run have the same "
+                    f"{place}.reward.{key} = {value} with reward.{key} = {shared}: all rewards of a run have the same "
                     f"{key}; set both to one value"
                 )
 

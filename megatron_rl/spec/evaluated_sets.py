@@ -44,26 +44,26 @@ def evaluated_sets(
 
     Raises ConfigError for an unknown benchmark, and for a benchmark that is not on the hub if `data_dir` is null.
     """
-    return tuple(_resolved(own, defaults, reward, defaults if drawn is None else drawn) for own in sets)
+    return tuple(_resolved(dataset, defaults, reward, defaults if drawn is None else drawn) for dataset in sets)
 
 
-def _resolved(own: EvaluationSet, defaults: Any, reward: Reward, drawn: Any) -> EvaluatedSet:
-    limit = own.limit or defaults.limit
-    found = None if own.path else benchmark(own.name)
-    if found is not None:
-        source = source_of(found, defaults.data_dir, limit=limit)
+def _resolved(entry: EvaluationSet, defaults: Any, reward: Reward, drawn: Any) -> EvaluatedSet:
+    limit = entry.limit or defaults.limit
+    bench = None if entry.path else benchmark(entry.name)
+    if bench is not None:
+        source = source_of(bench, defaults.data_dir, limit=limit)
         source = dataclasses.replace(
-            source, shuffle=own.shuffle, chat=own.chat, system=own.system, max_bad_share=own.max_bad_share
+            source, shuffle=entry.shuffle, chat=entry.chat, system=entry.system, max_bad_share=entry.max_bad_share
         )
-        reward = dataclasses.replace(reward, target=found.grader, args={}, range=(0.0, 1.0))
+        reward = dataclasses.replace(reward, target=bench.grader, args={}, range=(0.0, 1.0))
     else:
-        shared = {field.name: getattr(own, field.name) for field in dataclasses.fields(PromptSet)}
-        source = PromptSet(**shared | {"path": _local(own.path, defaults.data_dir), "limit": limit})
-    numbers = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k")}
+        shared = {field.name: getattr(entry, field.name) for field in dataclasses.fields(PromptSet)}
+        source = PromptSet(**shared | {"path": _local(entry.path, defaults.data_dir), "limit": limit})
+    numbers = {name: getattr(entry, name) for name in ("temperature", "top_p", "top_k")}
     return EvaluatedSet(
-        name=own.title, title=own.title if found is None else found.title, benchmark=found, source=source,
-        reward=reward if own.reward is None else own.reward, template=own.template or defaults.template,
-        n=own.n or defaults.n, k=own.k or defaults.k,
+        name=entry.title, title=entry.title if bench is None else bench.title, benchmark=bench, source=source,
+        reward=reward if entry.reward is None else entry.reward, template=entry.template or defaults.template,
+        n=entry.n or defaults.n, k=entry.k or defaults.k,
         **{name: getattr(drawn, name) if value is None else value for name, value in numbers.items()},
     )  # fmt: skip
 

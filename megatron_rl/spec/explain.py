@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.config.base import read_object
+from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import num_elements, owners
@@ -51,19 +52,26 @@ def explain(spec: Spec) -> list[str]:
 def explain_recipe(spec: RunSpec) -> list[str]:
     """Returns one line for each trained role: the number of prompts, samples and optimizer steps of one update.
 
-    Adds a note for each role that is never trained in a run of this length, and for a role whose training ends before
-    the training of any other role begins."""
+    Adds a note if the reward declares no scale, for each role that is never trained in a run of this length, and for a
+    role whose training ends before the training of any other role begins."""
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
     lines = [_update(spec, name, parts[name].samples) for name in trained]
     iterations = [iteration for cycle in spec.loop.schedule for iteration in cycle]
     for name in trained:
         first = next((i for i, iteration in enumerate(iterations) if set(iteration) & {*trained} - {name}), None)
-        own = [i for i, iteration in enumerate(iterations) if name in iteration]
-        if not own:
+        trained_at = [i for i, iteration in enumerate(iterations) if name in iteration]
+        if not trained_at:
             lines.append(f"note: {name} has no iteration in a run of this length: it is not trained")
-        elif first is not None and own[-1] < first:
-            lines.append(f"note: {name} is trained in the first {len(own)} iterations alone, before any other role is")
+        elif first is not None and trained_at[-1] < first:
+            lines.append(
+                f"note: {name} is trained in the first {len(trained_at)} iterations alone, before any other role is"
+            )
+    if spec.reward.threshold is None:
+        lines.append(
+            f"note: {NO_SCALE}. Without it, an answer is correct above 0.5 as long as all rewards are from 0 to 1, and "
+            "no accuracy is reported otherwise"
+        )
     return lines
 
 
@@ -100,5 +108,5 @@ def _adapters(role: RoleConfig) -> str:
     file = Path(role.model.path) / "config.json"
     if not file.is_file():
         return text
-    found = num_elements(registry.read(read_object(file), str(file)), role.lora)
-    return f"{text}: {found / 1e6:.2f} million numbers; {role.model.path} stays as it is"
+    count = num_elements(registry.read(read_object(file), str(file)), role.lora)
+    return f"{text}: {count / 1e6:.2f} million numbers; {role.model.path} stays as it is"

@@ -79,15 +79,15 @@ def absent_files(spec: Spec) -> list[Absent]:
     data = {name: source.path for name, source in spec.sets.items() if generated_name(source.path) is None}
     if isinstance(spec, SftSpec):
         data |= {"data.train": spec.data.train, "data.validation": spec.data.validation or ""}
-    found = [
+    absent = [
         Absent(name, path, _is_hub_name(path, "models")) for name, path in models.items() if not Path(path).is_dir()
     ]
-    found += [
+    absent += [
         Absent(name, path, _is_hub_name(path, "datasets"), "datasets")
         for name, path in data.items()
         if path and not Path(path).exists()
     ]
-    return found + [Absent(name, path) for name, path in _files(spec).items() if not Path(path).exists()]
+    return absent + [Absent(name, path) for name, path in _files(spec).items() if not Path(path).exists()]
 
 
 def _files(spec: Spec) -> Mapping[str, str]:
@@ -115,8 +115,8 @@ def server_problems(engine: EngineSpec | None) -> list[str]:
         return []
     if settings.python is not None:
         missing = shutil.which(settings.python) is None
-        said = f"engine.python = {settings.python} is not there: run `make engines`, or mend the path{ELSEWHERE}"
-        return [said] if missing else []
+        error = f"engine.python = {settings.python} is not there: run `make engines`, or mend the path{ELSEWHERE}"
+        return [error] if missing else []
     if importlib.util.find_spec(settings.kind) is None:
         return [
             f"engine.kind = {settings.kind!r}: the package {settings.kind} is not installed here; run `make engines`, "
@@ -152,8 +152,8 @@ def _targets(value: Any) -> Iterator[str]:
         if isinstance(value.get("target"), str):
             yield value["target"]
         value = list(value.values())
-    for one in value if isinstance(value, list | tuple) else ():
-        yield from _targets(one)
+    for nested in value if isinstance(value, list | tuple) else ():
+        yield from _targets(nested)
 
 
 def _is_hub_name(path: str, kind: hub_cache.Kind) -> bool:

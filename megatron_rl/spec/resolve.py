@@ -43,24 +43,24 @@ LOW_PRECISION_GAP = 0.2
 
 
 @overload
-def resolve(config: TrainConfig, ranks: int, *, to_come: bool = False, here: Host | None = None) -> RunSpec: ...
+def resolve(config: TrainConfig, ranks: int, *, to_come: bool = False, host: Host | None = None) -> RunSpec: ...
 @overload
-def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec: ...
-def resolve(config: Config, ranks: int, *, to_come: bool = False, here: Host | None = None) -> Spec:
+def resolve(config: Config, ranks: int, *, to_come: bool = False, host: Host | None = None) -> Spec: ...
+def resolve(config: Config, ranks: int, *, to_come: bool = False, host: Host | None = None) -> Spec:
     """Returns the specification of the run that a config describes, after all checks.
 
     `ranks`: total number of ranks of the run. `to_come`: if True, allows model directories that do not exist yet
-    because an earlier job will write them. `here`: the host that the run will start on; if None, files, packages and
+    because an earlier job will write them. `host`: the host that the run will start on; if None, files, packages and
     GPUs of this host are not checked. Raises ConfigError with a list of all invalid settings.
     """
     registry.add(config.families, "families")
     spec, problems = specify(config, ranks)
     problems = checks.problems(spec, to_come=to_come) + problems
-    if not problems and here is not None:
-        problems = [text for one in missing_files.absent_files(spec) if (text := one.problem) is not None]
+    if not problems and host is not None:
+        problems = [text for absent in missing_files.absent_files(spec) if (text := absent.problem) is not None]
         problems += missing_files.server_problems(spec.engine) + missing_files.sandbox_problems(spec.settings)
         problems += missing_files.transport_problems(spec.engine)
-        problems += server_gpus.device_problems(spec.engine, here.ranks) if here.gpus else []
+        problems += server_gpus.device_problems(spec.engine, host.ranks) if host.gpus else []
     refuse(*problems)
     return spec
 
@@ -82,7 +82,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     }
     if isinstance(config, EvalConfig):
         evaluated, problems = _evaluated(config.sets, config, config.reward, drawn=config.sampling)
-        shared["sets"] |= {f"sets.{own.name}": own.source for own in evaluated}
+        shared["sets"] |= {f"sets.{dataset.name}": dataset.source for dataset in evaluated}
         return EvalSpec(**shared, config=config, evaluated=evaluated), problems
     if isinstance(config, GenerateConfig):
         return GenerateSpec(**shared, config=config), []
@@ -92,11 +92,11 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
         "cluster": ClusterSpec(ranks=ranks, launch=config.launch, job=config.job),
     }
     if isinstance(config, SftConfig):
-        own = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
-        return SftSpec(**shared, **{name: getattr(config, name) for name in own}), []
+        settings = ("data", "loss", "samples_per_step", "steps", "epochs", "validate_every")
+        return SftSpec(**shared, **{name: getattr(config, name) for name in settings}), []
     held_out, problems = _evaluated(config.evaluation.sets, config.evaluation, config.reward, data=config.data)
     recipe, training = None, shared["sets"]
-    shared["sets"] = training | {f"{HELD_OUT}.{own.name}": own.source for own in held_out}
+    shared["sets"] = training | {f"{HELD_OUT}.{dataset.name}": dataset.source for dataset in held_out}
     try:
         recipe = plugins.build(config.recipe)
     except ConfigError as error:
@@ -120,7 +120,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
 def _stages(settings: Mapping[str, Any], ranks: int, problems: list[str]) -> list[StageSpec]:
     """Returns the specification of each stage of a run, and appends error messages to `problems`. `settings`: the run's
     config as plain values."""
-    found = list[StageSpec]()
+    specs = list[StageSpec]()
     for number, stage in enumerate(settings["stages"]):
         try:
             spec, wrong = specify(config_of(settings, stage["overrides"], f"stages[{number}]"), ranks)
@@ -129,15 +129,15 @@ def _stages(settings: Mapping[str, Any], ranks: int, problems: list[str]) -> lis
             continue
         problems += [f"stages[{number}]: {line}" for line in wrong]
         assert isinstance(spec, RunSpec), "a TrainConfig is specified by a RunSpec"
-        found.append(StageSpec(**stage, spec=spec))
-    return found
+        specs.append(StageSpec(**stage, spec=spec))
+    return specs
 
 
-def _preflight(own: Preflight, *, enabled: bool, low_precision: bool) -> Preflight:
+def _preflight(preflight: Preflight, *, enabled: bool, low_precision: bool) -> Preflight:
     """Returns the settings of the preflight, with the default of max_logprob_gap raised to LOW_PRECISION_GAP if engines
     hold weights or the key-value cache in 8 bits or fewer."""
-    gap = LOW_PRECISION_GAP if low_precision and own.max_logprob_gap is None else own.max_logprob_gap
-    return dataclasses.replace(own, enabled=own.enabled and enabled, max_logprob_gap=gap)
+    gap = LOW_PRECISION_GAP if low_precision and preflight.max_logprob_gap is None else preflight.max_logprob_gap
+    return dataclasses.replace(preflight, enabled=preflight.enabled and enabled, max_logprob_gap=gap)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -160,11 +160,11 @@ def _evaluated(
 
     `data`: the training problems. The user's own sets that have neither `fields` nor `settings` inherit `data.fields`.
     """
-    fields, given = data.fields if isinstance(data, PromptSet) else {}, sets_of(sets)
-    bare = [one.path and not (one.fields or one.settings or generated_name(one.path)) for one in given]
-    given = [dataclasses.replace(one, fields=fields) if own else one for one, own in zip(given, bare, strict=True)]
+    fields, listed = data.fields if isinstance(data, PromptSet) else {}, sets_of(sets)
+    bare = [s.path and not (s.fields or s.settings or generated_name(s.path)) for s in listed]
+    listed = [dataclasses.replace(s, fields=fields) if is_bare else s for s, is_bare in zip(listed, bare, strict=True)]
     try:
-        return evaluated_sets(given, defaults, reward, drawn=drawn), []
+        return evaluated_sets(listed, defaults, reward, drawn=drawn), []
     except ConfigError as error:
         return (), [str(error)]
 
@@ -176,8 +176,8 @@ def _with_references(
     reference model although `loss.kl_coef` of the run may be 0: because the recipe's scores use the reference model, or
     because a stage sets kl_coef above 0. `parts`: {role name: the recipe's description of the role}."""
     read = {role.owner for name, role in roles.items() if name in parts and parts[name].reference}
-    for own in (stage.spec.roles for stage in stages):
-        trained = [name for name, part in parts.items() if part.trained and own[name].loss.kl_coef]
+    for stage_roles in (stage.spec.roles for stage in stages):
+        trained = [name for name, part in parts.items() if part.trained and stage_roles[name].loss.kl_coef]
         read |= {roles[name].owner for name in trained if not roles[name].loss.kl_coef}
     return {name: dataclasses.replace(role, reference=name in read) for name, role in roles.items()}
 
@@ -224,7 +224,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     # {key: role that owns the servers}; the key is (path, dtype) of a base model if its adapters share servers, else
     # (name of the role that owns the policy,)
     first: dict[Any, str] = {}
-    out: dict[str, RoleSpec] = {}
+    role_specs: dict[str, RoleSpec] = {}
     for name, role in roles.items():
         owner = role.same_as or name
         shared = served and role.lora is not None and role.head is None
@@ -232,5 +232,5 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
         loss = dataclasses.replace(role.loss, max_tokens=role.loss.max_tokens or role.sampling.max_tokens)
         if corrected and loss.correction is None and role.head is None:
             loss = dataclasses.replace(loss, correction=CORRECTION_AHEAD)
-        out[name] = RoleSpec(**{**vars(role), "loss": loss}, name=name, owner=owner, servers=servers)
-    return out
+        role_specs[name] = RoleSpec(**{**vars(role), "loss": loss}, name=name, owner=owner, servers=servers)
+    return role_specs

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,22 +85,22 @@ class DataSpec:
     @property
     def sources(self) -> dict[str, Source]:
         """Returns {name of the source: source} of the setting data.sources, or {} if the run has a single data set."""
-        named = {name.removeprefix(f"{SOURCES}."): own for name, own in self.training.items()}
-        return {name: own for name, own in named.items() if isinstance(own, Source)}
+        named = {name.removeprefix(f"{SOURCES}."): source for name, source in self.training.items()}
+        return {name: source for name, source in named.items() if isinstance(source, Source)}
 
     @property
     def weights(self) -> dict[str, float]:
         """Returns {name of the source: weight} of the setting data.sources, or {} if the run has a single data set."""
-        return {name: own.weight for name, own in self.sources.items()}
+        return {name: source.weight for name, source in self.sources.items()}
 
     def of(self, role: str) -> dict[str, PromptSet]:
         """Returns {name of the setting: problem set} for the iterations whose first role is `role`: the role's own
         `data`, or else the run's `data`."""
-        own = f"roles.{role}.data"
+        role_data = f"roles.{role}.data"
         return {
             name: source
             for name, source in self.training.items()
-            if (name == own if own in self.training else not name.startswith("roles."))
+            if (name == role_data if role_data in self.training else not name.startswith("roles."))
         }
 
 
@@ -109,13 +110,13 @@ def first_iterations(
     """Returns the first `count` iterations of a training schedule, or the whole schedule if `count` is None.
 
     A schedule is a list of cycles, and a cycle is a list of iterations. The last returned cycle may be truncated."""
-    found, left = [], sum(map(len, schedule)) if count is None else count
+    cycles, remaining = [], sum(map(len, schedule)) if count is None else count
     for cycle in schedule:
-        if left <= 0:
+        if remaining <= 0:
             break
-        found.append(tuple(cycle[:left]))
-        left -= len(cycle)
-    return tuple(found)
+        cycles.append(tuple(cycle[:remaining]))
+        remaining -= len(cycle)
+    return tuple(cycles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +209,12 @@ class SftSpec(TrainingSpec):
     epochs: float
     validate_every: int  # number of optimizer steps between validations; 0: validate only at the end
 
+    def num_steps(self, rows: int) -> int:
+        """Returns the number of optimizer steps on a data set with `rows` rows. The last step of an epoch has the rest
+        of the rows (see data.epochs)."""
+        steps_per_epoch = math.ceil(rows / self.samples_per_step)
+        return self.steps or math.ceil(round(self.epochs * steps_per_epoch, 6))  # rounded, as 0.1 * 30 is above 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
@@ -239,7 +246,7 @@ class RunSpec(TrainingSpec):
         and one for each stage."""
         stages = {f"stages[{number}].": stage.spec for number, stage in enumerate(self.stages)}
         name = f"roles.{role}.max_prompt_tokens"
-        return {f"{place}{name}": own.roles[role].max_prompt_tokens for place, own in {"": self, **stages}.items()}
+        return {f"{place}{name}": spec.roles[role].max_prompt_tokens for place, spec in {"": self, **stages}.items()}
 
     @property
     def rewards(self) -> dict[str, Reward]:
@@ -248,15 +255,15 @@ class RunSpec(TrainingSpec):
         The settings are `data.sources.NAME.reward` for each source that has a reward, and `reward`. The setting
         `reward` is left out if every training problem belongs to a source that has a reward."""
         sources, own_sets = self.data.sources, len(self.data.training) > len(self.data.sources)  # roles.NAME.data
-        used = own_sets or any(own.reward is None for own in sources.values())
+        used = own_sets or any(source.reward is None for source in sources.values())
         shared = {"reward": self.reward} if used else {}
-        return shared | {f"{SOURCES}.{name}.reward": own.reward for name, own in sources.items() if own.reward}
+        return shared | {f"{SOURCES}.{name}.reward": source.reward for name, source in sources.items() if source.reward}
 
     @property
     def preflight_set(self) -> str | None:
         """Returns the name of the evaluation set whose problems the preflight grades: the first set that is graded by
         the run's reward. None: the preflight grades training problems."""
-        names = [own.name for own in self.data.held_out if own.reward == self.reward and not self.data.sources]
+        names = [s.name for s in self.data.held_out if s.reward == self.reward and not self.data.sources]
         return names[0] if names else None
 
     @property
@@ -275,8 +282,8 @@ class RunSpec(TrainingSpec):
     @property
     def evaluates_beside(self) -> bool:
         """Returns whether an evaluation runs at the same time as the generation and training of the next iteration."""
-        own, ahead = self.loop.evaluation, self.loop.rollouts.ahead > 0 and self.data.replay is None
-        return ahead and own.best is None and own.early_stop is None
+        evaluation, ahead = self.loop.evaluation, self.loop.rollouts.ahead > 0 and self.data.replay is None
+        return ahead and evaluation.best is None and evaluation.early_stop is None
 
     @property
     def trained_policies(self) -> list[str]:

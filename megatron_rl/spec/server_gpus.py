@@ -13,7 +13,7 @@ def number_problems(engine: EngineSpec) -> list[str]:
     enough indices for the servers of a host. An empty `engine.gpus` is accepted, because it is correct on a machine
     without GPUs.
     """
-    settings, wanted = engine.settings, engine.num_server_gpus // engine.hosts
+    settings, needed = engine.settings, engine.num_server_gpus // engine.hosts
     if not isinstance(settings, Servers):
         return []
     gpus, problems = list(settings.gpus), list[str]()
@@ -24,9 +24,9 @@ def number_problems(engine: EngineSpec) -> list[str]:
         )
     if twice := sorted({number for number in gpus if gpus.count(number) > 1}):
         problems.append(f"engine.gpus = {gpus}: {twice} stand there twice; two servers cannot share a GPU")
-    if gpus and _started_by_number(engine, settings) and len(gpus) < wanted:
+    if gpus and _started_by_number(engine, settings) and len(gpus) < needed:
         needs, on = "roles" if engine.trains else "models", " / job.nodes" * (engine.hosts > 1)
-        problems.append(f"engine.gpus = {gpus}: {wanted} are needed ({needs} x engine.replicas x engine.tp{on})")
+        problems.append(f"engine.gpus = {gpus}: {needed} are needed ({needs} x engine.replicas x engine.tp{on})")
     return problems
 
 
@@ -39,30 +39,30 @@ def device_problems(engine: EngineSpec | None, ranks_here: int) -> list[str]:
     settings = None if engine is None else engine.settings
     if engine is None or not isinstance(settings, Servers) or not _started_by_number(engine, settings):
         return []
-    wanted, gpus = engine.num_server_gpus // engine.hosts, list(settings.gpus)
+    needed, gpus = engine.num_server_gpus // engine.hosts, list(settings.gpus)
     if not engine.trains:
-        if gpus or wanted == settings.tp:
+        if gpus or needed == settings.tp:
             return []
         return [
-            f"engine.gpus is empty: all {wanted // settings.tp} servers would take the first GPU. Name {wanted} GPUs "
+            f"engine.gpus is empty: all {needed // settings.tp} servers would take the first GPU. Name {needed} GPUs "
             "(models x engine.replicas x engine.tp)"
         ]
     if not gpus:
-        said = (
+        error = (
             "engine.gpus is empty: every server would take the first GPU, as the first rank does. Name "
-            f"{wanted} GPUs (roles x engine.replicas x engine.tp) that no rank has; or set engine.colocate to true, "
+            f"{needed} GPUs (roles x engine.replicas x engine.tp) that no rank has; or set engine.colocate to true, "
             "and servers and trainer have the GPUs in turns; or start the servers in jobs of their own (engine.start "
             "= false)"
         )
-        return [said] if wanted else []
+        return [error] if needed else []
     shared = sorted({number for number in gpus if number < ranks_here})
     ranks = "rank 0 has GPU 0" if ranks_here == 1 else f"its ranks have GPUs 0 to {ranks_here - 1}"
-    said = (
+    error = (
         f"engine.gpus = {gpus}: {shared} are the trainer's as well ({ranks}), and both would hold memory there all the "
         f"time. Name GPUs from {ranks_here} on; or leave engine.gpus out and set engine.colocate to true, and they "
         "have the GPUs in turns"
     )
-    return [said] if shared else []
+    return [error] if shared else []
 
 
 def _started_by_number(engine: EngineSpec, settings: Servers) -> bool:

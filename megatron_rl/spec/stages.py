@@ -30,15 +30,15 @@ def config_of(settings: Mapping[str, Any], overrides: Mapping[str, Any], place: 
 
     `settings`: the run's config as plain values. `place`: name of the stage, for error messages.
     """
-    before = {**settings, "stages": []}
-    trees = [("the config", before)]
+    run_settings = {**settings, "stages": []}
+    trees = [("the config", run_settings)]
     for name, value in overrides.items():
         tree: Any = value
         for part in reversed(name.split(".")):
             tree = {part: tree}
         trees.append((place, tree))
-    own = files.load(TrainConfig, trees=trees)
-    changed = {name: pair for name, *pair in _changed(before, files.tree_of(own))}
+    stage_config = files.load(TrainConfig, trees=trees)
+    changed = {name: pair for name, *pair in _changed(run_settings, files.tree_of(stage_config))}
     fixed = [name for name in changed if not _matches(name, CHANGING) or _matches(name, FIXED)]
     longer = {name: pair for name, pair in changed.items() if _matches(name, LENGTHS) and pair[1] > pair[0]}
     if fixed:
@@ -52,7 +52,7 @@ def config_of(settings: Mapping[str, Any], overrides: Mapping[str, Any], place: 
             f"{place}: {name} = {new} is above {old}, for which memory and engines are set up: give the longest length "
             "outside of `stages`, and shorter ones in stages"
         )
-    return own
+    return stage_config
 
 
 def _changed(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -69,13 +69,13 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def recipe_differences(spec: RunSpec, own: RunSpec) -> Iterator[str]:
+def recipe_differences(spec: RunSpec, stage_spec: RunSpec) -> Iterator[str]:
     """Yields an error message if a stage's recipe differs from the run's recipe in its roles, scores or schedule."""
 
     def fixed(recipe: Any) -> tuple[object, ...]:
-        roles = [(name, part.trained, part.head, part.paired) for name, part in recipe.roles().items()]
+        roles = [(name, part.trained, part.head, part.gives) for name, part in recipe.roles().items()]
         kinds = sorted({roles for cycle in recipe.schedule() for roles in cycle})
         return roles, recipe.schedule(), [recipe.scores_of(roles) for roles in kinds]
 
-    if None not in (spec.recipe, own.recipe) and fixed(spec.recipe) != fixed(own.recipe):
+    if None not in (spec.recipe, stage_spec.recipe) and fixed(spec.recipe) != fixed(stage_spec.recipe):
         yield "recipe.args: the recipe then has other roles, scores or iterations, which cannot change during a run"

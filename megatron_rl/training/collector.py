@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -25,14 +25,14 @@ from typing import Any, TypeVar
 
 from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import ANY, Draw, PromptReader
+from megatron_rl.lib.timing import named_range
 from megatron_rl.run.metrics import SECONDS, Stopwatch
-from megatron_rl.timing import named_range
 from megatron_rl.training.credit import CreditStage, RolloutError, as_json
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RolloutContext, Schedule
-from megatron_rl.training.iteration_engines import GradeTurns, IterationEngine, OpenSessions
+from megatron_rl.training.iteration_engines import CutOffCounter, GradeTurns, IterationEngine, OpenSessions
 from megatron_rl.training.store import IterationStore, State
 from megatron_rl.training.write_ahead import WriteAhead
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import CUT_OFF, Prompt
 
 UNSERVED_S = 10.0  # an evaluation is cancelled after this many seconds without an engine that has its weights
 LOOK_S = 0.5  # seconds between two calls of the `idle` callback while the training thread waits for rollouts
@@ -87,9 +87,9 @@ class IterationMaker(ABC):
     def make(
         self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
     ) -> tuple[Collected, State | None]:
-        """Returns (rollouts and metrics of an iteration, state after the iteration). The state is None if the rollouts
-        were generated, and the recorded state if the rollouts were read from the record of another run. Several threads
-        may call `make` at once, each for a different iteration.
+        """Returns (rollouts and metrics of an iteration, positions of the prompt readers after the iteration). The
+        positions are None if the rollouts were generated, and the recorded positions if the rollouts were read from the
+        record of another run. Several threads may call `make` at once, each for a different iteration.
 
         `recipe_state`: the recipe's state with which rollouts are generated.
         `turn`: returns a context manager that waits until all earlier iterations have used the prompt readers. When its
@@ -156,7 +156,8 @@ class RolloutMaker(IterationMaker):
             role: IterationEngine(engine, priority, self.sessions, log and log.samples(role))
             for role, engine in context.engines.items()
         }
-        context = replace(context, engines=own)
+        cut_offs = CutOffCounter(context.grade)
+        context = replace(context, engines=own, grade=cut_offs)
         source = ReaderSource(reader, self.prompts_per_iteration, draw=self.draw)
         if self.max_staleness:
             recipe = copy.deepcopy(recipe)
@@ -175,6 +176,8 @@ class RolloutMaker(IterationMaker):
             )
         if source.dropped:
             context.add_metrics(iteration.role, {"prompts_too_long": float(source.dropped)})
+        if cut_offs.count:
+            context.add_metrics(iteration.role, {f"graded/{CUT_OFF}": float(cut_offs.count)})
         if self.max_staleness:
             context.add_metrics(iteration.role, context.watch.take())
         rollouts = {role: list(own) for role, own in found.items()}
@@ -195,18 +198,18 @@ class ReplayMaker(IterationMaker):
     def make(
         self, iteration: Iteration, recipe_state: State, turn: Turn = contextlib.nullcontext
     ) -> tuple[Collected, State]:
-        """Returns the recorded iteration without its timings, which belong to the other run, and the state that the
-        other run had after the iteration.
+        """Returns the recorded iteration without its timings, which belong to the other run, and the positions of the
+        other run's prompt readers after the iteration.
 
         Raises FileNotFoundError if the other run has no file of the iteration, and StoreError if the file is damaged or
         the iteration trained other roles.
         """
-        collected, state = self.recorded.read(iteration)
+        collected, positions = self.recorded.read(iteration)
         metrics = {
             role: {name: value for name, value in metrics.items() if not name.startswith(SECONDS)}
             for role, metrics in collected.metrics.items()
         }
-        return replace(collected, metrics=metrics), state
+        return replace(collected, metrics=metrics), positions
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,7 @@ class Collector:
         self._max, self._watch, self._idle = max_staleness, watch or Stopwatch(), idle
         # state of the recipe and the prompt readers after the last iteration that `take` returned
         self._state = {"recipe": credit.states, "data": maker.positions()}
+        self._taken: Collected | None = None  # the iteration that `take` returned last
         # numbers of iterations begun and trained since the collector started
         self._begun, self._trained = 0, 0
         # iterations that are begun and that `take` has not returned yet
@@ -309,25 +313,22 @@ class Collector:
         with self._watch("wait") if self._max else contextlib.nullcontext():
             while not wait([done], LOOK_S).done:
                 self._idle()
-        self._state = done.result().state
-        return done.result().collected
+        self._state, self._taken = done.result().state, done.result().collected
+        return self._taken
 
     def credit(self, iteration: Iteration, scored: Collected) -> Collected:
         """Computes the advantages of the iteration last returned by `take`. The rollouts in `scored` have the scores
         that the recipe requests. Returns the rollouts to train on, and their metrics.
 
-        The stored file of an iteration that is kept permanently is replaced, so that it has the advantages of the
-        rollouts. A later process computes the advantages again. Raises RolloutError if the rollouts cannot be trained
-        on.
+        The stored file of an iteration that is kept permanently is replaced, so that it shows the advantages of the
+        rollouts. Raises RolloutError if the rollouts cannot be trained on.
         """
         credited = self._credit.apply(iteration, scored)
         self._state = {**self._state, "recipe": self._credit.states}
         if self._store.keeps(iteration.number):
-            # Only roles that generated rollouts are stored: a critic is trained on the rollouts of another role.
-            # While the critic warms up, only the critic has rollouts to train on.
-            shown = {role: _with_credit(own, credited.rollouts.get(role, ())) for role, own in scored.rollouts.items()}
+            assert self._taken is not None, "`take` returned the iteration"
             with self._disk:
-                self._store.put(iteration, replace(credited, rollouts=shown, metrics=scored.metrics), self._state)
+                self._store.put(iteration, self._taken, self._state["data"], credited=credited)
         return credited
 
     def beside(
@@ -444,34 +445,18 @@ class Collector:
 
         with self._disk:
             kept = self._store.get(iteration)
-        collected, state = kept or self._maker.make(iteration, self._credit.state_for(iteration.number), turn)
-        if state is not None:  # recorded by another process or run
+        made, recorded = kept or self._maker.make(iteration, self._credit.state_for(iteration.number), turn)
+        if recorded is not None:  # by another process or run
             with turn():
-                self._maker.restore(state["data"])
+                self._maker.restore(recorded)
         with self._credits.turn(place):
-            if self._credit.after_scores:
-                collected = replace(collected, credited=False)  # the loop calls `credit`, also for stored iterations
-            elif state is not None and collected.credited:
-                self._credit.restore(state["recipe"], iteration.number + 1)
-            else:
-                collected = self._credit.apply(iteration, collected)
+            credited = None if self._credit.after_scores else self._credit.apply(iteration, made)
             state = {"recipe": self._credit.states, "data": positions}
             with self._disk:
                 # `close` waits for this lock, so the process does not exit before the file is complete
                 if kept is None and not self._closed:
-                    self._store.put(iteration, collected, state)
-        return _CollectedIteration(collected, state)
-
-
-def _with_credit(rollouts: Sequence[Rollout], credited: Sequence[Rollout]) -> list[Rollout]:
-    """Returns the rollouts of a role to store: `credited`, the rollouts with advantages, if they have the same texts in
-    the same order as `rollouts`. Otherwise returns `rollouts`, the rollouts without advantages, because a process that
-    reads the file computes the advantages again, from all rollouts.
-    """
-    same = len(rollouts) == len(credited) and all(
-        one.tokens is two.tokens for one, two in zip(rollouts, credited, strict=True)
-    )
-    return list(credited if same else rollouts)
+                    self._store.put(iteration, made, positions, credited=credited)
+        return _CollectedIteration(made if credited is None else credited, state)
 
 
 def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Iteration]:

@@ -5,13 +5,15 @@ and the resulting rollouts are checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from megatron_rl.batches.packed_batch import ADVANTAGES, IN_ADVANTAGES, SIGNALS
 from megatron_rl.training.iteration import Collected, CreditContext, Iteration, Recipe
-from megatron_rl.training.rollouts import measure, without_signal
+from megatron_rl.training.rollouts import measure, sizes, without_signal
 from megatron_rl.training.store import State
 from megatron_rl.types import Rollout, Stop
 
@@ -33,12 +35,11 @@ class CreditStage:
     """
 
     def __init__(
-        self, recipe: Recipe, *, lag: int = 0, after_scores: bool = False, uncredited: Collection[str] = (),
+        self, recipe: Recipe, *, lag: int = 0, after_scores: bool = False,
         recipe_at: Callable[[int], Recipe] | None = None,
     ) -> None:  # fmt: skip
-        """`uncredited`: roles whose loss does not use advantages, so that their rollouts may lack advantages.
-        `recipe_at`: function (number of an iteration) -> recipe that credits it; None: `recipe` credits all."""
-        self.recipe, self._uncredited, self._lag = recipe, frozenset(uncredited), lag
+        """`recipe_at`: function (number of an iteration) -> recipe that credits it; None: `recipe` credits all."""
+        self.recipe, self._lag = recipe, lag
         self.after_scores, self._recipe_at = after_scores, recipe_at
         # {number of credited iterations: state of the recipe after them}, oldest first
         self._states = {0: as_json(recipe.state_dict())}
@@ -70,14 +71,18 @@ class CreditStage:
             recipe.load_state_dict(self.states[-1])
             self.recipe = recipe
         found = self.recipe.credit(iteration, collected.rollouts, context)
-        if problem := next(_problems(iteration, found, self._uncredited), None):
+        parts = self.recipe.roles()
+        gives = {role: part.gives for role, part in parts.items()}
+        if problem := next(_problems(iteration, found, gives), None):
             raise RolloutError(f"iteration {iteration.number}{problem}")
         done = iteration.number + 1
         self._states = {**self._states, done: as_json(self.recipe.state_dict())}
         self._states = {number: state for number, state in self._states.items() if number >= done - self._lag}
         rollouts = {role: list(found[role]) for role in iteration.roles}
-        metrics = {role: measure(own) for role, own in rollouts.items()}
-        for role in rollouts.keys() - self._uncredited:
+        # A role with a head generates nothing: rewards and lengths are metrics of the role that wrote the texts.
+        heads = {role for role, part in parts.items() if part.head is not None}
+        metrics = {role: sizes(own) if role in heads else measure(own) for role, own in rollouts.items()}
+        for role in (role for role in rollouts if ADVANTAGES in parts[role].gives):
             metrics[role]["groups_without_signal"] = without_signal(rollouts[role])
         # a recipe may add metrics of roles that the iteration does not train
         for added in (collected.metrics, context.metrics):
@@ -107,10 +112,10 @@ def as_json(state: State) -> State:
 
 
 def _problems(
-    iteration: Iteration, found: Mapping[str, Sequence[Rollout]], uncredited: Collection[str]
+    iteration: Iteration, found: Mapping[str, Sequence[Rollout]], gives: Mapping[str, frozenset[str]]
 ) -> Iterator[str]:
     """Yields the reasons why the rollouts of an iteration cannot be trained on. Each reason is written so that it can
-    be appended to "iteration NUMBER" in an error message. `uncredited`: roles whose loss needs no advantages.
+    be appended to "iteration NUMBER" in an error message. `gives`: RecipeRole.gives of each role.
     """
     if set(found) != set(iteration.roles):
         yield (
@@ -121,11 +126,17 @@ def _problems(
         return
     for role in iteration.roles:
         for place, rollout in enumerate(found[role]):
-            if wrong := _fault(rollout, role, role not in uncredited):
+            if wrong := _fault(rollout, role, gives[role]):
                 yield f", {role}: rollout {place} (group {rollout.group!r}) {wrong}"
+        for group, size in Counter(r.group for r in found[role] if "pairs" in gives[role]).items():
+            if size != 2:
+                yield (
+                    f", {role}: group {group!r} has {size} rollouts, and the recipe gives pairs: return the preferred "
+                    "rollout and then the other one"
+                )
 
 
-def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
+def _fault(rollout: Rollout, role: str, given: frozenset[str]) -> str | None:
     """Returns the reason why a rollout cannot be trained on, as the end of a sentence, or None if it can be. Checks
     only conditions that the class Rollout does not check itself.
     """
@@ -134,9 +145,11 @@ def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
         return "was cut off by its engine, and is no answer: a session gives completions that are written to their end"
     if rollout.role != role:
         return f"is of role {rollout.role!r}: make it for the role that it is returned for"
-    if credited and rollout.advantages is None:
+    if given & IN_ADVANTAGES and rollout.advantages is None:
         return "has no advantages: assign them in the recipe's method credit (algorithms.advantages.assign_advantages)"
-    if credited and not np.isfinite(np.asarray(rollout.advantages)).all():
+    if absent := sorted(given - SIGNALS - rollout.values.keys()):
+        return f"has no {', '.join(absent)} in its values, which RecipeRole.gives names: add them in credit"
+    if given & IN_ADVANTAGES and not np.isfinite(np.asarray(rollout.advantages)).all():
         return "has advantages that are not finite: look at its rewards"
     if rollout.experts is not None and len(rollout.experts) != length - 1:
         return f"names the experts of {len(rollout.experts)} tokens; an engine tells those of all {length} but the last"

@@ -3,21 +3,26 @@ and to end a run early."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from megatron_rl.config.base import ConfigError, hint
 from megatron_rl.config.evaluation import Best, EarlyStop
+from megatron_rl.training.collector import Collector
 from megatron_rl.training.iteration import EvaluationDraws, Recipe, RolloutContext
-from megatron_rl.types import Prompt
+from megatron_rl.training.iteration_engines import CutOffCounter
+from megatron_rl.training.progress import Progress
+from megatron_rl.types import CUT_OFF, Prompt
 
 # {name of the set: {role: [P][n] graded answers}}
 Answers = Mapping[str, Mapping[str, list[list[dict[str, Any]]]]]
 # metrics that are summed over sets, besides num_*; other metrics are averaged
-COUNTS = ("ungraded", "ungraded_greedy", "replaced", "replaced_greedy", "too_long")
+COUNTS = ("ungraded", "ungraded_greedy", "replaced", "replaced_greedy", "too_long", CUT_OFF)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +37,56 @@ class HeldOutSet:
     grading: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of the current weights that has begun.
+
+    `result` waits until all answers are graded, and returns the metrics and the answers; a second call returns the same
+    values. It returns None if the evaluation was cancelled, see Collector.beside.
+    """
+
+    number: int  # number of finished iterations
+    cycles_begun: int
+    kept: dict[str, Any]  # the value of Progress.kept after the evaluation, which `result` fills
+    result: Callable[[], tuple[dict[str, float], Answers] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examiner:
+    """Evaluates the policies of a run. Used on the driver.
+
+    `served`: returns whether each role has an engine with the current weights.
+    """
+
+    recipe: Recipe
+    sets: Sequence[HeldOutSet]
+    context: RolloutContext
+    rollouts: Collector
+    served: Callable[[], bool] = lambda: True
+
+    def begin(self, progress: Progress, *, beside: bool) -> Evaluation:
+        """Begins an evaluation of the current weights. With `beside`, the evaluation runs in a thread, and training
+        goes on; otherwise it runs in the first call of `result`.
+        """
+        kept = copy.deepcopy(progress.kept)  # a copy, because a checkpoint must not have a part of the values
+        context = replace(self.context, kept=kept)
+        evaluate = functools.partial(evaluate_sets, self.recipe, self.sets)
+        if beside:
+            result = self.rollouts.beside(context, progress.number, evaluate, self.served)
+        else:
+            result = functools.cache(functools.partial(evaluate, context))
+        return Evaluation(progress.number, progress.cycles_begun, kept, result)
+
+
 def evaluate_sets(
     recipe: Recipe, sets: Sequence[HeldOutSet], context: RolloutContext
 ) -> tuple[dict[str, float], Answers]:
     """Evaluates a recipe on all sets. Used on the driver. Returns the metrics, and the graded answers.
 
     For a metric that all sets have, `role/metric` is the mean over the sets with equal weights; a count is summed over
-    the sets. With several sets there are also the metrics of each set, `role/SET/metric`. `context.kept` is {name of
-    the set: values that later evaluations of the set need}.
+    the sets that have it. The metric `role/cut_off` of the recipe's first role is the number of gradings that were cut
+    off, and is left out if it is 0. With several sets there are also the metrics of each set, `role/SET/metric`.
+    `context.kept` is {name of the set: values that later evaluations of the set need}.
     """
     found: dict[str, dict[str, float]] = {}
     answers: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
@@ -47,10 +94,15 @@ def evaluate_sets(
         answers[own.name] = {}
         kept = context.kept.setdefault(own.name, {})
         alone = replace(context, evaluation=own.draws, answers=answers[own.name], kept=kept, **own.grading)
-        found[own.name] = recipe.evaluate(own.prompts, alone)
+        cut_offs = CutOffCounter(alone.grade)
+        found[own.name] = recipe.evaluate(own.prompts, replace(alone, grade=cut_offs))
+        if cut_offs.count:
+            found[own.name][f"{next(iter(recipe.roles()))}/{CUT_OFF}"] = float(cut_offs.count)
     first, *others = found.values()
-    shared = [name for name in first if all(name in metrics for metrics in others)]
-    means = {name: (sum if _is_count(name) else fmean)([own[name] for own in found.values()]) for name in shared}
+    shared = [name for name in first if not _is_count(name) and all(name in metrics for metrics in others)]
+    means = {name: fmean(own[name] for own in found.values()) for name in shared}
+    counts = dict.fromkeys(name for own in found.values() for name in own if _is_count(name))
+    means |= {name: sum(own.get(name, 0.0) for own in found.values()) for name in counts}
     if not others:
         return means, answers
     for name, metrics in found.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.batches.packed_batch import ADVANTAGES
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.engines.protocol import Engine, Sampling, Session
 from megatron_rl.rewards.grading_pool import Graded
@@ -102,8 +103,8 @@ class RolloutContext:
     partner_weights: Mapping[str, float] = field(default_factory=dict)
     watch: Stopwatch = field(default_factory=Stopwatch)
     seed: int = 0  # random seed of the run
-    # an answer or episode with a higher reward is correct; the threshold is the middle of the setting reward.range
-    threshold: float = 0.5
+    # an answer or episode with a higher reward is correct; None if no scale is declared (see types.is_correct)
+    threshold: float | None = 0.5
     # lower end of the setting reward.range: the reward of an episode that the policy failed
     lowest_reward: float = 0.0
     # maximum share of an iteration's gradings that may fail (time out or raise an error)
@@ -196,8 +197,9 @@ class RecipeRole:
     # the setting `head` that the role must have: "value" for a critic, "score" for a reward model, None for a role that
     # generates text
     head: Literal["value", "score"] | None = None
-    # True if `credit` returns preference pairs for this role: two rollouts per group, the preferred one first
-    paired: bool = False
+    # What the rollouts that `credit` returns for this role give its loss (packed_batch.SIGNALS, or keys of
+    # Rollout.values). `check` refuses a loss that needs something else, and a loss that does not read all of it.
+    gives: frozenset[str] = frozenset({ADVANTAGES})
     reference: bool = False  # whether `scores` needs the role's frozen reference, even if the role's loss does not
 
 
@@ -250,6 +252,11 @@ class Recipe(ABC):
         """
         ...
 
+    def reads_answers(self) -> Mapping[str, str]:
+        """Returns {role: what reads the role's answers without their thoughts, for error messages}. The form of these
+        roles' responses must be known (megatron_rl/texts/response_forms.py). Default: no role."""
+        return {}
+
     def scores(self, iteration: Iteration) -> Sequence[Score]:
         """Returns requests for the values that `credit` needs and only the trainer can compute. Default: no request."""
         return ()
@@ -275,6 +282,13 @@ class Recipe(ABC):
         one reward, or {name: weight} for a weighted sum of several rewards.
         """
         return "outcome"
+
+    def needs_correct(self) -> str:
+        """Returns the name of a part of the method that needs to know which answers are correct, such as
+        recipe.args.curriculum; "" if there is none. With such a part, the reward must have a declared scale
+        (Reward.threshold).
+        """
+        return ""
 
     def check(self, spec: RunSpec) -> None:
         """Raises ConfigError if the method does not support a setting of the run (other than the recipe's arguments,

@@ -75,6 +75,24 @@ class IterationEngine:
         self.engine.tend()
 
 
+class CutOffCounter:
+    """A grader that counts the gradings that a response is taken to have cut off (see Graded.by_response), whichever
+    code of a recipe requests them.
+    """
+
+    def __init__(self, grade: Grade) -> None:
+        self._grade, self._cut_off = grade, list[Graded]()
+
+    @property
+    def count(self) -> int:
+        return len(self._cut_off)
+
+    def __call__(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        graded = self._grade(responses, payloads)
+        self._cut_off += [one for one in graded if one.by_response]
+        return graded
+
+
 class GradeTurns:
     """A grader that threads share. One thread grades at a time, and the waiting thread with the lowest priority number
     is next. After `close`, a call that has not begun raises EngineError.

@@ -4,6 +4,7 @@ must match those of its trainer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -11,23 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.chat_template import tokenize
 from megatron_rl.config.schema import SOURCES, Preflight, Reward
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.rewards.grading_pool import Graded
-from megatron_rl.text import fill
-from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.text import fill
+from megatron_rl.training.fleet import Fleet
 from megatron_rl.training.iteration import Grade, Recipe, RolloutContext
 from megatron_rl.training.prompts import no_answer
 from megatron_rl.training.rollouts import sample
-from megatron_rl.training.update import Policy, policy_logprobs
 from megatron_rl.types import SOURCE, Outcome, Prompt, Rollout
-from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # maximum number of tokens sampled per prompt for the comparison of log-probs
 # The mean score of known correct answers must be at least CORRECT_SHARE, and the mean score of known wrong answers at
 # most WRONG_SHARE. Both are positions in the setting reward.range: 0 is its lower end, 1 is its upper end.
 CORRECT_SHARE, WRONG_SHARE = 0.75, 0.25
+_log = logging.getLogger(__name__)
 
 
 class PreflightFailure(RuntimeError):
@@ -71,8 +71,8 @@ def check_reward(
 
     Raises PreflightFailure if the mean score of correct answers is below CORRECT_SHARE of the range, or the mean score
     of wrong answers is above WRONG_SHARE of the range. Also raises PreflightFailure if the reward function raises an
-    error or returns no score, and if a problem has no gold answer. Gradings that time out are ignored, unless all of
-    them time out.
+    error or returns no score, and if a problem has no gold answer. Gradings that time out or are cut off have no score.
+    They are left out with a warning, unless no grading has a score.
     """
     payloads = [p.payload for p in prompts]
     low, high = bounds
@@ -101,7 +101,7 @@ def check_rewards(grade: Grade, plan: PreflightPlan) -> dict[str, float]:
     for source, own in plan.chosen.items():
         reward = plan.rewards.get(source, plan.reward)
         place = f"{SOURCES}.{source}" if source else plan.place
-        scores = check_reward(grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.range, place=place)
+        scores = check_reward(grade, own, reward.wrong_answer, reward.answer_format, bounds=reward.bounds, place=place)
         found |= {f"{name}/{source}" if source else name: score for name, score in scores.items()}
     return found
 
@@ -109,80 +109,60 @@ def check_rewards(grade: Grade, plan: PreflightPlan) -> dict[str, float]:
 def _mean_score(
     name: str, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]], graded: Sequence[Graded]
 ) -> float:
-    """Returns the mean of the gradings that have a score. Raises PreflightFailure if a grading raised an error or
-    returned no score, or if all gradings timed out.
+    """Returns the mean of the gradings that have a score, and warns about gradings that a limit cut off. Raises
+    PreflightFailure if a grading raised an error or returned no score, or if all gradings were cut off.
     """
+    scores = [g.score for g in graded if g.outcome is Outcome.SCORE and not g.cut_off]
     for place, one in enumerate(graded):
-        if one.outcome is Outcome.ERROR or all(g.outcome is Outcome.TIMEOUT for g in graded):
+        if (one.outcome is Outcome.ERROR and not one.by_response) or not scores:
             raise PreflightFailure(
                 f"the reward gives no score to the known {name} answer {responses[place]!r} for the gold answer "
                 f"{payloads[place]['answer']!r}: {one.detail}. Mend the function of reward.target, or switch this "
                 "check off by preflight.reward=false"
             )
-    return fmean(g.score for g in graded if g.outcome is Outcome.SCORE)
+    if cut_off := [g for g in graded if g.cut_off]:
+        _log.warning(
+            "preflight: %d of %d gradings of known %s answers were cut off (%s): the service of the reward hangs, or "
+            "reward.timeout_s is too short", len(cut_off), len(graded), name, cut_off[0].detail,
+        )  # fmt: skip
+    return fmean(scores)
 
 
-def check_logprobs(
-    world: World, context: RolloutContext, memory: DeviceMemory, *, texts: Sequence[str], limit: float
-) -> dict[str, float]:
+def check_logprobs(fleet: Fleet, context: RolloutContext, *, texts: Sequence[str], limit: float) -> dict[str, float]:
     """Compares the log-probs of each policy with those of its engine, on tokens sampled after `texts`. Returns the mean
-    |engine log-prob - trainer log-prob| of each policy that has an engine.
+    |engine log-prob - trainer log-prob| of each policy that has an engine (a replay has no engines).
 
-    Called by every rank. The engines must already hold the policies' weights.
-
-    For the first role whose mean difference is above `limit`, raises PreflightFailure on the driver and DriverError on
-    the other ranks.
+    Called on the driver. The engines must already hold the policies' weights. Raises PreflightFailure for the first
+    role whose mean difference is above `limit`.
     """
     gaps = {}
-    for role, trainee in memory.trainees.items():
-        if trainee.refit is not None:  # skips policies without an engine (a replay has no engines)
-            pair = engine_and_trainer(world, context, memory, role, texts)
-            gaps[f"preflight/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
+    for role in fleet.with_engine:
+        fleet.generate()
+        rollouts = _short_probe(context, role, texts)
+        scores = fleet.score(role, rollouts, ["logprobs"])
+        pair = engine_and_trainer(rollouts, [values["logprobs"] for values in scores])
+        gaps[f"preflight/logprob_gap_{role}"] = _judge_gap(role, pair, limit)
     return gaps
 
 
-def engine_and_trainer(
-    world: World, context: RolloutContext, memory: DeviceMemory, role: str, texts: Sequence[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Samples short continuations of `texts` with the role's engine, and returns the log-probs of the sampled tokens
-    from the engine and from the role's policy (the trainer).
-
-    Returns two arrays [N] float32, empty on ranks other than the driver.
+def engine_and_trainer(rollouts: Sequence[Rollout], trainer: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the engine's and the trainer's log-probs of the sampled tokens of all rollouts: two arrays
+    [number of sampled tokens] float32. `trainer`: the trainer's log-probs [T] of each rollout.
     """
-    drawn: list[Rollout] = []
-    memory.generate()
-    world.from_driver(lambda: drawn.extend(_short_probe(context, role, texts)))
-    with memory.weights(role):
-        return both_logprobs(world, memory.trainees[role].policy, drawn)
+    engine = np.concatenate([r.logprobs[r.trainable] for r in rollouts])
+    return engine, np.concatenate([values[r.trainable] for r, values in zip(rollouts, trainer, strict=True)])
 
 
-def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the engine's and the trainer's log-probs of the sampled tokens of the rollouts `drawn`. Called by every
-    rank; `drawn` is used on the driver only.
-
-    Returns two arrays [number of sampled tokens] float32, empty on the other ranks.
-    """
-    found = policy_logprobs(world, policy, list(drawn) if world.rank == 0 else None)
-    if found is None:
-        return np.empty(0, np.float32), np.empty(0, np.float32)
-    engine = np.concatenate([r.logprobs[r.trainable] for r in drawn])
-    return engine, np.concatenate([values[r.trainable] for r, values in zip(drawn, found, strict=True)])
-
-
-def check(
-    world: World, context: RolloutContext, recipe: Recipe, memory: DeviceMemory, plan: PreflightPlan
-) -> dict[str, float]:
+def check(fleet: Fleet, context: RolloutContext, recipe: Recipe, plan: PreflightPlan) -> dict[str, float]:
     """Runs the checks before training: tests the reward function, if configured, and the log-probs of every policy.
-    Called by every rank. If a check fails, raises PreflightFailure on rank 0 and DriverError on the other ranks.
+    Called on the driver. Raises PreflightFailure if a check fails.
     """
-    if not plan.settings.enabled:
-        return {}
-    chosen = plan.chosen  # empty on all ranks but the driver
-    if not world.broadcast(len(chosen)):
+    chosen = plan.chosen
+    if not chosen:
         raise PreflightFailure("no prompts for the preflight: give some, or set preflight.enabled=false")
-    scores = world.from_driver(check_rewards, context.grade, plan) if plan.settings.reward else {}
+    scores = check_rewards(context.grade, plan) if plan.settings.reward else {}
     texts = [recipe.prompt(p.payload) for own in chosen.values() for p in own]
-    return scores | check_logprobs(world, context, memory, texts=texts, limit=plan.settings.gap_limit)
+    return scores | check_logprobs(fleet, context, texts=texts, limit=plan.settings.gap_limit)
 
 
 def probe(context: RolloutContext, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.chat_template import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
+from megatron_rl.config.evaluation import Evaluation
 from megatron_rl.config.schema import HELD_OUT, SOURCES, ConfigError, Model, PromptSet, RoleConfig, Source
 from megatron_rl.data.benchmarks import Benchmark, read_benchmark
 from megatron_rl.data.conversations import MESSAGES, QUESTION, as_conversation, shape_of
-from megatron_rl.data.problems import Problem, PromptReader, read_problems
+from megatron_rl.data.problems import Problem, PromptReader, asked, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
+from megatron_rl.texts.chat_template import ChatError, ChatTokenizer, UserText, tokenize, tokenizer_of
+from megatron_rl.texts.vocabulary import Vocabulary, check_vocabularies
 from megatron_rl.training.iteration import Recipe
 from megatron_rl.types import SOURCE, TEMPLATE
-from megatron_rl.vocabulary import Vocabulary, check_vocabularies
 
 Encode = Callable[[Mapping[str, Any]], list[int]]  # values of a problem -> tokens of its prompt
 
@@ -80,9 +81,9 @@ def read_sets(
     """
     evaluated = {f"{HELD_OUT}.{own.name}": own for own in held_out}
     training = {name: _of_source(name, own) for name, own in sets.items() if name not in evaluated}
-    asked = any(MESSAGES in own[0].values for own in training.values() if own)
+    chats = any(MESSAGES in own[0].values for own in training.values() if own)
     problems = training | {
-        name: _with_values(_as_trained(read_set(sets[name], own.benchmark), own, chat=asked), {TEMPLATE: own.template})
+        name: _with_values(_as_trained(read_set(sets[name], own.benchmark), own, chat=chats), {TEMPLATE: own.template})
         for name, own in evaluated.items()
         if name in sets
     }
@@ -182,6 +183,36 @@ def readers_of(
         for setting in [setting for setting, most in limits.items() if most < shortest]:
             raise DataError(f"{setting} = {limits[setting]}: every prompt of {name} is longer, the shortest {shortest}")
     return readers
+
+
+def overlaps(
+    training: Iterable[str], held_out: Mapping[str, Sequence[Mapping[str, Any]]], evaluation: Evaluation
+) -> list[str]:
+    """Returns a line for each evaluation set with problems that are also in the training data.
+
+    `training`: the text that identifies a problem (data.problems.asked) of each training problem. `held_out`: {name of
+        an evaluation set: the values of its problems}. `evaluation`: the settings of the run's evaluations.
+
+    Raises ConfigError if all problems of a set are training problems, and `best` or `early_stop` follows a metric to
+    which the set contributes: the metric then measures what was memorised.
+    """
+    texts = {name: [asked(values) for values in own] for name, own in held_out.items()}
+    searched, lines = {text for own in texts.values() for text in own}, list[str]()
+    trained = {text for text in training if text in searched}
+    rules = {"best": evaluation.best, "early_stop": evaluation.early_stop}
+    for name, own in texts.items():
+        known = sum(text in trained for text in own)
+        line = f"{known} of {len(own)} problems of {HELD_OUT}.{name} are in data, too"
+        for rule, settings in rules.items():
+            # in a metric such as generator/math500/accuracy, the second part is the name of a set
+            of_set = None if settings is None else next(iter(settings.metric.split("/")[1:-1]), None)
+            if settings is not None and 0 < known == len(own) and (of_set == name or of_set not in texts):
+                raise ConfigError(
+                    f"{line}, and evaluation.{rule} follows {settings.metric}: evaluate on other problems "
+                    f"(`megatron-rl data split` holds some out), or leave evaluation.{rule} out"
+                )
+        lines += [f"WARNING: {line}"] if known else []
+    return lines
 
 
 def no_answer(place: str, values: Mapping[str, Any]) -> str:

@@ -129,15 +129,17 @@ def pieces_of(rollout: Rollout) -> list[TextPiece]:
     ]  # fmt: skip
 
 
-def to_table(iteration: int, rollouts: Sequence[Rollout], texts: Sequence[RolloutText] | None) -> pa.Table:
-    """Returns a table with one row per rollout. `texts`: decoded texts of each rollout; None leaves the text columns
-    empty.
+def to_table(
+    iteration: int, rollouts: Sequence[Rollout], shown: Sequence[Rollout], texts: Sequence[RolloutText] | None
+) -> pa.Table:
+    """Returns a table with one row per rollout. `shown`: the same rollouts for the human-readable columns, for example
+    with advantages. `texts`: decoded texts of each rollout; None leaves the text columns empty.
 
     Raises TypeError if a payload is not JSON.
     """
-    from megatron_rl.message_codec import pack  # slow to import, and not needed to read the text columns
+    from megatron_rl.messages.message_codec import pack  # slow to import, and not needed to read the text columns
 
-    rows = [_readable(iteration, r, None if texts is None else texts[i]) for i, r in enumerate(rollouts)]
+    rows = [_readable(iteration, r, None if texts is None else texts[i]) for i, r in enumerate(shown)]
     fields = [{name: getattr(r, name) for name in _OTHERS} for r in rollouts]
     columns = {
         **dict(zip(READABLE.names, pa.Table.from_pylist(rows, READABLE).columns, strict=True)),
@@ -153,7 +155,7 @@ def from_table(table: pa.Table) -> list[Rollout]:
     """Returns the rollouts of a table that `to_table` created. Raises ValueError, KeyError or TypeError if a row is
     damaged.
     """
-    from megatron_rl.message_codec import unpack  # slow to import, and not needed to read the text columns
+    from megatron_rl.messages.message_codec import unpack  # slow to import, and not needed to read the text columns
 
     names = ["role", "group", "stop", "payload", "others"]
     rows = table.select(names).to_pylist()

@@ -18,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.run.atomic_files import push
+from megatron_rl.lib.regular_files import regular
+from megatron_rl.lib.user_code import one_line
+from megatron_rl.run.atomic_files import replacing
 from megatron_rl.run.json_lines import RESUME, DiskError
-from megatron_rl.text import Decoded
+from megatron_rl.texts.text import Decoded
 from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.rollout_parquet import (
     EXACT,
@@ -36,7 +38,7 @@ from megatron_rl.training.rollout_parquet import (
 from megatron_rl.training.write_ahead import WriteAhead
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 6  # version of the file format; files of other versions are rejected
+FORMAT = 7  # version of the file format; files of other versions are rejected
 ROLLOUTS = "rollouts"  # name of the subdirectory of a run directory that holds the iterations
 CHUNK_BYTES = 32 << 20  # approximate size of the arrays that are written in one chunk
 State = dict[str, Any]  # a state of JSON values, for checkpoints
@@ -62,7 +64,7 @@ class StoreError(RuntimeError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileHead:
     """The metadata of a file as JSON values: the iteration, the settings under which its rollouts were generated, and
-    all other data that is not per rollout.
+    all other data that is not per rollout. The metrics are those of the rollout stage.
     """
 
     format: int
@@ -70,11 +72,10 @@ class _FileHead:
     roles: tuple[str, ...]  # roles that the iteration trains, in order
     fingerprint: str  # hash of the settings under which the rollouts were generated, see `fingerprint`
     kept: bool  # True if the file has decoded texts for the report
-    rows: Mapping[str, int]  # number of rollouts of each role, in the order of training
+    rows: Mapping[str, int]  # number of rollouts of each role
     metrics: Mapping[str, Mapping[str, float]]  # metrics by role
     handed_over: Mapping[str, Any]  # values of Collected.handed_over
-    credited: bool  # True if the rollouts have advantages
-    state: State  # state of the recipe and the prompt readers after the iteration
+    data: State  # positions of the prompt readers after the iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,10 @@ class Waiting:
 
 class IterationStore:
     """The iteration files (iteration_000012.parquet, ...) of one directory, written and removed by one driver.
+
+    A file has an iteration as the method `rollout` of the recipe returned it, before scores and credit. A process that
+    reads the file computes both again. The readable columns show the advantages and rewards after the credit, if they
+    were computed when the file was written.
 
     A file is kept until a checkpoint that is completely written covers its iteration, so a run that is killed and
     resumed does not generate an iteration twice. Then the file is removed, unless the iteration's number is a multiple
@@ -116,11 +121,15 @@ class IterationStore:
         """Returns whether the file of iteration `number` is kept after a checkpoint covers the iteration."""
         return self._every > 0 and number % self._every == 0
 
-    def put(self, iteration: Iteration, collected: Collected, state: State) -> Path:
-        """Writes the file of an iteration atomically, and removes the iteration's write-ahead file. `state`: state of
-        the recipe and the prompt readers after the iteration.
+    def put(
+        self, iteration: Iteration, collected: Collected, data: State, *, credited: Collected | None = None
+    ) -> Path:
+        """Writes the file of an iteration atomically, and removes the iteration's write-ahead file.
 
-        Raises TypeError if a payload, metric or the state is not JSON, and DiskError if the file cannot be written.
+        `collected`: the iteration before scores and credit. `data`: positions of the prompt readers after the
+        iteration. `credited`: the iteration after the credit, which determines only the readable columns.
+
+        Raises TypeError if a payload, metric or position is not JSON, and DiskError if the file cannot be written.
         """
         kept = self._decode is not None and self.keeps(iteration.number)
         head = {
@@ -132,17 +141,16 @@ class IterationStore:
             "rows": {role: len(rollouts) for role, rollouts in collected.rollouts.items()},
             "metrics": {role: {name: float(v) for name, v in own.items()} for role, own in collected.metrics.items()},
             "handed_over": collected.handed_over,
-            "credited": collected.credited,
-            "state": state,
+            "data": data,
         }
-        tables = _tables(iteration.number, collected, self._decode if kept else None)
+        tables = _tables(iteration.number, collected, credited, self._decode if kept else None)
         path = self.path(iteration.number)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             _write(path, json.dumps(head), tables)
             self.ahead.drop(iteration.number)
         except OSError as error:
-            raise DiskError(f"{path} cannot be written ({_one_line(error)}): {RESUME}") from error
+            raise DiskError(f"{path} cannot be written ({one_line(error)}): {RESUME}") from error
         return path
 
     def get(self, iteration: Iteration) -> tuple[Collected, State] | None:
@@ -159,15 +167,15 @@ class IterationStore:
             with _opened(path) as file:
                 head = _head(file)
                 if (head.fingerprint, head.roles, head.number) == wanted:
-                    return _collected(file, head), head.state
+                    return _collected(file, head), head.data
         except _UNREADABLE as error:
             _log.warning(
-                "%s cannot be read (%s): iteration %d is collected again", path, _one_line(error), iteration.number
+                "%s cannot be read (%s): iteration %d is collected again", path, one_line(error), iteration.number
             )
         return None
 
     def read(self, iteration: Iteration) -> tuple[Collected, State]:
-        """Returns the rollouts of a recorded iteration and the state after the iteration, for a replay. The settings of
+        """Returns a recorded iteration and the positions of the prompt readers after it, for a replay. The settings of
         the recorded run may differ from the settings of this run.
 
         Raises FileNotFoundError if the iteration has no file, and StoreError if the file is damaged or the recorded
@@ -184,10 +192,10 @@ class IterationStore:
             with _opened(path) as file:
                 head = _head(file)
                 if head.roles == iteration.roles:
-                    return _collected(file, head), head.state
+                    return _collected(file, head), head.data
         except _UNREADABLE as error:
             raise StoreError(
-                f"{path} cannot be read ({_one_line(error)}): bring a whole copy of it, or replay another run"
+                f"{path} cannot be read ({one_line(error)}): bring a whole copy of it, or replay another run"
             ) from None
         raise StoreError(
             f"{path} trained {', '.join(head.roles)}; iteration {iteration.number} of this run trains "
@@ -283,21 +291,25 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
             raise ValueError("it lacks columns, as another version wrote it")
         rows = table.to_pylist()
     except _UNREADABLE as error:
-        raise StoreError(f"{path} cannot be read ({_one_line(error)}): remove it") from None
+        raise StoreError(f"{path} cannot be read ({one_line(error)}): remove it") from None
     return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows if role in (None, row["role"])]
 
 
-def _tables(number: int, collected: Collected, decode: Decode | None) -> Iterator[pa.Table]:
+def _tables(number: int, collected: Collected, credited: Collected | None, decode: Decode | None) -> Iterator[pa.Table]:
     """Yields the rollouts as tables, role by role, in chunks of about CHUNK_BYTES to limit the memory needed for
-    writing.
+    writing. `credited`: the rollouts that the readable columns show. The credit may leave out rollouts, which are shown
+    as in `collected`.
     """
     for role, rollouts in collected.rollouts.items():
         first, size = 0, 0
+        # the credit copies a rollout without copying its tokens
+        after = {} if credited is None else {id(r.tokens): r for r in credited.rollouts.get(role, ())}
         for end, rollout in enumerate(rollouts, start=1):
             size += num_bytes(rollout)
             if size >= CHUNK_BYTES or end == len(rollouts):
                 chunk = rollouts[first:end]
-                yield to_table(number, chunk, None if decode is None else _texts(role, chunk, decode))
+                shown = [after.get(id(r.tokens), r) for r in chunk]
+                yield to_table(number, chunk, shown, None if decode is None else _texts(role, shown, decode))
                 first, size = end, 0
 
 
@@ -320,10 +332,9 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[Rollo
 
 
 def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
-    """Writes an iteration file atomically: writes a temporary file, flushes it to disk, and renames it."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Writes an iteration file atomically and durably."""
     schema = SCHEMA.with_metadata({_HEAD: head.encode()})
-    try:
+    with replacing(path) as temporary:
         with pq.ParquetWriter(
             temporary,
             schema,
@@ -337,19 +348,13 @@ def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
             for table in tables:
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=table.num_rows)
         _seal(temporary)
-        push([temporary])
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    push([path.parent])
 
 
 def _seal(path: Path) -> None:
     """Inserts a digest of a Parquet file's footer before the footer, at a position that Parquet readers ignore. Parquet
     has checksums for pages, but not for the footer.
     """
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=regular) as file:
         footer = _footer(file)
         file.seek(-len(footer), os.SEEK_END)
         file.write(_digest(footer) + footer)
@@ -369,7 +374,7 @@ def _opened(path: Path) -> pq.ParquetFile:
     """Opens an iteration file after checking the digest of its footer. Raises ValueError if the digest is missing or
     wrong.
     """
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular) as file:
         footer = _footer(file)
         file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
         if file.read(_DIGEST_BYTES) != _digest(footer):
@@ -398,7 +403,7 @@ def _head_of(path: Path, consequence: str) -> _FileHead | None:
         with _opened(path) as file:
             return _head(file)
     except _UNREADABLE as error:
-        _log.warning("%s cannot be read (%s): %s", path, _one_line(error), consequence)
+        _log.warning("%s cannot be read (%s): %s", path, one_line(error), consequence)
         return None
 
 
@@ -410,7 +415,7 @@ def _collected(file: pq.ParquetFile, head: _FileHead) -> Collected:
             by_role[rollout.role].append(rollout)
     if {role: len(rollouts) for role, rollouts in by_role.items()} != dict(head.rows):
         raise ValueError("its rows are not those of its roles")
-    return Collected(rollouts=by_role, metrics=head.metrics, handed_over=head.handed_over, credited=head.credited)
+    return Collected(rollouts=by_role, metrics=head.metrics, handed_over=head.handed_over)
 
 
 _EXACTLY = ["role", "group", "stop", *EXACT.names]  # the columns that `from_table` reads
@@ -418,7 +423,3 @@ _EXACTLY = ["role", "group", "stop", *EXACT.names]  # the columns that `from_tab
 
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

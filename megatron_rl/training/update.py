@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron_rl.batches.data_parallel_split import Partitioner, ReplicaShares, split_over_replicas
 from megatron_rl.batches.packed_batch import BatchLoss, reads_logprobs
 from megatron_rl.batches.replica_batch import COUNTED, Outline, Work
+from megatron_rl.lib.timing import Timer
+from megatron_rl.messages.world import Replicas, World
 from megatron_rl.run.metrics import SPEED
-from megatron_rl.timing import Timer
 from megatron_rl.types import Rollout
-from megatron_rl.world import Replicas, World
 
 SUMMED = (
     "trained_tokens",

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_rl.engines.protocol import Completion, SampleLog, Sampling
+from megatron_rl.lib.regular_files import UntrustedFile, regular
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.atomic_files import push
 from megatron_rl.run.json_lines import RESUME, DiskError
@@ -105,13 +106,15 @@ class LogFile:
         self._failure: OSError | None = None  # error of a flush
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = path.open("a+b", buffering=0)
+            self._file: BinaryIO = open(path, "a+b", buffering=0, opener=regular)  # noqa: SIM115 (closed by `close`)
             head, self._end = _digest(f"{FORMAT} {fingerprint}".encode()), 0
             self._recover()
             if self._places.pop(head, None) is None:
                 self._places, self._end = {}, 0
                 self._file.truncate(0)
             self.recovered = len(self._places)
+        except UntrustedFile:
+            raise
         except OSError as error:
             raise self._error(error) from error
         if not self._end:
@@ -123,8 +126,8 @@ class LogFile:
 
     def grader(self, grade: Grade) -> Grade:
         """Returns a function that grades responses. Gradings in the file are used again. Other responses are graded
-        with `grade`, and the new gradings are added to the file, except failed gradings, because a resumed run may
-        succeed in grading these responses.
+        with `grade`, and the new gradings are added to the file, except gradings that failed or were cut off, because a
+        resumed run may succeed in grading these responses.
         """
 
         def logged(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
@@ -134,7 +137,8 @@ class LogFile:
             graded = [self.read(address) for address in asked]
             rest = [i for i, one in enumerate(graded) if one is None]
             fresh = grade([responses[i] for i in rest], [payloads[i] for i in rest]) if rest else []
-            self.add([(asked[i], one) for i, one in zip(rest, fresh, strict=True) if one.outcome is Outcome.SCORE])
+            done = [(asked[i], one) for i, one in zip(rest, fresh, strict=True)]
+            self.add([pair for pair in done if pair[1].outcome is Outcome.SCORE and not pair[1].cut_off])
             for i, one in zip(rest, fresh, strict=True):
                 graded[i] = one
             return graded
@@ -154,7 +158,9 @@ class LogFile:
         """Returns the value with an address, among the records that the file had when it was opened; None if there is
         no such record.
         """
-        from megatron_rl.message_codec import unpack  # slow to import, and not needed to read the iteration store
+        from megatron_rl.messages.message_codec import (
+            unpack,  # slow to import, and not needed to read the iteration store
+        )
 
         if self._closed or address not in self._places:
             return None
@@ -165,7 +171,7 @@ class LogFile:
         """Appends records (address, value) as one transaction: a reader gets all records, or no record if the process
         was killed during the write. No-op for a closed file. Raises DiskError if the records cannot be written.
         """
-        from megatron_rl.message_codec import pack
+        from megatron_rl.messages.message_codec import pack
 
         with self._change:
             if self._closed or not records:

@@ -84,17 +84,17 @@ def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
     expert = 0
     layers = [registry.layer_rows(sizes, layer) for layer in stage_layers(sizes, parallel)[stage]]
     for like, number in Counter(map(id, layers)).items():  # equal layers are the same object
-        own = next(rows for rows in layers if id(rows) == like)
-        dense += number * sum(_elements(row, parallel) for row in own if not row.experts)
-        expert += number * sum(_elements(row, parallel) * row.experts // parallel.ep for row in own if row.experts)
+        layer = next(rows for rows in layers if id(rows) == like)
+        dense += number * sum(_elements(row, parallel) for row in layer if not row.experts)
+        expert += number * sum(_elements(row, parallel) * row.experts // parallel.ep for row in layer if row.experts)
     return ParameterCounts(dense=dense, expert=expert)
 
 
 def adapter_elements(shape: Shape, parallel: Parallel, lora: Lora, stage: int = 0) -> int:
     """Returns the total number of elements of the LoRA matrices A and B on a rank of pipeline stage `stage`."""
     layers = stage_layers(shape.sizes, parallel)[stage]
-    own = (p.elements(lora.rank, parallel.tp) for layer in layers for p in adapted(shape.sizes, layer, lora))
-    return int(sum(own))
+    adapter_sizes = (p.elements(lora.rank, parallel.tp) for layer in layers for p in adapted(shape.sizes, layer, lora))
+    return int(sum(adapter_sizes))
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:
@@ -117,7 +117,7 @@ def engine_bytes(shape: Shape, width: int, form: Format | None) -> float:
     """Returns the size in bytes of all weights of a model in the form in which engines hold them. `width`: bytes per
     element of the weights that are not quantised. `form`: the format of the quantised weights; None if no weights are
     quantised."""
-    linear = 0 if form is None else sum(prod(whole) for whole in quantised_shapes(shape.sizes).values())
+    linear = 0 if form is None else sum(prod(size) for size in quantised_shapes(shape.sizes).values())
     return width * (total(shape) - linear) + (0 if form is None else form.bytes_per_element * linear)
 
 
@@ -141,9 +141,9 @@ def active(shape: Shape) -> int:
 
     The embedding lookup is not counted. The output layer is counted, and `shape.active` experts per layer are counted.
     """
-    found, sizes = counts(shape, Parallel(world=1)), shape.sizes
-    experts = found.expert * shape.active // sizes.experts if sizes.experts else 0
-    return found.dense + experts - (0 if sizes.tied else sizes.vocab * sizes.hidden)
+    all_parameters, sizes = counts(shape, Parallel(world=1)), shape.sizes
+    experts = all_parameters.expert * shape.active // sizes.experts if sizes.experts else 0
+    return all_parameters.dense + experts - (0 if sizes.tied else sizes.vocab * sizes.hidden)
 
 
 def _elements(row: Row, parallel: Parallel) -> int:

@@ -41,8 +41,8 @@ class DistCheckpoint:
         """
         self.directory, self.trust = Path(directory), trust
         newer = f"torch here is {torch.__version__}; a checkpoint of a newer torch may need that one"
-        said = f"{directory} is not a distributed checkpoint that can be read here"
-        with refusing(lambda error: f"{said}: {error} in its .metadata ({newer})", *DAMAGED):
+        unreadable = f"{directory} is not a distributed checkpoint that can be read here"
+        with refusing(lambda error: f"{unreadable}: {error} in its .metadata ({newer})", *DAMAGED):
             self._metadata: Any = read_metadata(self.directory, trust=trust)
         refuse(*self._file_problems())
 
@@ -50,8 +50,8 @@ class DistCheckpoint:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns {Megatron name: (shape, dtype)} of every stored tensor, with layers stacked, including the optimizer
         state."""
-        found = self._metadata.state_dict_metadata.items()
-        return {name: (tuple(m.size), m.properties.dtype) for name, m in found if isinstance(m, TensorStorageMetadata)}
+        stored = self._metadata.state_dict_metadata.items()
+        return {name: (tuple(m.size), m.properties.dtype) for name, m in stored if isinstance(m, TensorStorageMetadata)}
 
     @property
     def optimizer_states(self) -> list[str]:
@@ -66,12 +66,15 @@ class DistCheckpoint:
         Raises ConfigError if a parameter is missing or its shape does not match `sizes`.
         """
         for name in whole_names(sizes):
-            whole, rects = self.checked(sizes, name), megatron(sizes, name, WHOLE)[1]
+            parameter, rects = self.checked(sizes, name), megatron(sizes, name, WHOLE)[1]
             by_tensor: dict[str, list[Rect]] = {}
             for rect in rects:
                 by_tensor.setdefault(rect.tensor, []).append(rect)
-            for tensor, own in by_tensor.items():
-                yield tensor, local(whole, own[0]) if len(own) == 1 else assemble([(whole, own)])[tensor]
+            for tensor, cuts in by_tensor.items():
+                yield (
+                    tensor,
+                    local(parameter, cuts[0]) if len(cuts) == 1 else assemble([(parameter, cuts)])[tensor],
+                )
 
     def checked(self, sizes: Sizes, name: str, prefix: str = "") -> Tensor:
         """Returns a whole parameter, or its optimizer state if `prefix` is given. The returned tensor may have
@@ -80,14 +83,14 @@ class DistCheckpoint:
         Raises ConfigError if the parameter is missing or its shape does not match `sizes`.
         """
         rows, columns = megatron(sizes, name, WHOLE)[0]
-        whole = self.parameter(name, prefix)
-        found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
-        if found[1] != columns or found[0] < rows or (found[0] > rows and not is_padded(sizes, name)):
+        parameter = self.parameter(name, prefix)
+        size = (parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1)
+        if size[1] != columns or size[0] < rows or (size[0] > rows and not is_padded(sizes, name)):
             raise ConfigError(
-                f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: "
+                f"{self.directory}: {prefix}{name} is {size}, the model's config says {(rows, columns)}: "
                 "is the checkpoint another model's?"
             )
-        return whole
+        return parameter
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the dtype in which a parameter is stored."""
@@ -108,7 +111,7 @@ class DistCheckpoint:
         """
         (key, index), stored = self._find(name, prefix)
         drop = len(index)
-        shape, out = tuple(stored.size)[drop:], None
+        shape, assembled = tuple(stored.size)[drop:], None
         for chunk in stored.chunks:
             offsets, lengths = tuple(chunk.offsets), tuple(chunk.sizes)
             if any(not o <= i < o + n for i, o, n in zip(index, offsets, lengths, strict=False)):
@@ -116,15 +119,15 @@ class DistCheckpoint:
             place = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
             with (self.directory / place.relative_path).open("rb") as file:
                 view: Any = _create_file_view(file, place.offset, place.length)  # as in torch's checkpoint reader
-                whole = torch.load(view, map_location="cpu", weights_only=True)
-            piece = whole[tuple(i - o for i, o in zip(index, offsets, strict=False))]
+                chunk_tensor = torch.load(view, map_location="cpu", weights_only=True)
+            piece = chunk_tensor[tuple(i - o for i, o in zip(index, offsets, strict=False))]
             if piece.shape == shape:
                 return piece
-            out = torch.empty(shape, dtype=stored.properties.dtype) if out is None else out
-            out[tuple(slice(o, o + n) for o, n in zip(offsets[drop:], lengths[drop:], strict=True))] = piece
-        if out is None:
+            assembled = torch.empty(shape, dtype=stored.properties.dtype) if assembled is None else assembled
+            assembled[tuple(slice(o, o + n) for o, n in zip(offsets[drop:], lengths[drop:], strict=True))] = piece
+        if assembled is None:
             raise ConfigError(f"{self.directory} holds no piece of {prefix}{name}: the checkpoint is not complete")
-        return out
+        return assembled
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
         """Yields (key, bytes) of every stored object that is not a tensor.
@@ -187,16 +190,16 @@ def head_difference(directory: Path, head: Head | None, *, beside: bool = False)
     The checkpoint is opened as trusted, because Megatron-core is about to load it anyway.
     """
     checkpoint = DistCheckpoint(directory, trust=True)
-    found = has_head(checkpoint)
+    stored_head = has_head(checkpoint)
     if beside != (VALUE_HEAD in checkpoint.shapes):
         held = "no value head beside its output layer" if beside else "a value head beside its output layer"
         return (
             f"{directory} holds a model with {held}, and the role's loss.value_coef is {'above ' * beside}0: set it as "
             "it was, or start anew"
         )
-    if found is None or found == (head is not None):
+    if stored_head is None or stored_head == (head is not None):
         return None
-    held = "a model with a head" if found else "a language model"
+    held = "a model with a head" if stored_head else "a language model"
     return f"{directory} holds {held}, and the role's head is {head or 'null'}: set head as it was, or start anew"
 
 

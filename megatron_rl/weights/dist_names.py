@@ -106,16 +106,16 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
     (rows, columns), rects = megatron(sizes, name, shard)
     if is_padded(sizes, name):
         return [Piece(shard.rank * rows, 0, rows, columns)]
-    whole = megatron(sizes, name, WHOLE)[1]
-    found: list[Piece] = []
+    unsharded = megatron(sizes, name, WHOLE)[1]
+    merged: list[Piece] = []
     for rect in rects:
-        home = next(w for w in whole if w.tensor == rect.tensor and w.row <= rect.row < w.row + w.rows)
+        home = next(w for w in unsharded if w.tensor == rect.tensor and w.row <= rect.row < w.row + w.rows)
         row, column = home.at_row + rect.row - home.row, home.at_column + rect.column - home.column
-        if found and found[-1].row + found[-1].rows == row and found[-1][1::2] == (column, rect.columns):
-            found[-1] = found[-1]._replace(rows=found[-1].rows + rect.rows)
+        if merged and merged[-1].row + merged[-1].rows == row and merged[-1][1::2] == (column, rect.columns):
+            merged[-1] = merged[-1]._replace(rows=merged[-1].rows + rect.rows)
         else:
-            found.append(Piece(row, column, rect.rows, rect.columns))
-    return found
+            merged.append(Piece(row, column, rect.rows, rect.columns))
+    return merged
 
 
 def extra_states(sizes: Sizes) -> Iterator[str]:

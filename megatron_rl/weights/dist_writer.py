@@ -57,25 +57,25 @@ class DistWriter:
 
         Raises ValueError if `size` or the dtype differs from the values given with earlier pieces of the tensor.
         """
-        known = self._tensors.get(key)
-        if known is None:
-            known = TensorStorageMetadata(
+        metadata = self._tensors.get(key)
+        if metadata is None:
+            metadata = TensorStorageMetadata(
                 properties=TensorProperties(dtype=piece.dtype), size=torch.Size(size), chunks=[]
             )
-            self._tensors[key] = known
-        if known.size != torch.Size(size) or known.properties.dtype != piece.dtype:
+            self._tensors[key] = metadata
+        if metadata.size != torch.Size(size) or metadata.properties.dtype != piece.dtype:
             raise ValueError(
                 f"{key}: a piece of a {size} {piece.dtype} tensor, "
-                f"after pieces of a {known.size} {known.properties.dtype} tensor"
+                f"after pieces of a {metadata.size} {metadata.properties.dtype} tensor"
             )
         place = torch.Size(offsets)
-        own = piece.detach().contiguous()
-        if own.untyped_storage().nbytes() != own.nbytes:  # torch.save writes whole storages
-            own = own.clone()
-        file = self._file(rank, own.nbytes)
+        compact_piece = piece.detach().contiguous()
+        if compact_piece.untyped_storage().nbytes() != compact_piece.nbytes:  # torch.save writes whole storages
+            compact_piece = compact_piece.clone()
+        file = self._file(rank, compact_piece.nbytes)
         start = file.tell()
-        _save(own, file)
-        known.chunks.append(ChunkStorageMetadata(offsets=place, sizes=piece.shape))
+        _save(compact_piece, file)
+        metadata.chunks.append(ChunkStorageMetadata(offsets=place, sizes=piece.shape))
         self._storage[MetadataIndex(key, place)] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
 
     def add_bytes(self, key: str, data: bytes, *, rank: int = 0) -> None:

@@ -95,11 +95,11 @@ def count(
     A backward pass has twice the operations of the forward pass: it computes gradients with respect to inputs and with
     respect to weights. For weights that LoRA freezes, no weight gradients are computed.
     """
-    own = of_token(shape)
+    per_token = of_token(shape)
     behind = np.zeros_like(lengths) if shared is None else shared
     tokens = float(lengths.sum() - behind.sum())
     scores = float((attention(shape, lengths) - attention(shape, behind)).sum())
-    products = tokens * (own.layers + own.experts) + (tokens if labels is None else labels) * own.head
+    products = tokens * (per_token.layers + per_token.experts) + (tokens if labels is None else labels) * per_token.head
     added = None if lora is None else tokens * of_adapters(shape, lora)
     return PassFlops(forward=products + (added or 0.0) + scores, training=training(products, scores, added))
 

@@ -60,12 +60,12 @@ class Architecture(Sizes):
         The rotary classes of transformers are not used, because importing them loads all modelling code, which takes
         seconds.
         """
-        own = kind.rotary
-        if own.kind != "default":
+        rotary = kind.rotary
+        if rotary.kind != "default":
             layer_type = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
-            return ROPE_INIT_FUNCTIONS[own.kind](cast(Any, self.config), **layer_type)
+            return ROPE_INIT_FUNCTIONS[rotary.kind](cast(Any, self.config), **layer_type)
         exponents = torch.arange(0, self.rotated, 2, dtype=torch.float) / self.rotated
-        return 1.0 / own.theta**exponents, 1.0
+        return 1.0 / rotary.theta**exponents, 1.0
 
 
 def local_directory(path: str | Path) -> Path:
@@ -96,8 +96,8 @@ def read_architecture(directory: str | Path, head: Head | None = None) -> Archit
     Raises ConfigError, which quotes the wrong value, if the model is not supported or if keys of config.json contradict
     each other.
     """
-    said = "its config.json contradicts itself"
-    with refusing(lambda error: f"{directory}: {said}: {error}; fetch it again", StrictDataclassError):
+    contradiction = "its config.json contradicts itself"
+    with refusing(lambda error: f"{directory}: {contradiction}: {error}; fetch it again", StrictDataclassError):
         config = AutoConfig.from_pretrained(local_directory(directory))
     facts = config.to_dict()
     sizes = registry.read(facts, str(directory))
@@ -114,58 +114,67 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
     }
 
 
-def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
+def check(directory: str | Path, sizes: Sizes, *, cast: bool = False, has_new_head: bool = True) -> None:
     """Raises ConfigError, which names the file and the tensor, unless the directory holds the model that its
     config.json describes.
 
     Only headers are read. Checks that files are complete, that exactly the model's tensors are there, that their shapes
     are right, and that they have a single dtype. Parameters that are always float32 are exempt from the dtype check.
     `cast`: whether the caller converts the tensors to one dtype, in which case several dtypes are allowed.
+    `has_new_head`: whether the caller draws the weights of a head (`sizes.head`) that the files lack.
 
     If the files of a tied model also hold an output layer, the output layer's data is read and compared with the
     embedding.
     """
     directory = local_directory(directory)
-    refuse(*itertools.islice(_problems(directory, sizes, cast), 1))
+    refuse(*itertools.islice(_problems(directory, sizes, cast, has_new_head), 1))
 
 
-def _problems(directory: Path, sizes: Sizes, cast: bool) -> Iterator[str]:
+def _problems(directory: Path, sizes: Sizes, cast: bool, has_new_head: bool) -> Iterator[str]:
     """Yields error messages about a model directory, see `check`. The caller must stop at the first message, because
     later checks assume that earlier checks passed, for example that no tensor is missing."""
-    found, wanted = safetensors_headers.read_directory(directory), hf_shapes(sizes)
-    check_complete(found, sizes)
-    if SCORE not in found:
-        wanted.pop(SCORE, None)  # the files are of a language model: the role adds a new head, which the files lack
-    for name, (rows, columns) in wanted.items():
+    headers, shapes = safetensors_headers.read_directory(directory), hf_shapes(sizes)
+    if SCORE in headers and sizes.head is None:
+        yield (
+            f"{headers[SCORE].file} holds {SCORE}, the head of a reward model or a critic, and no text can be "
+            "generated with it: give a language model, or set `head` of the role"
+        )
+    check_complete(headers, sizes)
+    if SCORE not in headers and has_new_head:
+        shapes.pop(SCORE, None)  # the files are of a language model: the role adds a new head, which the files lack
+    for name, (rows, columns) in shapes.items():
         shape = (rows,) if columns == 1 else (rows, columns)
-        if name not in found:
-            cure = "set tie_word_embeddings" if name == HEAD and EMBEDDING in found else "the directory is not complete"
+        if name == SCORE and name not in headers:
+            yield f"{directory} holds no tensor {SCORE!r}: a role with a head that is not trained needs a trained head"
+        elif name not in headers:
+            tied = name == HEAD and EMBEDDING in headers
+            cure = "set tie_word_embeddings" if tied else "the directory is not complete"
             yield f"{directory} holds no tensor {name!r}, which its config.json asks for: {cure}"
-        elif (stored := found[name]).shape != shape:
-            file, said = stored.file, f"{name} is {list(stored.shape)}, but config.json requires {list(shape)}"
-            yield f"{file}: {said}: is it another model's?"
-    kept = {name for name in kept_float32(sizes) & wanted.keys() if found[name].dtype == "F32"}
-    by_dtype = {found[name].dtype: (name, found[name].file) for name in wanted if name not in kept}
+        elif (stored := headers[name]).shape != shape:
+            file, mismatch = stored.file, f"{name} is {list(stored.shape)}, but config.json requires {list(shape)}"
+            yield f"{file}: {mismatch}: is it another model's?"
+    kept = {name for name in kept_float32(sizes) & shapes.keys() if headers[name].dtype == "F32"}
+    by_dtype = {headers[name].dtype: (name, headers[name].file) for name in shapes if name not in kept}
     for dtype, (name, file) in by_dtype.items():
         if dtype not in DTYPES:
-            known = ", ".join(DTYPES)
-            yield f"{file}: {name} is {dtype}, not one of {known}: take a model that is not quantised"
+            dtypes = ", ".join(DTYPES)
+            yield f"{file}: {name} is {dtype}, not one of {dtypes}: take a model that is not quantised"
     if len(by_dtype) > 1 and not cast:
         examples = "; ".join(f"{name} in {file} is {dtype}" for dtype, (name, file) in by_dtype.items())
         yield f"tensors of several dtypes: {examples}: name the dtype to cast all of them to"
-    if sizes.tied and HEAD in found:
+    if sizes.tied and HEAD in headers:
         tensors = DirectoryTensors(directory)
         head, embedding = tensors.whole(HEAD), tensors.whole(EMBEDDING)
         pairs = zip(blocks(head), blocks(embedding), strict=False)  # block by block, to save memory
         if head.shape != embedding.shape or not all(torch.equal(a, b) for a, b in pairs):
             yield (
-                f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to "
-                "false"
+                f"{headers[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it "
+                "to false"
             )
-    if BIAS in found and bool((bias := DirectoryTensors(directory).whole(BIAS)).any()):
+    if BIAS in headers and bool((bias := DirectoryTensors(directory).whole(BIAS)).any()):
         yield (
-            f"{found[BIAS].file}: {BIAS} is {bias.tolist()}, and heads here have no bias: set it to 0, and subtract it "
-            "from the rewards or returns that the model learns"
+            f"{headers[BIAS].file}: {BIAS} is {bias.tolist()}, and heads here have no bias: set it to 0, and subtract "
+            "it from the rewards or returns that the model learns"
         )
 
 
@@ -201,7 +210,9 @@ class DirectoryTensors:
         if stored.scales is None:
             return from_tensor(values, rect)
         form, scales = stored.format, self._view(rect.tensor + SCALES, stored.scales)
-        values, scales = values.flatten(1), scales.view(getattr(torch, form.scales))
+        # The scales of MXFP4 are stored as bytes. Published FP8 weights have scales of several dtypes.
+        scales = scales.view(getattr(torch, form.scales)) if scales.dtype == torch.uint8 else scales.float()
+        values = values.flatten(1)
         rows, columns = (  # (first, end) of the quantisation blocks that overlap the slice; indices count blocks
             (first // size, -(-(first + count) // size))
             for first, count, size in zip(rect[1:3], rect[3:5], form.block, strict=True)
@@ -226,8 +237,8 @@ class DirectoryTensors:
             stack = name if stored.part is None else stored.part.name
             if stack not in self._views:
                 self._views[stack] = self._open[stored.file].get_tensor(stack)
-            whole = self._views[stack]
-            self._views[name] = whole if stored.part is None else stored.part.of(whole)
+            stack_tensor = self._views[stack]
+            self._views[name] = stack_tensor if stored.part is None else stored.part.of(stack_tensor)
         return self._views[name]
 
 
@@ -238,13 +249,12 @@ def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
         yield name, tensors.whole(name)
 
 
-def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:
-    """Returns all token ids that end a sequence, from config.json and generation_config.json."""
+def eos_tokens(directory: str | Path, model_config: Any, tokenizer: Any = None) -> frozenset[int]:
+    """Returns all token ids that end a sequence: those of generation_config.json, of the tokenizer, and of the model's
+    `model_config`, which is None for a directory that may have a config.json of an unknown family."""
     ids: set[int] = set()
-    generation = Path(directory) / "generation_config.json"
-    sources = [arch.config.eos_token_id]
-    if generation.exists():
-        sources.append(read_object(generation).get("eos_token_id"))
-    for source in sources:
+    names = ("generation_config.json", *(["config.json"] if model_config is None else []))
+    sources = [read_object(file).get("eos_token_id") for name in names if (file := Path(directory) / name).exists()]
+    for source in (*sources, *(known.eos_token_id for known in (model_config, tokenizer) if known is not None)):
         ids |= set(source) if isinstance(source, (list, tuple)) else set() if source is None else {source}
     return frozenset(ids)

@@ -40,7 +40,7 @@ def plan_tensors(sizes: Sizes, dtypes: Mapping[str, torch.dtype]) -> list[Planne
     tensors are placed in the files.
     """
     shapes = {name: (rows,) if columns == 1 else (rows, columns) for name, (rows, columns) in hf_shapes(sizes).items()}
-    parts = {own.name: part for own, part in stacked(sizes, in_files=True)}
+    parts = {source.name: part for source, part in stacked(sizes, in_files=True)}
     return [Planned(name, shapes[name], dtype, parts.get(name)) for name, dtype in dtypes.items()]
 
 
@@ -53,9 +53,9 @@ class HfWriter:
 
     def __init__(self, folder: Path, planned: Sequence[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
         self._parts = {tensor.name: tensor.part for tensor in planned if tensor.part is not None}
-        whole = dict.fromkeys((t.part.name, t.part.shape, t.dtype) if t.part else t[:3] for t in planned)
+        file_tensors = dict.fromkeys((t.part.name, t.part.shape, t.dtype) if t.part else t[:3] for t in planned)
         shards: list[list[Planned]] = [[]]
-        for tensor in itertools.starmap(Planned, whole):
+        for tensor in itertools.starmap(Planned, file_tensors):
             if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > shard_bytes:
                 shards.append([])
             shards[-1].append(tensor)
@@ -84,14 +84,14 @@ class HfWriter:
         if self._places:
             raise KeyError(next(iter(self._places)))
         if self._files:
-            whole = {"metadata": {"total_size": self._total}, "weight_map": self._files}
-            self._index.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._files}
+            self._index.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
     def _joined(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors in the form in which files hold them. Tensors that are parts of a larger tensor in the
         files are collected in memory, until the larger tensor is complete.
         """
-        left, filled = Counter(part.name for part in self._parts.values()), dict[str, Tensor]()
+        missing_parts, filled = Counter(part.name for part in self._parts.values()), dict[str, Tensor]()
         for name, tensor in tensors:
             part = self._parts.get(name)
             if part is None:
@@ -100,8 +100,8 @@ class HfWriter:
             if part.name not in filled:
                 filled[part.name] = tensor.new_empty(part.shape)
             part.of(filled[part.name]).copy_(tensor)
-            left[part.name] -= 1
-            if not left[part.name]:
+            missing_parts[part.name] -= 1
+            if not missing_parts[part.name]:
                 yield part.name, filled.pop(part.name)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -115,10 +115,10 @@ class HfWriter:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype}, but {planned.shape} {planned.dtype} was planned"
             )
-        with file.open("r+b") as out:
-            out.seek(start)
+        with file.open("r+b") as opened_file:
+            opened_file.seek(start)
             # cast: numpy declares the buffer protocol only from Python 3.12
-            out.write(memoryview(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy())))
+            opened_file.write(memoryview(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy())))
 
 
 def _begin(file: Path, tensors: list[Planned]) -> int:

@@ -35,6 +35,7 @@ from megatron_rl.models.lora_targets import (
 from megatron_rl.models.partitions import ByColumns, ByRows, Held, Partition, Source, Whole
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.run.atomic_files import replacing
 from megatron_rl.run.file_checksums import quick_digest
 from megatron_rl.weights import hf_model, safetensors_headers
 from megatron_rl.weights.parameter_mapping import Shard
@@ -77,13 +78,13 @@ def shapes(sizes: Sizes, lora: Lora) -> dict[str, tuple[int, int]]:
     """Returns {peft's tensor name: (rows, columns)} of all LoRA matrices of the whole model. Includes the model's head,
     if there is one, because a head is trained together with the adapters."""
     names = (
-        parameter_name(layer, found.name, part)
+        parameter_name(layer, module.name, part)
         for layer in range(sizes.num_layers)
-        for found in adapted(sizes, layer, lora)
+        for module in adapted(sizes, layer, lora)
         for part in PARTS
     )
-    found = {source.name: (source.rows, source.columns) for source in (_find(sizes, n, lora.rank)[1] for n in names)}
-    return found if sizes.head is None else found | {HEAD: (sizes.outputs, sizes.hidden)}
+    matrices = {source.name: (source.rows, source.columns) for source in (_find(sizes, n, lora.rank)[1] for n in names)}
+    return matrices if sizes.head is None else matrices | {HEAD: (sizes.outputs, sizes.hidden)}
 
 
 def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
@@ -91,31 +92,31 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
 
     Raises ConfigError if files are missing or damaged, if the tensors do not match `lora`, or if values are not finite.
     """
-    file, wanted = Path(directory) / WEIGHTS, shapes(sizes, lora)
+    file, required = Path(directory) / WEIGHTS, shapes(sizes, lora)
     cure = "give the directory of an adapter"
     with refusing(lambda error: f"{file} cannot be read as safetensors ({error}): {cure}", OSError, SafetensorError):
-        found = load_file(file)
-    refuse(*itertools.islice(_problems(file, found, wanted, lora), 1))
-    return found
+        tensors = load_file(file)
+    refuse(*itertools.islice(_problems(file, tensors, required, lora), 1))
+    return tensors
 
 
 def _problems(
-    file: Path, found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, int]], lora: Lora
+    file: Path, tensors: Mapping[str, Tensor], required: Mapping[str, tuple[int, int]], lora: Lora
 ) -> Iterator[str]:
     """Yields error messages about an adapter file: wrong tensor names, wrong shapes, and values that are not finite.
     The caller must stop at the first message, because later checks assume that the tensor names are those in
-    `wanted`."""
-    missing, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    `required`."""
+    missing, more = sorted(required.keys() - tensors.keys()), sorted(tensors.keys() - required.keys())
     if missing or more:
         yield (
-            f"{file}: lora.targets = {list(lora.targets)} of this model wants {len(wanted)} tensors; missing are "
+            f"{file}: lora.targets = {list(lora.targets)} of this model wants {len(required)} tensors; missing are "
             f"{missing[:2]}, and {more[:2]} have no place: set lora.targets to the adapter's"
         )
-    for name, tensor in found.items():
-        if tuple(tensor.shape) != wanted[name]:
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != required[name]:
             yield (
                 f"{file}: {name} is {list(tensor.shape)}, lora.rank = {lora.rank} and the model's config.json say "
-                f"{list(wanted[name])}: is it another model's?"
+                f"{list(required[name])}: is it another model's?"
             )
         wrong = "holds numbers that are not finite" if tensor.is_floating_point() else f"is {tensor.dtype}"
         if not tensor.is_floating_point() or not all_finite(tensor):
@@ -131,12 +132,12 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str,
     peft and vLLM can load the directory directly.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f".{WEIGHTS}.partial"
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
-    except SafetensorError as error:  # raised if the disk is full
-        raise OSError(f"{partial} cannot be written: {error}") from error
-    partial.replace(directory / WEIGHTS)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    with replacing(directory / WEIGHTS) as temporary:
+        try:
+            save_file(contiguous, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # raised if the disk is full
+            raise OSError(f"{temporary} cannot be written: {error}") from error
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if HEAD in tensors else "CAUSAL_LM",
@@ -164,20 +165,20 @@ def read_settings(directory: Path) -> Lora:
     """
     file = directory / CONFIG
     with refusing(lambda error: f"{file} cannot be read ({error!r}): is it a LoRA adapter?", *_ODD):
-        told = read_object(file)
-        refuse(*(f"{file}: {refusal(told, odd)}" for odd in not_plain(told)[:1]))
-        targets = target_names(told) or {
+        config = read_object(file)
+        refuse(*(f"{file}: {refusal(config, odd)}" for odd in not_plain(config)[:1]))
+        targets = target_names(config) or {
             _MATRIX.sub(r"\1", name) for name in safetensors_headers.read_file(directory / WEIGHTS)
         }
-        return Lora(rank=told["r"], alpha=told["lora_alpha"], targets=cast(Any, tuple(sorted(targets))))
+        return Lora(rank=config["r"], alpha=config["lora_alpha"], targets=cast(Any, tuple(sorted(targets))))
 
 
 def base_of(directory: Path) -> Path:
     """Returns the directory of the base model that a LoRA adapter's config names. Raises ConfigError if the model is
     not found.
     """
-    said = f"{directory}: the model that it was trained on is not found"
-    with refusing(lambda error: f"{said} ({error}); name it by --model", *_ODD):
+    base_missing = f"{directory}: the model that it was trained on is not found"
+    with refusing(lambda error: f"{base_missing} ({error}); name it by --model", *_ODD):
         return hf_model.local_directory(read_object(directory / CONFIG)["base_model_name_or_path"])
 
 
@@ -185,11 +186,11 @@ def base_digest(path: str | Path) -> str:
     """Returns a digest that identifies the weight files in a model directory: a hash of the files' names and quick
     digests (run.file_checksums).
     """
-    directory, found = hf_model.local_directory(path), hashlib.sha256()
+    directory, base_hash = hf_model.local_directory(path), hashlib.sha256()
     # config.json is left out, because tools rewrite it (dtype, transformers version) without changing the weights
     for file in sorted({stored.file for stored in safetensors_headers.read_directory(directory).values()}):
-        found.update(f"{file.name} {quick_digest(file)}\n".encode())
-    return found.hexdigest()
+        base_hash.update(f"{file.name} {quick_digest(file)}\n".encode())
+    return base_hash.hexdigest()
 
 
 def other_base(directory: Path, path: str | Path) -> str | None:
@@ -198,8 +199,8 @@ def other_base(directory: Path, path: str | Path) -> str | None:
     """
     file = directory / BASE
     try:
-        told = read_object(file)
-        digest, trained_on = told["digest"], told["path"]
+        base_record = read_object(file)
+        digest, trained_on = base_record["digest"], base_record["path"]
     except _ODD as error:
         return f"{file} cannot be read ({error!r}): the checkpoint is not one of adapters, or it is damaged"
     if digest == base_digest(path):
@@ -210,25 +211,25 @@ def other_base(directory: Path, path: str | Path) -> str | None:
     )
 
 
-def difference(directory: Path, own: Lora | None, path: str | Path) -> str | None:
+def difference(directory: Path, lora: Lora | None, path: str | Path) -> str | None:
     """Returns an error sentence if a role cannot resume from a checkpoint, because the LoRA settings or the base models
     differ. Returns None if the role can resume.
 
     `directory`: path of the adapter in the checkpoint. It does not exist if the checkpoint holds a whole model.
-    `own`: the role's LoRA settings; None if the role trains the whole model.
+    `lora`: the role's LoRA settings; None if the role trains the whole model.
     `path`: the role's base model.
     """
     if not directory.is_dir():
         return f"{directory.parent} holds a whole model, and the role trains adapters: leave lora out, or start anew"
-    if own is None:
+    if lora is None:
         return f"{directory.parent} holds adapters alone, and the role trains a whole model: set lora as it was"
-    there = read_settings(directory)
+    saved = read_settings(directory)
     for key in ("rank", "alpha"):
-        was, now = vars(there)[key], vars(own)[key]
+        was, now = vars(saved)[key], vars(lora)[key]
         if was != now:
             return f"lora.{key} = {now}, and {directory} has {was}: set it to that, or start anew"
-    if {*there.targets} != {*own.targets}:
-        return f"lora.targets = {list(own.targets)}, and {directory} has {list(there.targets)}: set them to these"
+    if {*saved.targets} != {*lora.targets}:
+        return f"lora.targets = {list(lora.targets)}, and {directory} has {list(saved.targets)}: set them to these"
     return other_base(directory, path)
 
 
@@ -240,9 +241,9 @@ def merged(
     """
     pairs = {}
     for layer in range(sizes.num_layers):
-        for found in adapted(sizes, layer, lora):
-            names = (_peft_name(layer, found, part) for part in PARTS)
-            pairs[f"{HF_LAYER.format(layer)}{found.module}.weight"] = tuple(adapter[name].float() for name in names)
+        for module in adapted(sizes, layer, lora):
+            names = (_peft_name(layer, module, part) for part in PARTS)
+            pairs[f"{HF_LAYER.format(layer)}{module.module}.weight"] = tuple(adapter[name].float() for name in names)
     scale, kind = lora.alpha / lora.rank, None
     for name, tensor in tensors:
         kind = tensor.dtype if name == EMBEDDING else kind
@@ -252,11 +253,11 @@ def merged(
             yield name, tensor
             continue
         a, b = pairs[name]
-        whole, row = tensor.clone(), 0
-        for part in blocks(whole):  # block by block, so that only one block at a time is converted to float32
+        merged_tensor, row = tensor.clone(), 0
+        for part in blocks(merged_tensor):  # block by block, so that only one block at a time is converted to float32
             part.copy_(part.float() + scale * (b[row : row + len(part)] @ a))
             row += len(part)
-        yield name, whole
+        yield name, merged_tensor
     if HEAD in adapter:
         yield SCORE, adapter[HEAD].to(kind)
 

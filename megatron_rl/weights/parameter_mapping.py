@@ -74,13 +74,13 @@ def kept_float32(sizes: Sizes) -> frozenset[str]:
     Each parameter is in the set under its Hugging Face name, its Megatron names in both layer specs, and its engine
     name.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for layer in range(sizes.num_layers):
         megatron_prefix, prefix = MEGATRON_LAYER.format(layer), HF_LAYER.format(layer)
         for row in (row for row in layer_rows(sizes, layer) if row.float32):
-            found |= {megatron_prefix + row.spelled(fused) for fused in (False, True)}
-            found |= {prefix + name for name in (*(s.name for s in row.sources), row.engine) if name is not None}
-    return frozenset(found)
+            names |= {megatron_prefix + row.spelled(fused) for fused in (False, True)}
+            names |= {prefix + name for name in (*(s.name for s in row.sources), row.engine) if name is not None}
+    return frozenset(names)
 
 
 def is_expert(name: str) -> bool:
@@ -95,7 +95,7 @@ def renumber_expert(name: str, *, by: int) -> str:
 
     Used to convert a rank's local expert index to the global index.
     """
-    return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
+    return _EXPERT_NUMBER.sub(lambda match: match[1] + str(int(match[2]) + by), name)
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
@@ -124,9 +124,9 @@ def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
         row, prefix, expert = _rows_by_name(sizes, None).get(name), "", ""
     else:
         number = int(layer[1])
-        found = _EXPERT_NUMBER.search(layer[2])
-        expert = found[2] if found else ""
-        part = layer[2] if found is None else _EXPERT_NUMBER.sub(rf"\g<1>{EXPERT}", layer[2])
+        expert_match = _EXPERT_NUMBER.search(layer[2])
+        expert = expert_match[2] if expert_match else ""
+        part = layer[2] if expert_match is None else _EXPERT_NUMBER.sub(rf"\g<1>{EXPERT}", layer[2])
         row = _rows_by_name(sizes, number).get(part) if number < sizes.num_layers else None
         prefix = HF_LAYER.format(number)
     if row is None:
@@ -232,42 +232,42 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
     """
 
     def cut(row: Row) -> Held:
-        whole = bool(row.experts) and expert_parallel
-        return row.of_engine.held(row.sources, *((1, 0) if whole else (tp, rank)))
+        whole_experts = bool(row.experts) and expert_parallel
+        return row.of_engine.held(row.sources, *((1, 0) if whole_experts else (tp, rank)))
 
     held = _holder(cut)
-    out: dict[str, tuple[Shape, list[Rect]]] = {}
+    parameters: dict[str, tuple[Shape, list[Rect]]] = {}
     for row, _, prefix in _stage_rows(sizes, range(sizes.num_layers), first=True, last=True):
         if row.engine is None:
             continue
         (rows, columns), rects = held(row)
         if not row.experts:
-            (before, _), others = out.get(prefix + row.engine, ((0, columns), []))
-            behind = [rect._replace(at_row=before + rect.at_row) for rect in _named(rects, prefix, "")]
-            out[prefix + row.engine] = (before + rows, columns), others + behind
+            (rows_before, _), others = parameters.get(prefix + row.engine, ((0, columns), []))
+            behind = [rect._replace(at_row=rows_before + rect.at_row) for rect in _named(rects, prefix, "")]
+            parameters[prefix + row.engine] = (rows_before + rows, columns), others + behind
             continue
-        here = (
+        local_experts = (
             range(rank * row.experts // tp, (rank + 1) * row.experts // tp) if expert_parallel else range(row.experts)
         )
         joined = [
             rect._replace(tensor=prefix + rect.tensor.replace(EXPERT, str(expert)), at_row=place * rows + rect.at_row)
-            for place, expert in enumerate(here)
+            for place, expert in enumerate(local_experts)
             for rect in rects
         ]
-        out[prefix + row.engine] = (len(here) * rows, columns), joined
-    return out
+        parameters[prefix + row.engine] = (len(local_experts) * rows, columns), joined
+    return parameters
 
 
 def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
     """Returns a cached version of the function `cut`, which is called only once for each `Row` object. Equal layers
     share their `Row` objects.
     """
-    known: dict[int, tuple[Row, Held]] = {}  # stores the `Row` too, so that no other object gets the id() of the `Row`
+    cache: dict[int, tuple[Row, Held]] = {}  # stores the `Row` too, so that no other object gets the id() of the `Row`
 
     def held(row: Row) -> Held:
-        if id(row) not in known:
-            known[id(row)] = row, cut(row)
-        return known[id(row)][1]
+        if id(row) not in cache:
+            cache[id(row)] = row, cut(row)
+        return cache[id(row)][1]
 
     return held
 
@@ -277,12 +277,12 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     different model could be loaded.
     """
     # The files may hold an output layer that is not used: if the model is tied, or if a head replaces the output layer.
-    known = {*hf_shapes(sizes), HEAD, *([BIAS] if sizes.head else [])}
+    names_of_model = {*hf_shapes(sizes), HEAD, *([BIAS] if sizes.head else [])}
     family = family_of(sizes)
-    left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
-    if left:
+    unknown = sorted(n for n in names if n not in names_of_model and not family.leaves_out(sizes, n))
+    if unknown:
         raise ConfigError(
-            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: "
+            f"{len(unknown)} tensors have no place in a {sizes.family} model, e.g. {', '.join(unknown[:5])}: "
             "is it another model?"
         )
 
@@ -295,8 +295,8 @@ def padding(shape: Shape, rects: Sequence[Rect]) -> int:
 
 def by_tensor(parameters: Mapping[str, tuple[Shape, Sequence[Rect]]]) -> dict[str, list[tuple[str, Rect]]]:
     """Returns {Hugging Face tensor: [(parameter, 2-D slice)]}, computed from {parameter: (shape, 2-D slices)}."""
-    out: dict[str, list[tuple[str, Rect]]] = {}
+    slices_by_tensor: dict[str, list[tuple[str, Rect]]] = {}
     for name, (_, rects) in parameters.items():
         for rect in rects:
-            out.setdefault(rect.tensor, []).append((name, rect))
-    return out
+            slices_by_tensor.setdefault(rect.tensor, []).append((name, rect))
+    return slices_by_tensor

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.safe_pickle import refuse_bombs
+from megatron_rl.lib.safe_pickle import refuse_bombs
 
 METADATA = ".metadata"
 TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"
@@ -46,8 +46,8 @@ class _PlainUnpickler(pickle.Unpickler):
     """An unpickler for .metadata files that refuses all classes and functions that do not belong there."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        known = global_name in _ALLOWED.get(module_name, ())
-        if known or (module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)):
+        is_allowed = global_name in _ALLOWED.get(module_name, ())
+        if is_allowed or (module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)):
             return super().find_class(module_name, global_name)
         raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}, which is no data of a checkpoint: {TRUST}")
 
@@ -63,21 +63,21 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
     data = (directory / METADATA).read_bytes()
     if not trust:
         refuse_bombs(data)
-    found = (pickle.Unpickler if trust else _PlainUnpickler)(io.BytesIO(data)).load()
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(found).__name__} and not the metadata of a checkpoint")
-    _check_places(found)
-    return found
+    metadata = (pickle.Unpickler if trust else _PlainUnpickler)(io.BytesIO(data)).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__} and not the metadata of a checkpoint")
+    _check_places(metadata)
+    return metadata
 
 
-def _check_places(found: Metadata) -> None:
+def _check_places(metadata: Metadata) -> None:
     """Raises UnpicklingError unless the metadata contain a valid type and storage location for every stored item."""
-    kinds, places = found.state_dict_metadata, found.storage_data
+    kinds, places = metadata.state_dict_metadata, metadata.storage_data
     valid = isinstance(kinds, dict) and isinstance(places, dict)
     for index, place in places.items() if valid else ():
         numbers = (place.offset, place.length)
-        known = isinstance(index.fqn, str) and index.fqn in kinds and isinstance(place.relative_path, str)
-        valid = valid and known and all(type(number) is int and number >= 0 for number in numbers)
+        has_names = isinstance(index.fqn, str) and index.fqn in kinds and isinstance(place.relative_path, str)
+        valid = valid and has_names and all(type(number) is int and number >= 0 for number in numbers)
     if not valid:
         raise pickle.UnpicklingError("it does not say where things are stored")
 

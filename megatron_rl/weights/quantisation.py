@@ -7,6 +7,7 @@ the blocks, whose name is the tensor's name + SCALES. A refit plan treats both t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,6 +45,11 @@ class Format:
     def scale_bytes(self) -> int:
         """Returns the number of bytes of a scale."""
         return 4 if self.scales == "float32" else 1
+
+    @property
+    def limit(self) -> float:
+        """Returns the largest magnitude of a weight that the format can represent. Larger weights are clipped."""
+        return math.inf if self.scales != "float8_e4m3fn" else self.largest * 448.0 * self.second
 
     @property
     def bytes_per_element(self) -> float:
@@ -121,13 +127,13 @@ def split(form: Format, rect: Rect) -> tuple[Rect, Rect]:
     )  # fmt: skip
 
 
-def cut_blocks(form: Format, rect: Rect, whole: Shape) -> Iterator[str]:
+def cut_blocks(form: Format, rect: Rect, shape: Shape) -> Iterator[str]:
     """Yields an error message for each dimension (rows, columns) in which the 2-D slice `rect` cuts through a
-    quantisation block, so that ranks would share the block. `whole`: shape of the whole tensor.
+    quantisation block, so that ranks would share the block. `shape`: shape of the whole tensor.
     """
     parts = (
-        ("rows", form.block[0], rect.row, rect.rows, rect.at_row, whole[0]),
-        ("columns", form.block[1], rect.column, rect.columns, rect.at_column, whole[1]),
+        ("rows", form.block[0], rect.row, rect.rows, rect.at_row, shape[0]),
+        ("columns", form.block[1], rect.column, rect.columns, rect.at_column, shape[1]),
     )
     for what, block, first, count, at, end in parts:
         if first % block or at % block or ((first + count) % block and first + count != end):
@@ -138,17 +144,17 @@ def whole_tensors(rects: Iterable[Rect]) -> list[Rect]:
     """Joins a rank's 2-D slices of each Hugging Face tensor to one slice per tensor. Positions are given in the
     tensor's coordinates, independently of where the rank stores the slices.
     """
-    found: dict[str, list[Rect]] = {}
+    slices_by_tensor: dict[str, list[Rect]] = {}
     for rect in rects:
-        found.setdefault(rect.tensor, []).append(rect)
-    out = []
-    for tensor, own in found.items():
-        row, column = min(rect.row for rect in own), min(rect.column for rect in own)
-        rows = max(rect.row + rect.rows for rect in own) - row
-        columns = max(rect.column + rect.columns for rect in own) - column
-        assert rows * columns == sum(rect.elements for rect in own), f"{tensor} is not held in one piece: {own}"
-        out.append(Rect(tensor, row, column, rows, columns, row, column))
-    return out
+        slices_by_tensor.setdefault(rect.tensor, []).append(rect)
+    joined_slices = []
+    for tensor, slices in slices_by_tensor.items():
+        row, column = min(rect.row for rect in slices), min(rect.column for rect in slices)
+        rows = max(rect.row + rect.rows for rect in slices) - row
+        columns = max(rect.column + rect.columns for rect in slices) - column
+        assert rows * columns == sum(rect.elements for rect in slices), f"{tensor} is not held in one piece: {slices}"
+        joined_slices.append(Rect(tensor, row, column, rows, columns, row, column))
+    return joined_slices
 
 
 def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> list[tuple[str, Rect]]:
@@ -157,11 +163,11 @@ def sent(sizes: Sizes, form: Format, parameters: Sequence[tuple[str, Rect]]) -> 
     ConfigError if the rank's part of a quantised tensor does not consist of whole quantisation blocks.
     """
     shapes = quantised_shapes(sizes)
-    out = [(name, rect) for name, rect in parameters if rect.tensor not in shapes]
+    sent_parameters = [(name, rect) for name, rect in parameters if rect.tensor not in shapes]
     for rect in whole_tensors(rect for _, rect in parameters if rect.tensor in shapes):
         refuse(*cut_blocks(form, rect, shapes[rect.tensor]))
-        out += [(each.tensor, each) for each in split(form, rect)]
-    return out
+        sent_parameters += [(split_rect.tensor, split_rect) for split_rect in split(form, rect)]
+    return sent_parameters
 
 
 def held(
@@ -172,14 +178,14 @@ def held(
     parameters are unchanged. `parameters` and the result are {name: (shape, 2-D slices of Hugging Face tensors)}.
     Raises ConfigError if the rank's part of a quantised tensor does not consist of whole quantisation blocks.
     """
-    shapes, out = quantised_shapes(sizes), dict[str, tuple[Shape, list[Rect]]]()
+    shapes, held_parameters = quantised_shapes(sizes), dict[str, tuple[Shape, list[Rect]]]()
     for name, (shape, rects) in parameters.items():
         if not rects or rects[0].tensor not in shapes:
-            out[name] = shape, rects
+            held_parameters[name] = shape, rects
             continue
         refuse(*(line for rect in rects for line in cut_blocks(form, rect, shapes[rect.tensor])))
         both = zip(*(split(form, rect) for rect in rects), strict=True)
-        for suffix, own in zip(("", SCALES), both, strict=True):
-            ends = max(r.at_row + r.rows for r in own), max(r.at_column + r.columns for r in own)
-            out[name + suffix] = ends, list(own)
-    return out
+        for suffix, split_rects in zip(("", SCALES), both, strict=True):
+            ends = max(r.at_row + r.rows for r in split_rects), max(r.at_column + r.columns for r in split_rects)
+            held_parameters[name + suffix] = ends, list(split_rects)
+    return held_parameters

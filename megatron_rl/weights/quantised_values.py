@@ -32,16 +32,16 @@ def quantise(weights: Tensor, form: Format) -> Tensor:
     """Returns the quantised values of `weights` [rows, columns] as uint8 [rows, columns / values in a byte]. The first
     block begins at the first element.
     """
-    out = torch.empty((len(weights), -(-weights.shape[1] // form.packed)), dtype=torch.uint8, device=weights.device)
+    encoded = torch.empty((len(weights), -(-weights.shape[1] // form.packed)), dtype=torch.uint8, device=weights.device)
     row = 0
     for chunk in _chunks(weights, form):
         scaled = chunk * _factors(chunk, form)[0][:, None, :, None]
         scaled = scaled.clamp_(-form.largest, form.largest).flatten(2).flatten(0, 1)
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8) if form.bits == 8 else _to_float4(scaled)
-        part = out[row : row + len(codes)]  # without the padding of the last blocks
-        part.copy_(codes[: len(part), : out.shape[1]])
+        part = encoded[row : row + len(codes)]  # without the padding of the last blocks
+        part.copy_(codes[: len(part), : encoded.shape[1]])
         row += len(part)
-    return out
+    return encoded
 
 
 def dequantise(values: Tensor, scales: Tensor, form: Format, dtype: torch.dtype) -> Tensor:
@@ -49,15 +49,15 @@ def dequantise(values: Tensor, scales: Tensor, form: Format, dtype: torch.dtype)
     [block rows, block columns].
     """
     high, wide = form.block
-    out = torch.empty((len(values), values.shape[1] * form.packed), dtype=dtype, device=values.device)
-    step = max(1, CHUNK // (high * max(1, out.shape[1])))  # block rows
+    weights = torch.empty((len(values), values.shape[1] * form.packed), dtype=dtype, device=values.device)
+    step = max(1, CHUNK // (high * max(1, weights.shape[1])))  # block rows
     for first in range(0, len(scales), step):
         part = values[first * high : (first + step) * high].contiguous().view(torch.uint8)
         numbers = part.view(torch.float8_e4m3fn).float() if form.bits == 8 else _from_float4(part)
         factor = scales[first : first + step].float() * form.second
-        factor = factor.repeat_interleave(wide, 1)[:, : out.shape[1]].repeat_interleave(high, 0)[: len(part)]
-        out[first * high : (first + step) * high] = numbers * factor
-    return out
+        factor = factor.repeat_interleave(wide, 1)[:, : weights.shape[1]].repeat_interleave(high, 0)[: len(part)]
+        weights[first * high : (first + step) * high] = numbers * factor
+    return weights
 
 
 def _chunks(weights: Tensor, form: Format) -> Iterator[Tensor]:

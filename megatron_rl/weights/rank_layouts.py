@@ -74,13 +74,13 @@ class TrainerLayout:
         Raises ConfigError if the layer counts in `stages` do not sum to the model's number of layers.
         """
         runs = self.pp * self.vpp
-        even, left = divmod(sizes.num_layers, runs)
-        counts = self.stages or tuple(even + (i < left) for i in range(runs))
+        even, remainder = divmod(sizes.num_layers, runs)
+        counts = self.stages or tuple(even + (i < remainder) for i in range(runs))
         if sum(counts) != sizes.num_layers:
             raise ConfigError(f"stages {counts} hold {sum(counts)} layers, the model has {sizes.num_layers}")
         ends = [sum(counts[: i + 1]) for i in range(runs)]
-        own = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        return [[layer for chunk in own[stage :: self.pp] for layer in chunk] for stage in range(self.pp)]
+        layers_of_run = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [[layer for chunk in layers_of_run[stage :: self.pp] for layer in chunk] for stage in range(self.pp)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +128,18 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
         for rank in range(layout.tp):
             shard = Shard(layout.tp, rank)
             copies = tuple(base + rank + layout.tp * replica for replica in range(layout.dp))
-            found = trainer_parameters(
+            held_parameters = trainer_parameters(
                 sizes, layers, None, shard, first_last=ends, fused=layout.fused, vocab_multiple=layout.vocab_multiple
             )
-            yield _holding(copies, found)
-        own = sizes.experts // layout.ep
-        for group in range(layout.ep * layout.etp if own else 0):
+            yield _holding(copies, held_parameters)
+        local_experts = sizes.experts // layout.ep
+        for group in range(layout.ep * layout.etp if local_experts else 0):
             ep_rank, etp_rank = divmod(group, layout.etp)
-            here = range(ep_rank * own, (ep_rank + 1) * own)
+            experts = range(ep_rank * local_experts, (ep_rank + 1) * local_experts)
             copies = tuple(range(base + group, base + stage_ranks, layout.ep * layout.etp))
             shard = Shard(expert_tp=layout.etp, expert_rank=etp_rank)
-            found = trainer_parameters(sizes, layers, here, shard, first_last=ends, fused=layout.fused)
-            yield _holding(copies, found)
+            held_parameters = trainer_parameters(sizes, layers, experts, shard, first_last=ends, fused=layout.fused)
+            yield _holding(copies, held_parameters)
 
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
@@ -148,14 +148,14 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
     Raises ConfigError if the layout does not divide the model.
     """
-    whole = layout.expert_parallel
-    problems = engine_problems(sizes, layout.tp, f"the {sizes.family} model", expert_parallel=whole)
+    whole_experts = layout.expert_parallel
+    problems = engine_problems(sizes, layout.tp, f"the {sizes.family} model", expert_parallel=whole_experts)
     refuse(*(f"engine: {line}" for line in problems))
     for rank in range(layout.tp):
         copies = tuple(r for r in range(rank, layout.world, layout.tp) if ranks is None or r in ranks)
         if copies:
-            own = engine_parameters(sizes, layout, rank)
-            yield Holding(copies, [(name, rect) for name, (_, rects) in own.items() for rect in rects])
+            parameters = engine_parameters(sizes, layout, rank)
+            yield Holding(copies, [(name, rect) for name, (_, rects) in parameters.items() for rect in rects])
 
 
 def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
@@ -163,10 +163,10 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     index of the engine rank among the ranks of all replicas, which are numbered consecutively.
     """
     if layout.whole:
-        found = {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
+        parameters = {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
     else:
-        found = engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
-    return found if layout.format is None else held(sizes, layout.format, found)
+        parameters = engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
+    return parameters if layout.format is None else held(sizes, layout.format, parameters)
 
 
 def element_bytes(sizes: Sizes, form: Format | None, tensor: str, width: int) -> int:
@@ -207,23 +207,22 @@ def block_problems(sizes: Sizes, trained: TrainerLayout, engine: EngineLayout) -
     return problems
 
 
-def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
-    """Returns the `Holding` that describes the parameters in `found`. `ranks`: the ranks that hold copies of these
-    parameters."""
-    return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
+def _holding(ranks: tuple[int, ...], parameters: Iterable[Parameter]) -> Holding:
+    """Returns the `Holding` of `parameters`. `ranks`: the ranks that hold copies of these parameters."""
+    return Holding(ranks, [(name, rect) for name, _, rects in parameters for rect in rects])
 
 
-def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def differences(expected: Mapping[str, tuple[int, int]], actual: Mapping[str, Sequence[int]]) -> Iterator[str]:
     """Yields one error message for each parameter of an engine that differs from the expected layout.
 
-    `wanted`, `found`: name -> shape in the layout and in the engine.
+    `expected`, `actual`: name -> shape in the layout and in the engine.
 
     Shapes may differ as long as the number of elements is equal.
     """
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
             yield f"{name} is not in the engine"
-        elif name not in wanted:
+        elif name not in expected:
             yield f"{name} is not in the trainer's model"
-        elif math.prod(found[name]) != math.prod(wanted[name]):
-            yield f"{name} is {list(found[name])} in the engine and {list(wanted[name])} in the trainer's layout"
+        elif math.prod(actual[name]) != math.prod(expected[name]):
+            yield f"{name} is {list(actual[name])} in the engine and {list(expected[name])} in the trainer's layout"

@@ -39,8 +39,8 @@ class _Columns:
     def take(self, index: NDArray[Any], **columns: Column) -> Self:
         """Returns a table with the rows at the given indices. `columns`: new values for columns, by name."""
         held: Any = self
-        own = {name: values[index] for name, values in vars(held).items() if not isinstance(values, tuple)}
-        return replace(held, **(own | columns))
+        taken_columns = {name: values[index] for name, values in vars(held).items() if not isinstance(values, tuple)}
+        return replace(held, **(taken_columns | columns))
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ def plan(
     send, sending = _table(sources, tensors)
     receive, receiving = _table(destinations, tensors)
     receive, owners = _one_row_per_rank(receive, receiving)
-    wanted = receive.elements
+    required = receive.elements
     pairs = _drop_duplicates(_find_overlaps(send, receive), send, sending, owners, trainer, engine)
-    _check_all_found(receive, pairs, wanted, tensors)
+    _check_all_found(receive, pairs, required, tensors)
     chosen = _choose_senders(pairs, send, sending, owners, trainer, engine)
-    needed = _sum_by(owners, wanted)
+    needed = _sum_by(owners, required)
     local = np.asarray(trainer.devices)[chosen] == np.asarray(engine.devices)[owners[pairs.receive]]
     held = _sum_by(owners[pairs.receive][local], pairs.elements[local])
     slices = _cut_long(_join_adjacent(_slices(pairs, send, receive, chosen, owners)), bucket_elements)
@@ -254,8 +254,8 @@ def _drop_duplicates(
     holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
     width = len(engine.nodes)
     keys, inverse = np.unique(holdings * width + destinations, return_inverse=True)
-    found = [_nearest(holders[key // width], key % width, trainer, engine)[0] for key in keys.tolist()]
-    nearest = np.array(found, dtype=np.int64)[inverse]
+    nearest_senders = [_nearest(holders[key // width], key % width, trainer, engine)[0] for key in keys.tolist()]
+    nearest = np.array(nearest_senders, dtype=np.int64)[inverse]
     order = np.lexsort([nearest, pairs.column, pairs.row, pairs.receive])
     same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
     return pairs.take(np.sort(order[~(same[0] & same[1] & same[2])]))
@@ -278,16 +278,16 @@ def _nearest(
     return (1, same_node) if same_node else (2, turned)
 
 
-def _check_all_found(receive: _Table, pairs: _Pairs, wanted: Column, tensors: Mapping[str, int]) -> None:
+def _check_all_found(receive: _Table, pairs: _Pairs, required: Column, tensors: Mapping[str, int]) -> None:
     """Raises ValueError unless the trainer holds every element that the engines need."""
-    found = np.bincount(pairs.receive, weights=pairs.elements, minlength=len(wanted)).astype(np.int64)
-    bad = np.flatnonzero(found != wanted)
+    held = np.bincount(pairs.receive, weights=pairs.elements, minlength=len(required)).astype(np.int64)
+    bad = np.flatnonzero(held != required)
     if len(bad):
         names = list(tensors)
         first = bad[0]
         raise ValueError(
             f"{len(bad)} rectangles of the engines are not held by the trainer, e.g. "
-            f"{names[receive.tensor[first]]} from row {receive.row[first]}: {found[first]} of {wanted[first]} elements"
+            f"{names[receive.tensor[first]]} from row {receive.row[first]}: {held[first]} of {required[first]} elements"
         )
 
 
@@ -303,7 +303,7 @@ def _choose_senders(
     for the largest pairs first.
     """
     load = [0] * len(trainer.nodes)
-    out = np.empty(len(pairs.send), dtype=np.int64)
+    senders = np.empty(len(pairs.send), dtype=np.int64)
     holdings, destinations = send.holding[pairs.send].tolist(), owners[pairs.receive].tolist()
     sizes = pairs.elements.tolist()
     nearest: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
@@ -313,10 +313,10 @@ def _choose_senders(
             nearest[key] = _nearest(holders[key[0]], key[1], trainer, engine)
         distance, candidates = nearest[key]
         best = candidates[0] if len(candidates) == 1 else min(candidates, key=load.__getitem__)
-        out[i] = best
+        senders[i] = best
         if distance:
             load[best] += sizes[i]
-    return out
+    return senders
 
 
 def _sum_by(keys: Column, values: Column) -> dict[int, int]:
@@ -405,7 +405,7 @@ def _assign_rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[R
     for (s, d), queue in waiting.items():
         left_out[s] = left_out.get(s, 0) + len(queue)
         left_in[d] = left_in.get(d, 0) + len(queue)
-    out, round_number = [], 0
+    buckets, round_number = [], 0
     while waiting:
         order = [(-max(left_out[s], left_in[d]), (d - s) % (len(left_out) + 1), s, d) for s, d in waiting]
         heapq.heapify(order)
@@ -418,10 +418,10 @@ def _assign_rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[R
             busy_out.add(s)
             busy_in.add(d)
             message = waiting[s, d].pop(0)
-            out.append(RefitBucket(round_number, *message))
+            buckets.append(RefitBucket(round_number, *message))
             left_out[s] -= 1
             left_in[d] -= 1
             if not waiting[s, d]:
                 del waiting[s, d]
         round_number += 1
-    return out
+    return buckets

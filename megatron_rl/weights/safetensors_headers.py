@@ -24,6 +24,8 @@ from megatron_rl.models.rows import EXPERT, HF_LAYER
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.quantisation import FORMATS, MXFP4, SCALES, Format
 
+# dtypes of the scales of published 8-bit weights, in the safetensors format
+SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DAMAGED = (KeyError, TypeError, AttributeError)  # errors raised if an index file's JSON has an unexpected structure
@@ -44,10 +46,10 @@ class Part(NamedTuple):
     rows: int
     transposed: bool = False  # True if the larger tensor has the rows in its last dimension
 
-    def of(self, whole: Any) -> Any:
-        """Returns the view of the larger tensor `whole` that contains this tensor."""
-        own = whole if self.expert is None else whole[self.expert]
-        return (own.T if self.transposed else own)[self.row : self.row + self.rows]
+    def of(self, stack: Any) -> Any:
+        """Returns the view of the larger tensor `stack` that contains this tensor."""
+        matrix = stack if self.expert is None else stack[self.expert]
+        return (matrix.T if self.transposed else matrix)[self.row : self.row + self.rows]
 
 
 class Stored(NamedTuple):
@@ -73,23 +75,23 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     return _apart(directory, _with_scales(_read(directory)))
 
 
-def _with_scales(found: dict[str, Stored]) -> dict[str, Stored]:
+def _with_scales(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Returns the tensors, with `scales` set for tensors with 8-bit values. In the files of DeepSeek-V3, scales are
     separate tensors; the returned dict has no separate entries for scales. Raises ConfigError if the scales do not have
-    the shape that FORMATS["fp8"] requires.
+    the shape that FORMATS["fp8"] requires, or a dtype outside of SCALE_DTYPES.
     """
-    out = {name: stored for name, stored in found.items() if not name.endswith(SCALES)}
-    for name, scales in ((name, stored) for name, stored in found.items() if name.endswith(SCALES)):
-        own = out.get(tensor := name.removesuffix(SCALES))
-        blocks = own and tuple(-(-n // size) for n, size in zip(own.shape, FORMATS["fp8"].block, strict=False))
-        if own is None or own.dtype != "F8_E4M3" or scales.shape != blocks:
+    scaled_tensors = {name: stored for name, stored in tensors.items() if not name.endswith(SCALES)}
+    for name, scales in ((name, stored) for name, stored in tensors.items() if name.endswith(SCALES)):
+        scaled = scaled_tensors.get(tensor := name.removesuffix(SCALES))
+        blocks = scaled and tuple(-(-n // size) for n, size in zip(scaled.shape, FORMATS["fp8"].block, strict=False))
+        if scaled is None or scaled.dtype != "F8_E4M3" or scales.shape != blocks or scales.dtype not in SCALE_DTYPES:
             raise ConfigError(
-                f"{scales.file}: {name} has the shape {list(scales.shape)}, and {tensor} is "
-                f"{own and (own.dtype, [*own.shape])}. Only 8-bit values (F8_E4M3) with one scale per 128 x 128 block "
-                "can be read: take a model that is not quantised"
+                f"{scales.file}: {name} is {scales.dtype} {list(scales.shape)}, and {tensor} is "
+                f"{scaled and (scaled.dtype, [*scaled.shape])}. Only 8-bit values (F8_E4M3) with one scale "
+                f"({', '.join(SCALE_DTYPES)}) per 128 x 128 block can be read: take a model that is not quantised"
             )
-        out[tensor] = own._replace(dtype="BF16", scales=scales)
-    return out
+        scaled_tensors[tensor] = scaled._replace(dtype="BF16", scales=scales)
+    return scaled_tensors
 
 
 def _read(directory: Path) -> dict[str, Stored]:
@@ -132,7 +134,7 @@ def _read(directory: Path) -> dict[str, Stored]:
     return {name: files[file][name] for name, file in places.items()}
 
 
-def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
+def _apart(directory: Path, tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Replaces each tensor of stacked experts by one entry per expert, with the names that files with one tensor per
     expert use.
 
@@ -142,35 +144,35 @@ def _apart(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
     try:
         sizes = registry.read(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return found
-    out = dict(found)
-    for own, part in stacked(sizes) if sizes.experts else ():
-        shape = (own.rows,) if own.columns == 1 else (own.rows, own.columns)
-        if part.name in found:
-            stack = _stack(found, part)
-            out[own.name] = Stored(stack.file, stack.dtype, shape, part)
-        elif part.name + BLOCKS in found and len(shape) == 2:
+        return tensors
+    tensors_by_expert = dict(tensors)
+    for source, part in stacked(sizes) if sizes.experts else ():
+        shape = (source.rows,) if source.columns == 1 else (source.rows, source.columns)
+        if part.name in tensors:
+            stack = _stack(tensors, part)
+            tensors_by_expert[source.name] = Stored(stack.file, stack.dtype, shape, part)
+        elif part.name + BLOCKS in tensors and len(shape) == 2:
             grid = *part.shape[::2], part.shape[1] // MXFP4.block[1]  # the blocks of all experts
             halves = [
                 part._replace(name=part.name + suffix, shape=(*grid, *last), transposed=False)
                 for suffix, last in ((BLOCKS, (16,)), (BLOCK_SCALES, ()))
             ]
-            values, scales = (Stored(_stack(found, half, "U8").file, "U8", shape, half) for half in halves)
-            out[own.name] = values._replace(dtype="BF16", scales=scales, format=MXFP4)
+            values, scales = (Stored(_stack(tensors, half, "U8").file, "U8", shape, half) for half in halves)
+            tensors_by_expert[source.name] = values._replace(dtype="BF16", scales=scales, format=MXFP4)
             for half in halves:
-                out.pop(half.name, None)
-        out.pop(part.name, None)
-    return out
+                tensors_by_expert.pop(half.name, None)
+        tensors_by_expert.pop(part.name, None)
+    return tensors_by_expert
 
 
-def _stack(found: dict[str, Stored], part: Part, dtype: str | None = None) -> Stored:
+def _stack(tensors: dict[str, Stored], part: Part, dtype: str | None = None) -> Stored:
     """Returns the stored tensor that contains `part`. Raises ConfigError if the tensor is missing, or does not have the
     expected shape and, if `dtype` is given, the dtype `dtype`."""
-    stack = found.get(part.name)
+    stack = tensors.get(part.name)
     if stack is None or stack.shape != part.shape or dtype not in (None, stack.dtype):
-        said = f"{list(stack.shape)} of {stack.dtype}" if stack else "missing"
-        file, of = (stack or next(iter(found.values()))).file, f" of {dtype}" if dtype else ""
-        raise ConfigError(f"{file}: {part.name} is {said}, but config.json requires {list(part.shape)}{of}")
+        stored_form = f"{list(stack.shape)} of {stack.dtype}" if stack else "missing"
+        file, of = (stack or next(iter(tensors.values()))).file, f" of {dtype}" if dtype else ""
+        raise ConfigError(f"{file}: {part.name} is {stored_form}, but config.json requires {list(part.shape)}{of}")
     return stack
 
 
@@ -184,10 +186,10 @@ def stacked(sizes: Sizes, *, in_files: bool = False) -> Iterator[tuple[Source, P
         for row in layer_rows(sizes, layer):
             if row.in_memory is None or row.in_memory == row.sources[0].name or (in_files and not row.stacked):
                 continue
-            one = sum(source.rows for source in row.sources), row.sources[0].columns
+            matrix = sum(source.rows for source in row.sources), row.sources[0].columns
             if row.stacked:
-                one = one[::-1] if one[1] > 1 else one[:1]
-            shape, turned = (row.experts, *one) if row.experts else one, row.stacked and len(one) > 1
+                matrix = matrix[::-1] if matrix[1] > 1 else matrix[:1]
+            shape, turned = (row.experts, *matrix) if row.experts else matrix, row.stacked and len(matrix) > 1
             for number in range(row.experts or 1):
                 first, expert = 0, number if row.experts else None
                 for source in row.sources:

@@ -50,12 +50,12 @@ def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tenso
     for _, rect in parts:
         rows, columns = sizes.get(rect.tensor, (0, 0))
         sizes[rect.tensor] = max(rows, rect.row + rect.rows), max(columns, rect.column + rect.columns)
-    out: dict[str, Tensor] = {}
+    assembled: dict[str, Tensor] = {}
     for part, rect in parts:
-        if rect.tensor not in out:
-            out[rect.tensor] = part.new_empty(sizes[rect.tensor] if part.dim() > 1 else sizes[rect.tensor][:1])
-        from_tensor(out[rect.tensor], rect).copy_(local(part, rect))
-    return out
+        if rect.tensor not in assembled:
+            assembled[rect.tensor] = part.new_empty(sizes[rect.tensor] if part.dim() > 1 else sizes[rect.tensor][:1])
+        from_tensor(assembled[rect.tensor], rect).copy_(local(part, rect))
+    return assembled
 
 
 def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
@@ -65,12 +65,12 @@ def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     names for experts and router in every family. Files have one tensor per expert. Tensors that already have their
     file's name, as in transformers 4, are returned unchanged.
     """
-    out = dict(tensors)
-    for own, part in stacked(sizes):
+    renamed = dict(tensors)
+    for source, part in stacked(sizes):
         if part.name in tensors:
-            out.pop(part.name, None)
-            out[own.name] = part.of(tensors[part.name])
-    return out
+            renamed.pop(part.name, None)
+            renamed[source.name] = part.of(tensors[part.name])
+    return renamed
 
 
 def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:

@@ -180,7 +180,7 @@ def test_settings_that_would_give_another_method_are_refused():
     base += [f"roles.{role}.model.path=x/{role}" for role in (FIRST, SECOND)]
     named = [f"roles.{role}.loss.objective={OBJECTIVE}" for role in (FIRST, SECOND)]
     for settings, says in (
-        ([], "roles.first.loss.objective = 'clipped': give megatron_rl.contrib.hacpo:hacpo"),
+        ([], "cross_clip_low and source_logprobs: take megatron_rl.contrib.hacpo:hacpo"),
         ([*named, "roles.second.samples_per_optimizer_step=8"], "roles.second.samples_per_optimizer_step = 8, and"),
         (named, None),
     ):

@@ -17,9 +17,9 @@ from teachers import (
 from transformers import AutoConfig, Qwen2ForCausalLM
 
 from megatron_rl.contrib.last_letter import grade, step_labels
-from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
-from megatron_rl.text import decode, fill, load_tokenizer, read_template
+from megatron_rl.texts.tags import generator_format, step_texts
+from megatron_rl.texts.text import decode, fill, load_tokenizer, read_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples/miniatures/last_letter"
 sys.path.append(str(EXAMPLE))

@@ -19,7 +19,8 @@ from megatron_rl.contrib.self_play import PROPOSER, SOLVER, SelfPlay
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.rewards.grading_pool import RewardFailure
 from megatron_rl.training.iteration import Iteration, RolloutContext
-from megatron_rl.types import Outcome, Prompt
+from megatron_rl.training.rollouts import measure
+from megatron_rl.types import SOURCE, Outcome, Prompt
 
 TOKENIZER = characters()
 ROLES = (PROPOSER, SOLVER)
@@ -105,6 +106,14 @@ def recipe_of(texts, **args):
     return SelfPlay(updates=1, proposals=3, answers=4, **args, **texts)
 
 
+@pytest.mark.parametrize(("rule", "known"), [(None, False), (RULE, True)])
+def test_agreement_with_an_unchecked_answer_of_the_proposer_is_no_accuracy(texts, rule, known):
+    """The accuracy of each source was the solver's agreement with answers that the proposer had made up."""
+    found = roll_out(recipe_of(texts, rule=rule), context_of(), **{SOURCE: "sums"})
+    assert {r.payload["correct"] is not None for r in found[SOLVER]} == {known}
+    assert ("accuracy/sums" in measure(found[SOLVER])) == known
+
+
 def earned(found):
     return [r.rewards["total"] for r in found[PROPOSER]]
 
@@ -126,7 +135,7 @@ def test_a_proposal_earns_what_the_solvers_accuracy_makes_of_it(texts, aim):
     assert [aimed(aim, acc / 8) for acc in range(9)] == pytest.approx([published(acc / 8) for acc in range(9)])
     assert context.metrics[PROPOSER] == {"questions": 7, "correct": 7, "played": 7}
     assert len(found[SOLVER]) == 28 and found[SOLVER][0].payload == {
-        "question": "1+1", "answer": "2", "topic": "sums", "correct": True, "grading": "score",
+        "question": "1+1", "answer": "2", "topic": "sums", "correct": None, "grading": "score",
     }  # fmt: skip
     assert [r.advantages for r in found[SOLVER][4:8]] == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-5)  # std 0.5
     assert [r.advantages for r in found[SOLVER][:4]] == [0.0] * 4, (
@@ -174,7 +183,7 @@ def test_the_rule_refuses_wrong_answers_before_the_solver_sees_them(texts):
     found = roll_out(recipe_of(texts, rule=RULE, unparseable=-1.0), context)
     # no question, no answer and 6 + 6 = 13 earn -1; `fourteen`, on which the rule fails, is compared with nothing
     assert earned(found) == pytest.approx([0.0, 0.25, 0.75, -1.0, 1.0, -1.0, -1.0, 0.0])
-    assert context.metrics[PROPOSER] == {"questions": 7, "correct": 5, "played": 5}
+    assert context.metrics[PROPOSER] == {"questions": 7, "correct": 5, "played": 5, "unchecked": 1}
     asked = {TOKENIZER.decode(p) for p, _ in context.engines[SOLVER].asked}
     assert asked == {f"S {q}" for q in ("1+1", "2+2", "3+3", "4+4", "8+8")}
     alone = [r.advantages for r in found[PROPOSER][6:]]
@@ -282,7 +291,7 @@ def test_the_solvers_own_majority_takes_the_place_of_the_proposed_answer(texts):
     assert earned(found) == pytest.approx([0.0 if acc is None else min(acc, 1 - acc) for acc in accuracies])
     assert len(found[SOLVER]) == 28 and context.metrics[SOLVER]["graded/error"] == 0
     assert [(r.payload["answer"], r.rewards["outcome"]) for r in found[SOLVER][:4]] == [("3", s) for s in (0, 1, 1, 0)]
-    assert [r.payload["correct"] for r in found[SOLVER][4:8]] == [False] * 4
+    assert [r.payload["correct"] for r in found[SOLVER]] == [None] * 28, "a vote is no correctness"
 
 
 def test_answers_without_a_grade_leave_their_group_and_a_proposal_without_any_leaves_too(texts):

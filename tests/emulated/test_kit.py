@@ -79,8 +79,8 @@ def test_every_check_of_the_smoke_test_runs(emulated):
     assert found["sum_in_product"]["error"] < 1e-6 and found["rates"]["up_gb_per_s"] > 0
     verdicts = {row["what"]: row["verdict"] for row in told["rows"]}
     assert verdicts == {name: "wrong" if name in NEED_TRITON else "ok" for name in found} | {"to send": "note"}
-    assert told["rows"][-1]["found"].endswith("smoke.json")
-    assert all("send" in row["cure"] and row["found"] for row in told["rows"] if row["verdict"] == "wrong")
+    assert told["rows"][-1]["finding"].endswith("smoke.json")
+    assert all("send" in row["cure"] and row["finding"] for row in told["rows"] if row["verdict"] == "wrong")
 
 
 def test_the_short_measurements_run_to_their_end(emulated):

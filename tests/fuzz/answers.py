@@ -20,7 +20,7 @@ from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.frames import pack
+from megatron_rl.lib.frames import pack
 
 VOCAB, ROOM = 97, 6
 ODD = [

@@ -12,8 +12,8 @@ import numpy as np
 from fuzzing import Tally, tally
 
 from megatron_rl.engines.protocol import Completion, Sampling
-from megatron_rl.frames import KINDS, LENGTH_BYTES, CodecError
-from megatron_rl.message_codec import pack, unpack
+from megatron_rl.lib.frames import KINDS, LENGTH_BYTES, CodecError
+from megatron_rl.messages.message_codec import pack, unpack
 from megatron_rl.types import Stop
 
 TREES = (

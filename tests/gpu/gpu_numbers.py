@@ -23,7 +23,6 @@ class SumOfLogprobs:
     """The sum of the log-probs of trained tokens."""
 
     needs: frozenset[str] = frozenset()
-    uses_advantages = False
 
     def __call__(self, live: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return torch.where(batch.mask, live.logprobs, 0.0).sum(), {}

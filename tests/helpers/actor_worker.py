@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of
+from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of, world
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from process_groups import apart
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.packed_batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import offload, parallel, vocab_statistics
+from megatron_rl.megatron.optimizer import parts
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
@@ -75,19 +77,15 @@ def interleaved(path: str) -> float:
 DENSE = (
     ("same", Layout(), Layout()),
     ("dp_to_tp", Layout(), Layout(tp=2)),
-    ("dp_to_pp", Layout(), Layout(pp=2)),
     ("tp_to_dp", Layout(tp=2), Layout()),
-    ("cp_to_tp", Layout(cp=2), Layout(tp=2)),
     ("pp_to_cp", Layout(pp=2), Layout(cp=2)),
 )
 TIED = (
     ("same", Layout(pp=2), Layout(pp=2)),
-    ("pp_to_dp", Layout(pp=2), Layout()),
     ("pp_to_tp", Layout(pp=2), Layout(tp=2)),
 )
 EXPERTS = (
     ("same", Layout(ep=2), Layout(ep=2)),
-    ("ep_to_dp", Layout(ep=2), Layout()),
     ("dp_to_ep", Layout(), Layout(ep=2)),
     ("ep_to_tp", Layout(ep=2), Layout(tp=2, sequence_parallel=True)),
     ("etp_to_pp", Layout(etp=2), Layout(pp=2)),
@@ -120,11 +118,27 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         metrics = [(learn(policy), learn(other)) for _ in range(2)][-1]
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
         errors[f"{name}/after"] = distance(weights(policy), weights(other))
-    changed = make(path, layouts[0][1], optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
-    changed.state.load(directory / "same")
-    learn(changed)
-    groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
-    return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
+    return errors | {"settings": changed_settings(path, layouts[0][1], directory / "same")}
+
+
+def changed_settings(path: str, layout: Layout, checkpoint: Path) -> list[Any]:
+    """Returns what the optimizers of three policies read in a step: one that was built with other settings than
+    SCHEDULED, one with these other settings that goes on from a checkpoint, and one that adopts them in a stage. Their
+    learning rate is constant, so that it does not depend on the step. Only the first two have another schedule and
+    decay of norms, which a stage does not change."""
+    other = Optimizer(lr=3e-4, min_lr=2e-4, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-4, clip_grad=0.25)
+    built, resumed = (make(path, layout, optimizer=other) for _ in range(2))
+    resumed.state.load(checkpoint)
+    staged = make(path, layout, optimizer=Optimizer(betas=(0.1, 0.2)))
+    staged.adopt(replace(staged.role, optimizer=other))
+    found = []
+    for policy in (built, resumed, staged):
+        learn(policy)
+        numbers = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
+        groups = [{n: g[n] for n in numbers if n in g} for g in policy.optimizer.param_groups]
+        clips = [own.config.clip_grad for own in parts(policy.optimizer)]
+        found.append([sorted(groups, key=lambda group: group["weight_decay"]), clips])
+    return found
 
 
 def writers_of(policy: MegatronPolicy) -> list[Any]:
@@ -300,18 +314,25 @@ def main() -> None:
     out, path = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
-    answer["head"], answer["holdings"] = head(), holdings(path)
-    parent = Path(path).parent
-    answer["overtaken"] = overtaken(str(parent / "large"), path, out.parent / "overtaken")
-    answer["checkpoint_memory"] = checkpoint_memory(str(parent / "large"), parent / "large_checkpoint")
-    answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
-    experts = str(Path(path).parent / "experts")
-    answer["experts"] = {
-        "checkpoints": checkpoints(experts, out.parent / "expert_ckpt", EXPERTS),
-        "few": few_tokens(experts),
+    world()  # made once, before the groups that end
+    parent, experts = Path(path).parent, str(Path(path).parent / "experts")
+    large, tied = str(parent / "large"), str(parent / "tied")
+    answer = {
+        "roles": apart(two_roles, path),
+        "checkpoints": apart(checkpoints, path, out.parent / "ckpt"),
+        "sleep": apart(sleep, path),
+        "head": apart(head),
+        "holdings": apart(holdings, path),
+        "overtaken": apart(overtaken, large, path, out.parent / "overtaken"),
+        "checkpoint_memory": apart(checkpoint_memory, large, parent / "large_checkpoint"),
+        "tied": apart(checkpoints, tied, out.parent / "tied_ckpt", TIED),
+        "experts": {
+            "checkpoints": apart(checkpoints, experts, out.parent / "expert_ckpt", EXPERTS),
+            "few": apart(few_tokens, experts),
+            "sleep": apart(sleep, experts, Layout(ep=2)),
+            "refusals": apart(refusals, parent),
+        },
     }
-    answer["experts"] |= {"sleep": sleep(experts, Layout(ep=2)), "refusals": refusals(Path(path).parent)}
     out.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()

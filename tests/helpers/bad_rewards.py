@@ -22,6 +22,15 @@ def scaled(response, payload, *, scale):
     return scale * float(response == payload["answer"])
 
 
+def big(response, payload):
+    """100 for the right answer, otherwise 1 and a tenth for each character."""
+    return 100.0 if response == "right" else 1.0 + len(response) / 10
+
+
+def share(response, payload):
+    return {"right": 1.0, "half": 0.5}.get(response, 0.0)
+
+
 def by_answer(response, payload):
     """Grades by the problem alone: every third is right, the next wrong, the last cannot be graded."""
     return (1.0, 0.0, "none")[int(payload["answer"]) % 3]

@@ -47,3 +47,25 @@ def chat_tokenizer(template=CHATML, *, adds_begin=False):
 
 def said(role, content):
     return {"role": role, "content": content}
+
+
+HARMONY = (  # like gpt-oss's: earlier turns keep their answers and calls, the last turn its thought too
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% for call in m.tool_calls %}<|start|>assistant to=functions.{{ call.function.name }}<|channel|>commentary json"
+    "<|message|>{{ call.function.arguments | tojson }}<|call|>{% endfor %}"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endif %}"
+    "{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
+
+
+def harmony_tokenizer():
+    """Makes a tokenizer of characters with gpt-oss's special tokens and a template like gpt-oss's."""
+    made = chat_tokenizer(HARMONY)
+    made.add_special_tokens({"additional_special_tokens": HARMONY_TOKENS})
+    made.eos_token = "<|return|>"
+    return made

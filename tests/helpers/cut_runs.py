@@ -186,7 +186,7 @@ EVERY = {
     "tango_agents_0": (0, 2), "tango_agents_2": (2, 3), "ppo_0": (0, 2), "ppo_2": (2, 2),
     "ppo_shared_0": (0, 2), "ppo_shared_2": (2, 2),
 }  # fmt: skip
-QUICK = ("dapo_2", "pairwise_0", "tango_agents_2", "ppo_2", "ppo_shared_2")  # the others: make test-more ONLY=resume
+QUICK = ("dapo_2", "tango_agents_2", "ppo_2")  # the others: make test-more ONLY=resume
 FEW = {case: EVERY[case] for case in QUICK}
 TELLING = {  # metrics that are above 0 before and after the cut
     "dapo": ("retired", "resting", "hinted"),

@@ -15,12 +15,12 @@ from megatron_rl.cluster import job_slices
 from megatron_rl.cluster.slurm_job import SlurmJob
 from megatron_rl.config.schema import ConfigError, Run
 from megatron_rl.jobs import status
-from megatron_rl.report import run_record
 from megatron_rl.report.pages import write_report
 from megatron_rl.run import json_lines
 from megatron_rl.run.checkpoint import Checkpoints, write_json
 from megatron_rl.run.metrics import Tracker
 from megatron_rl.run.run_directory import RunError, open_run
+from megatron_rl.session import run_record
 from megatron_rl.training.iteration import Iteration
 from megatron_rl.training.store import IterationStore
 

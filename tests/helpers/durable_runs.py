@@ -31,10 +31,13 @@ from megatron_rl.cluster.host_address import free_port
 from megatron_rl.engines import batched_session
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Completion
-from megatron_rl.frames import pack_parts, unpack_parts
+from megatron_rl.lib.frames import pack_parts, unpack_parts
 from megatron_rl.main import main
-from megatron_rl.message_codec import unpack
+from megatron_rl.messages.message_codec import unpack
+from megatron_rl.session import train as session_train
 from megatron_rl.training import write_ahead
+from megatron_rl.training.collector import Collector
+from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.rollout_parquet import from_table
 from megatron_rl.training.store import iteration_files, iteration_number
 from megatron_rl.types import Rollout
@@ -157,13 +160,32 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
-def train(words: Sequence[str], notes: str | None) -> None:
+class Killed(Collector):
+    """Kills all processes of the run when the iteration `last` is trained on and its metrics are written."""
+
+    last: int
+
+    def take(self, iteration: Iteration) -> Collected:
+        self.taken = iteration.number
+        return super().take(iteration)
+
+    def trained(self) -> None:
+        super().trained()
+        if self.taken == self.last:
+            os.killpg(0, signal.SIGKILL)
+
+
+def train(words: Sequence[str], notes: str | None, last: int | None = None) -> None:
     """Runs `megatron-rl train *words` in this process, whose group has all processes of the run. `notes`: file of what
-    is asked and logged; without one, nothing disturbs the run."""
+    is asked and logged; without one, nothing disturbs the run. `last`: index of the iteration after which the run is
+    killed."""
     os.setsid()
     os.environ.update(forks.environment())
     os.chdir(forks.ROOT)
     mock.patch.object(batched_session, "SETTLE_S", SETTLE_S).start()
+    if last is not None:
+        Killed.last = last
+        mock.patch.object(session_train, "Collector", Killed).start()
     if notes is not None:
         Noted.notes = Path(notes)
         mock.patch.object(write_ahead, "RoleLog", Noted).start()
@@ -230,6 +252,14 @@ class KilledRun:
         psutil.wait_procs(family, RUN_S)
         self._look()
 
+    def kill_between(self, iteration: int) -> None:
+        """Runs until an iteration is trained, and kills all processes then, before a checkpoint of the iteration can be
+        written (run.save_every is larger)."""
+        process = self._start(notes=False, last=iteration)
+        process.join(RUN_S)
+        assert process.exitcode == -signal.SIGKILL, self._log()
+        self.kills["all"] += 1
+
     def check(self) -> None:
         """Fails if a sample that was finished was asked for again, or written twice."""
         seen = set[str]()
@@ -252,9 +282,9 @@ class KilledRun:
             own = self.written.setdefault(int(path.stem.removeprefix("iteration_")), set())
             own |= {one.tokens.tobytes() + one.logprobs.tobytes() for one in completions_in(path)}
 
-    def _start(self, *words: str, notes: bool) -> Any:
+    def _start(self, *words: str, notes: bool, last: int | None = None) -> Any:
         log, words = self._base / f"{self.name}.log", (str(self._config), *words)
-        return forks.start(log, train, words, str(self.notes) if notes else None)
+        return forks.start(log, train, words, str(self.notes) if notes else None, last)
 
     def _lines(self) -> list[str]:
         return self.notes.read_text().splitlines() if self.notes.exists() else []

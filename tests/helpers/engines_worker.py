@@ -37,9 +37,10 @@ from megatron_rl.engines.auth_middleware import HEADER
 from megatron_rl.engines.pool.server_pool import Pool, given
 from megatron_rl.engines.protocol import Completion, Sampling, complete
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
-from megatron_rl.frames import pack
+from megatron_rl.lib.frames import pack
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.refit.weight_limits import NonFiniteWeights
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.session.open_engines import open_engines
@@ -256,9 +257,17 @@ class Scenario:
         self.world.from_driver(back)
 
     def weights_that_are_no_numbers(self, version: int) -> None:
-        """Spoils the weights: after this no server answers anything of use."""
-        for tensor in self.policy.export.shards().values():
+        """Spoils the weights: NaN are not sent; finite ones that overflow in the model are, and no server answers
+        anything of use after them."""
+        shards = self.policy.export.shards().values()
+        for tensor in shards:
             tensor.detach().fill_(torch.nan)
+        try:
+            self.refit(version)
+        except NonFiniteWeights as error:
+            self.found["not_sent"] = str(error)
+        for tensor in shards:
+            tensor.detach().fill_(1.0 if tensor.dim() > 1 else 1e38)
         self.refit(version)
 
         def ask() -> None:

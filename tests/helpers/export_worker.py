@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.allocator import return_free_pages
 from megatron_rl.config.schema import Layout, Model, RoleConfig
-from megatron_rl.conversion import trained
+from megatron_rl.devices.allocator import return_free_pages
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World
+from megatron_rl.session import trained
 from megatron_rl.weights import hf_model, parameter_mapping
 from megatron_rl.weights.hf_writer import HfWriter
-from megatron_rl.world import World
 
 M_MMAP_THRESHOLD = -3  # number of an option of glibc's mallopt
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_rl.batches.micro_batches import Prefixes, Shares, micro_batches
 from megatron_rl.batches.packed_batch import CANDIDATES, Batch, BatchLoss, Statistics, statistics_needed
 from megatron_rl.batches.replica_batch import Work
+from megatron_rl.lib.timing import Timer
+from megatron_rl.messages.world import Replicas
 from megatron_rl.run.metrics import SPEED
-from megatron_rl.timing import Timer
-from megatron_rl.world import Replicas
 
 
 class TablePolicy:

@@ -25,7 +25,7 @@ import numpy as np
 from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
-from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
+from megatron_rl.lib.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
 
 ERROR = "(EngineCore pid=22706) ERROR 11-26 09:54:38 [core.py:1510] "  # how vLLM's logger begins a line
 CAUSE = f"""{ERROR}EngineCore failed to start.
@@ -127,6 +127,7 @@ class FakeVllm:
             self._change.wait_for(lambda: self._closed)
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        status: dict[str, Any] = {"status": "ok"}
         with self._change:
             match path:
                 case "/v1/models":
@@ -138,9 +139,9 @@ class FakeVllm:
                 case "/pause":
                     self._pause(query["mode"][0])
                 case "/sleep":
-                    return self._sleep(int(query.get("level", ["1"])[0]), query.get("mode", ["abort"])[0])
+                    status = self._sleep(int(query.get("level", ["1"])[0]), query.get("mode", ["abort"])[0])
                 case "/wake_up":
-                    return self._wake(query.get("tags"))
+                    status = self._wake(query.get("tags"))
                 case "/is_sleeping":
                     return {"is_sleeping": self._paused or bool(self.sleeping)}
                 case "/update_weights":
@@ -158,7 +159,7 @@ class FakeVllm:
                     assert body["method"] == "take_adapter"
                     return {"results": [str(answer) for answer in self.loaded]}
             self._change.notify_all()
-        return {"status": "ok"}
+        return status
 
     def _pause(self, mode: str) -> None:
         if mode == "abort":

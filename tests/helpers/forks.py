@@ -35,6 +35,7 @@ IMPORTED = [
     "megatron_rl.commands.sft",
     "megatron_rl.commands.generate",
     "megatron_rl.commands.evaluate",
+    "frozen_imports",  # the last
 ]
 
 

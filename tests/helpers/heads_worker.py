@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from megatron_rl.algorithms.value_loss import PolicyAndValueLoss
 from megatron_rl.config.schema import ConfigError, Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.conversion.reshard import reshard
-from megatron_rl.conversion.trained import export_model
 from megatron_rl.megatron import optimizer, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.session.trained import export_model
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
 FIRST, SECOND = {"pp": 2}, {"tp": 2, "sequence_parallel": True}

@@ -18,7 +18,7 @@ from megatron_rl.megatron.kernels import gates, head, norm, rope
 
 HALF, WIDE, INT = "*bf16", "*fp32", "i32"
 CAPABILITIES = (80, 90)  # A100, H100
-STATISTICS = {"logits": HALF, "out": WIDE, "scale": "fp32"}
+STATISTICS = {"logits": HALF, "stats": WIDE, "scale": "fp32"}
 GRADIENT = {"logits": HALF, "ids": "*i64", "scale": "fp32"} | dict.fromkeys(
     ("by_id", "logsums", "entropies", "by_entropies"), WIDE
 )
@@ -28,13 +28,23 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any], int]] = [
     (head._statistics, STATISTICS, {"DOT": False, "TOTAL": False, "BLOCK": head.BLOCK}, head.WARPS),
     (head._gradient, GRADIENT, {"ENTROPY": True, "IDS": 4, "BLOCK": head.BLOCK}, head.WARPS),
     (head._gradient, GRADIENT, {"ENTROPY": False, "IDS": 1, "BLOCK": head.BLOCK}, head.WARPS),
-    (gates._forward, {"x": HALF, "out": HALF}, {"TANH": False, "BLOCK": gates.BLOCK}, gates.WARPS),
+    (gates._forward, {"x": HALF, "activation": HALF}, {"TANH": False, "BLOCK": gates.BLOCK}, gates.WARPS),
     (gates._backward, dict.fromkeys(("x", "grad", "back"), HALF), {"TANH": True, "BLOCK": gates.BLOCK}, gates.WARPS),
-    (rope._turn, dict.fromkeys(("x", "out", "cos", "sin"), HALF), {"BACK": False, "HEADS": 32, "HALF": 64}, rope.WARPS),
-    (rope._turn, dict.fromkeys(("x", "out", "cos", "sin"), HALF), {"BACK": True, "HEADS": 8, "HALF": 32}, rope.WARPS),
+    (
+        rope._turn,
+        dict.fromkeys(("x", "turned", "cos", "sin"), HALF),
+        {"BACK": False, "HEADS": 32, "HALF": 64},
+        rope.WARPS,
+    ),
+    (
+        rope._turn,
+        dict.fromkeys(("x", "turned", "cos", "sin"), HALF),
+        {"BACK": True, "HEADS": 8, "HALF": 32},
+        rope.WARPS,
+    ),
     (
         norm._forward,
-        {"x": HALF, "weight": HALF, "out": HALF, "factors": WIDE, "eps": "fp32"},
+        {"x": HALF, "weight": HALF, "normed": HALF, "factors": WIDE, "eps": "fp32"},
         {"FROM_ONE": True, "BLOCK": 4096},
         8,
     ),

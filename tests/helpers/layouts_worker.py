@@ -8,15 +8,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import process_groups
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from one_process import OneProcess
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.policy_loss import PolicyLoss
@@ -28,11 +31,11 @@ from megatron_rl.config.schema import CorrectionConfig, Layout, LossConfig, Mode
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import optimizer, parallel, pipeline_pass, role_model, router_replay
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.world import World
 from megatron_rl.models.blocks import VALUE_HEAD
 from megatron_rl.training.update import Trainee, policy_logprobs, scatter, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
 from megatron_rl.weights import hf_model, parameter_mapping, tensor_copies
-from megatron_rl.world import World
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
@@ -42,8 +45,7 @@ VALUE_COEF, VALUE_CLIP = 0.7, 0.3
 class WeightedLogprobs:
     """sum over tokens of -(advantage * log p) - 0.1 * entropy."""
 
-    needs = frozenset({"entropy"})
-    uses_advantages = True
+    needs = frozenset({"advantages", "entropy"})
 
     def __call__(self, live, batch):
         total = -(torch.where(batch.mask, live.logprobs * batch.advantages + 0.1 * live.entropy, 0.0)).sum()
@@ -113,15 +115,11 @@ def work_of(
     return replace(work, **{name: values[index] for name, values in (extra or {}).items()}), index
 
 
-def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
-    """Load-balancing loss of a layer of experts (Switch Transformer, eq. 4, for several choices): [T, E] logits -> E
-    sum_e f_e P_e, f_e the share of the choices that fell on e, P_e its mean probability."""
-    probabilities = torch.cat(routers).softmax(-1)
-    shares = (
-        torch.nn.functional.one_hot(probabilities.topk(chosen).indices, probabilities.shape[-1]).sum(1).float().mean(0)
-        / chosen
-    )
-    return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
+def balance(routers: Sequence[torch.Tensor], chosen: int) -> torch.Tensor:
+    """Load-balancing loss of the layers of experts for one sequence, from the router logits [T, E] of each layer:
+    the sum over the layers of E sum_e f_e P_e (Switch Transformer, eq. 4). transformers adds the f_e of the token's k
+    choices up and does not average them."""
+    return sum(load_balancing_loss_func((logits,), logits.shape[-1], chosen) / chosen for logits in routers)
 
 
 def choose(rollouts: Sequence[Rollout], arch: hf_model.Architecture) -> list[Rollout]:
@@ -210,8 +208,10 @@ def reference(
     value = torch.cat(beside) if beside else live
     statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None, value=value)
     loss = loss_function(statistics, batch)[0] / denominator
-    extra = sum(balance([*layer], arch.features.experts_per_token) for layer in zip(*routers, strict=True))
-    (loss + aux * extra).backward()
+    # each sequence counts with its number of tokens
+    chosen, pairs = arch.features.experts_per_token, zip(batch.lengths.tolist(), routers, strict=True)
+    balances = [n * balance(logits, chosen) for n, logits in pairs] if aux else []
+    (loss + aux * sum(balances) / len(batch.tokens)).backward()
     logprobs, ent = torch.where(batch.mask, live.detach(), 0.0), float(entropy[batch.mask].sum())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     named = dict(model.named_parameters())
@@ -358,7 +358,7 @@ def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted
     worst = 0.0
     with policy.groups.active(), torch.no_grad():
         for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
-            found = logits.flatten(0, 1)[micro.wanted].cpu()
+            found = logits.flatten(0, 1)[micro.label_rows].cpu()
             first = policy.groups.tp.rank() * logits.shape[-1] if policy.role.head is None else 0
             want = wanted[index[micro.start + micro.answers.cpu()], first : first + logits.shape[-1]]
             worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
@@ -456,10 +456,13 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
-    for case in cases:
-        run = run_case if case.get("dtype", "float32") == "float32" else run_bf16
-        model = case.get("model", "qwen2") + ("_scored" if case.get("head") else "")
-        results[case["name"]] = run(f"{path}/{model}", case)
+    world()  # made once, before the groups that end
+    for _, alike in groupby(cases, key=lambda case: case.get("layout")):
+        with process_groups.ended():
+            for case in alike:
+                run = run_case if case.get("dtype", "float32") == "float32" else run_bf16
+                model = case.get("model", "qwen2") + ("_scored" if case.get("head") else "")
+                results[case["name"]] = run(f"{path}/{model}", case)
     out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -5,17 +5,17 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from loops import Log, make
+from loops import Log, make, train
 
+from megatron_rl.messages.world import World
 from megatron_rl.training import loop
-from megatron_rl.world import World
 
 
 def main(out, template):
     dist.init_process_group("gloo")
     log, world = Log(), World()
     setup, progress = make(template, log, Path(out).parent / "iterations", world=world)
-    loop.train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
+    train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
     Path(out).write_text(json.dumps({"lines": log.lines, "table": setup.trainees["generator"].policy.table.tolist()}))
     world.barrier()
     dist.destroy_process_group()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fake_engines import TableEngine
 from fake_policy import TablePolicy, without_speed
@@ -14,13 +17,19 @@ from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.engines.protocol import Sampling
+from megatron_rl.messages.world import World
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.held_out_sets import HeldOutSet
-from megatron_rl.training.iteration import EvaluationDraws, RolloutContext
+from megatron_rl.training.events import Event, Finished, Measured, Said
+from megatron_rl.training.every_rank import EveryRank
+from megatron_rl.training.held_out_sets import Examiner, HeldOutSet
+from megatron_rl.training.iteration import EvaluationDraws, Recipe, RolloutContext
+from megatron_rl.training.lessons import CreditDesk
+from megatron_rl.training.progress import Plan, Progress
+from megatron_rl.training.start import start
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
@@ -59,6 +68,98 @@ class Questions:
         question, answer = "12345"[i % 5], "abcde"[i % 5]
         tokens = TOKENIZER("?" + question)["input_ids"]
         return Prompt(id=str(i), tokens=tokens, payload={"question": question, "answer": answer})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The parts of a run of the loop, and callbacks for what a test looks at. Every rank calls `save`, `keep_best` and
+    `around`; the driver calls the others.
+    """
+
+    world: World = field(default_factory=OneProcess)
+    memory: DeviceMemory
+    policy_of: Mapping[str, str]
+    recipe: Recipe
+    context: RolloutContext
+    iterations: Collector | None
+    held_out: Sequence[HeldOutSet] = ()
+    log: Callable[..., None]
+    say: Callable[[str], None] = lambda text: None
+    save: Callable[[int, Any], int | None] = lambda number, state: number  # gets the state on the driver
+    keep_best: Callable[[int, Any], None] = lambda number, best: None
+    remove_surpassed: Callable[[Any], None] = lambda best: None
+    iteration_done: Callable[[int], None] = lambda number: None
+    should_stop: Callable[[], bool] = lambda: False
+    served: Callable[[], bool] = lambda: True
+    around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext()
+    occupied_s: Callable[[], float | None] = lambda: None
+
+    @property
+    def trainees(self) -> dict[str, Trainee]:
+        return self.memory.trainees
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Said():
+                self.say(event.text)
+            case Measured():
+                self.log(event.cycle, event.scope, event.metrics, iteration=event.iteration)
+            case Finished():
+                self.iteration_done(event.iterations)
+            case _:
+                pass
+
+
+class CallbackCheckpoints:
+    """The checkpoints of a Setup."""
+
+    def __init__(self, setup: Setup, fleet: EveryRank) -> None:
+        self._setup, self._fleet = setup, fleet
+        fleet.serve("save", lambda *order: self._cleared(setup.save, *order))
+        fleet.serve("keep_best", lambda *order: self._cleared(setup.keep_best, *order))
+
+    def save(self, number, state):
+        return self._fleet.call("save", number, bulk=state)
+
+    def settle(self, *, wait):
+        return None
+
+    def keep_best(self, number, best):
+        self._fleet.call("keep_best", number, best)
+
+    def remove_surpassed(self, best):
+        self._setup.remove_surpassed(best)
+
+    def _cleared(self, function, *args):
+        self._setup.memory.clear()
+        return function(*args)
+
+
+def train(setup: Setup, plan: Plan, progress: Progress, checkpoints: Callable[[EveryRank], Any] | None = None) -> bool:
+    """Starts a run and trains it, on every rank. `checkpoints`: makes the checkpoints, in place of those of `setup`."""
+    fleet = EveryRank(
+        setup.world, setup.memory, rescore=plan.mixed == "rescore", around=setup.around, occupied_s=setup.occupied_s
+    )
+    saved = CallbackCheckpoints(setup, fleet) if checkpoints is None else checkpoints(fleet)
+    desk = CreditDesk(
+        recipe=setup.recipe, policy_of=setup.policy_of, loss_of=lambda policy: setup.trainees[policy].loss,
+        mixed=plan.mixed, train_without_signal=plan.train_without_signal,
+    )  # fmt: skip
+
+    def drive() -> bool:
+        assert setup.iterations is not None
+        examiner = Examiner(
+            recipe=setup.recipe, sets=setup.held_out, context=setup.context, rollouts=setup.iterations,
+            served=setup.served,
+        )  # fmt: skip
+        parts = loop.Parts(
+            fleet=fleet, rollouts=setup.iterations, desk=desk, examiner=examiner if setup.held_out else None,
+            checkpoints=saved, observe=setup.observe, leave=setup.should_stop, watch=setup.context.watch,
+        )  # fmt: skip
+        start(parts, setup.context, plan, progress)
+        return loop.train(parts, plan, progress)
+
+    return setup.world.from_driver(drive)
 
 
 class Log:
@@ -124,20 +225,15 @@ def make(template, log, directory, **own):
             max_staleness=parts["max_staleness"],
         )  # fmt: skip
 
-    def save(number):
+    def save(number, run_state):
         assert policy.asleep == settings.get("sleeps", False)
         log.saved[number] = {"table": policy.table.detach().clone()}
-        if collector is not None:
-            log.saved[number]["state"] = json.loads(
-                json.dumps({"progress": progress.state_dict(), **collector.state()})
-            )
+        if world.rank == 0:
+            log.saved[number]["state"] = json.loads(json.dumps(run_state))
         return number
 
     stop = parts["stop_after"]
-    hooks = loop.Hooks(
-        log=log, save=save, should_stop=lambda: stop is not None and len(log.series("skipped")) >= stop
-    )  # fmt: skip
-    setup = loop.Setup(
+    setup = Setup(
         world=world,
         memory=DeviceMemory({"generator": trainee}),
         policy_of={"generator": "generator"},
@@ -145,7 +241,9 @@ def make(template, log, directory, **own):
         context=context,
         iterations=collector,
         held_out=[HeldOutSet(name="questions", prompts=Questions().take(5), draws=EvaluationDraws())],
-        hooks=hooks,
+        log=log,
+        save=save,
+        should_stop=lambda: stop is not None and len(log.series("skipped")) >= stop,
     )
     return setup, progress
 

@@ -24,8 +24,10 @@ from layouts_worker import (
     make_rollouts,
     whole_gradients,
     work_of,
+    world,
 )
 from lora_reference import ALPHA, RANK
+from process_groups import apart
 from safetensors.torch import load_file
 
 from megatron_rl.batches.packed_batch import statistics_needed
@@ -213,10 +215,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     answers: dict[str, Any] = {}
+    world()  # made once, before the groups that end
     for case in cases:
         path = str(folder / case["model"])
         run = RUNS[case.get("run", "parity")]
-        answers[case["name"]] = run(path, folder / f"{case['model']}.{case.get('told', 'all')}", case)
+        answers[case["name"]] = apart(run, path, folder / f"{case['model']}.{case.get('told', 'all')}", case)
     out.write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()

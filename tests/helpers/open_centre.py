@@ -22,7 +22,7 @@ from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest, Said
 from megatron_rl.recipes.distil import Distil
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
-from megatron_rl.text import decode_all
+from megatron_rl.texts.text import decode_all
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Prompt, Rollout
 
@@ -93,7 +93,7 @@ class _Given:
 
 
 @within(25)
-@objective(needs=("old",))
+@objective(needs=("advantages", "old"))
 def sequence_ratio(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Any:
     """GSPO (arXiv 2507.18071): one clipped importance ratio per sequence, the geometric mean of its tokens'. -> [N]"""
     counts = batch.sequence_sums(batch.counted.float()).clamp(min=1)
@@ -137,7 +137,7 @@ class Counting(Environment):
 
 
 @within(20)
-@objective(needs=("teacher_logprobs",), uses_advantages=False)
+@objective(needs=("teacher_logprobs",))
 def toward_teacher(live: Statistics, batch: Batch) -> Any:
     """Distils on-policy: the k2 estimate of KL(student || teacher) on sampled tokens. -> [N]"""
     return 0.5 * (live.logprobs - batch.values["teacher_logprobs"]) ** 2

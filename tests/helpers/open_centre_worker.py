@@ -7,6 +7,7 @@ asked to leave, or null].
 import functools
 import json
 import os
+import pickle
 import sys
 from concurrent.futures import wait
 from dataclasses import replace
@@ -25,7 +26,8 @@ from megatron_rl.training.collector import Collector
 class Farthest(Collector):
     """Gives an iteration to the loop only when all that may be collected ahead of it was collected, so that a run does
     the same every time: an iteration is written by the oldest weights that are allowed. With the iteration
-    `leave_after` (counted from 1) it asks the run to leave, as a user does by a file.
+    `leave_after` (counted from 1) it asks the run to leave, as a user does by a file. Writes what is trained on, with
+    advantages and scores, to RUN/credited, because the run's own files have iterations before scores and credit.
     """
 
     def __init__(self, *arguments, leave_after, **settings):
@@ -37,7 +39,16 @@ class Farthest(Collector):
         wait([done for _, done in self._flights])
         if iteration.number + 1 == self._leave_after:
             (self._store.directory.parent / STOP).touch()
-        return collected
+        return self._noted(iteration, collected) if collected.credited else collected
+
+    def credit(self, iteration, scored):
+        return self._noted(iteration, super().credit(iteration, scored))
+
+    def _noted(self, iteration, credited):
+        directory = self._store.directory.parent / "credited"
+        directory.mkdir(exist_ok=True)
+        (directory / f"{iteration.number:06d}.pickle").write_bytes(pickle.dumps(credited))
+        return credited
 
 
 def main(out, runs):

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from oracles import FOLDER
 
-from megatron_rl.algorithms.gae import Gae, adapted, assign_gae, kl_estimates
+from megatron_rl.algorithms.gae import Gae, adapted, assign_gae
+from megatron_rl.algorithms.kl import VERL_CLAMP, kl_estimates
 from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.batches.data_parallel_split import tally
 from megatron_rl.batches.packed_batch import Statistics, pack
@@ -101,8 +102,9 @@ def penalties() -> float:
         found += [abs(adapted(settings.kl_coef, kl, len(inputs["written"]), settings) / row["next_coef"] - 1)]
         ours = []
         for number, written in enumerate(inputs["written"]):
-            own = np.array(inputs["logprobs"][number]), np.array(inputs["reference_logprobs"][number])
-            rewards = -inputs["kl_coef"] * kl_estimates(*own, kind) * np.array([digit == "1" for digit in written])
+            pair = (torch.tensor(inputs[key][number]).double() for key in ("logprobs", "reference_logprobs"))
+            estimates = kl_estimates(kind, *pair, clamp=VERL_CLAMP).numpy()
+            rewards = -inputs["kl_coef"] * estimates * np.array([digit == "1" for digit in written])
             rewards[-1] += inputs["outcomes"][number]
             ours.append(after_prompt(rewards))
         found.append(apart(ours, row["rewards"]))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layouts_worker import logprobs_of, own, world
+from process_groups import apart
 from safetensors.torch import load_file
 
 from megatron_rl.algorithms.policy_loss import PolicyLoss
@@ -103,8 +104,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     record = json.loads((folder / "record.json").read_text())
+    world()  # made once, before the groups that end
     answer = {
-        f"{name}/{steps}": replay(folder, record, layout, steps) for name, layout in LAYOUTS.items() for steps in (1, 2)
+        f"{name}/{steps}": apart(replay, folder, record, layout, steps)
+        for name, layout in LAYOUTS.items()
+        for steps in (1, 2)
     }
     out.write_text(json.dumps(answer))
     dist.barrier()

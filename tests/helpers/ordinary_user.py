@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 NEEDED = (
     "__init__.py",
-    "processes.py",
+    "lib/__init__.py",
+    "lib/processes.py",
     "rewards/__init__.py",
     "rewards/reward_functions.py",
     "rewards/reaper.py",

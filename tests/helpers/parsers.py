@@ -10,8 +10,8 @@ from megatron_rl.environments.tool_task import first_call
 from megatron_rl.rewards import code_answer, exact_match, math_answer, role_tags, short_answer
 from megatron_rl.rewards.answer_key import answer_key
 from megatron_rl.rewards.code_cases import _BLOCK
-from megatron_rl.rewards.tags import block_spans, boxed, generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
+from megatron_rl.texts.tags import block_spans, boxed, generator_format, step_texts
 
 PIECES = [
     "<search>", "</search>", "<answer>", "<information>", "<think>", "<score>", "<step>", "<question>", "<scores>",

@@ -13,13 +13,17 @@ from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.workload import cycle_work, models_of
 from megatron_rl.spec.resolve import specify
 from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.training.iteration import Recipe
 
 
-class Unscored:
-    """A recipe of a test that asks the trainer for no scores."""
+class Unscored(Recipe):
+    """A recipe of a test that is planned and never run, and that asks the trainer for no scores."""
 
-    def scores_of(self, roles):
-        return ()
+    def prompt(self, payload):
+        raise NotImplementedError("the recipe is planned, not run")
+
+    def rollout(self, iteration, source, context):
+        raise NotImplementedError("the recipe is planned, not run")
 
 
 def spec_of(config: TrainConfig, recipe: Any = None) -> RunSpec:

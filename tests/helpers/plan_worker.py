@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from layouts_worker import WeightedLogprobs, work_of
+from layouts_worker import WeightedLogprobs, work_of, world
+from process_groups import apart
 
 from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, RoleConfig
 from megatron_rl.megatron import model as models
@@ -129,7 +130,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     vocab_statistics.KEPT_ELEMENTS["cpu"] = 0  # as on a GPU: logits are computed again in the backward pass
-    out.write_text(json.dumps([measure(case) for case in cases]))
+    world()  # made once, before the groups that end
+    out.write_text(json.dumps([apart(measure, case) for case in cases]))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from layouts_worker import DECAY, LR, logprobs_of, make_loss, whole_gradients, work_of
+from layouts_worker import DECAY, LR, logprobs_of, make_loss, whole_gradients, work_of, world
+from process_groups import apart
 
 from megatron_rl.batches.packed_batch import statistics_needed
 from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, Optimizer, RoleConfig
@@ -141,7 +142,9 @@ def main() -> None:
     out, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    out.write_text(json.dumps({case["name"]: run_case(f"{path}/{case['model']}", case) for case in cases}))
+    world()  # made once, before the groups that end
+    answers = {case["name"]: apart(run_case, f"{path}/{case['model']}", case) for case in cases}
+    out.write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
-from megatron_rl.text import load_tokenizer
+from megatron_rl.texts.text import load_tokenizer
 from megatron_rl.training.update import Trainee, update
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)

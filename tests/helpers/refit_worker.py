@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from limits import RUN_S
 from numbered import numbered
+from pydantic import TypeAdapter
 
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.engines.embedded.engine_weights import WeightSlots
@@ -158,7 +159,7 @@ class Doomed(Tensors):
 def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
     dist.init_process_group("gloo")
-    rank, topology = dist.get_rank(), Topology.from_json(case["topology"])
+    rank, topology = dist.get_rank(), TypeAdapter(Topology).validate_python(case["topology"])
     parameters = shards(topology, rank, whole_model(topology.sizes, 0))
     inside = case.get("inside", True)
     engine = Engine(topology, rank, case.get("spoiled")) if inside else None
@@ -305,12 +306,12 @@ def late(out: Path) -> Any:
             waiting.wait(Deadline.start(0.1, 0.1))
             raise AssertionError("a message came that nobody sent")
         store.put("given up", True)
-        store.get("sent", 60)
+        store.get("sent", bool, 60)
         landed = bool(target.any())
         with contextlib.suppress(TransportError):  # the other rank may leave, and the store with it, before it answers
             store.put("seen", True)
         return landed
-    store.get("given up", 60)
+    store.get("given up", bool, 60)
     found = "sent"
     try:
         sending = transport.send(1, "a bucket", torch.ones(8, dtype=torch.uint8), pieces=[torch.ones_like(target)])
@@ -318,7 +319,7 @@ def late(out: Path) -> Any:
     except TransportError as error:
         found = str(error)
     store.put("sent", True)
-    store.get("seen", 60)  # the store is gone with this process
+    store.get("seen", bool, 60)  # the store is gone with this process
     return found
 
 
@@ -327,7 +328,7 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     messages.ALONE_BYTES = case["long"]
     exchange.ALONE_PART_BYTES = case["part"]
     rank, _, transport = pair()
-    topology = Topology.from_json(case["topology"])
+    topology = TypeAdapter(Topology).validate_python(case["topology"])
     plan = topology.plan(
         RankLocations([RankLocation("here", "0", "cpu")], {0: RankLocation("here", "1", "cpu")}), bucket_mib=0.02
     )
@@ -381,7 +382,7 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
     messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
     wait_for(out.parent, ["store.json"])
     address = Address(*json.loads((out.parent / "store.json").read_text()))
-    topology = Topology.from_json(case["topology"])
+    topology = TypeAdapter(Topology).validate_python(case["topology"])
     engine = Engine(topology, rank)
     sleep_count = case.get("sleep_count", {}).get(out.stem)  # stops itself between refits, after this version
     doom = case.get("doom", {}).get(out.stem)
@@ -447,7 +448,7 @@ def staged_engine(out: Path, case: dict[str, Any], rank: int) -> None:
     """Receives the weights of every refit beside those that it serves, and swaps them, until the trainer is gone."""
     wait_for(out.parent, ["store.json"])
     address = Address(*json.loads((out.parent / "store.json").read_text()))
-    engine = Staged(Topology.from_json(case["topology"]), rank, case["dies"].get(out.stem, []), out)
+    engine = Staged(TypeAdapter(Topology).validate_python(case["topology"]), rank, case["dies"].get(out.stem, []), out)
     side = StagedEngineSide(RefitStore.join(address), rank, engine, torch.device("cpu"))
     put = side._store.put
 

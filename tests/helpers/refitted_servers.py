@@ -8,10 +8,9 @@ import torch
 from fake_vllm import JOIN, UPDATE, FakeVllm
 from refit_worker import Engine
 
-from megatron_rl.config.engines import RefitConfig
 from megatron_rl.refit.engine_side import EngineSide, StagedEngineSide
 from megatron_rl.refit.refit_store import Address, RefitStore
-from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.store_messages import Setup
 
 DEVICE = torch.device("cpu")
 
@@ -38,9 +37,9 @@ class RefittedVllm(FakeVllm):
     def _join(self, host: str, port: int, secret: str, replica: int) -> None:
         self._leave()
         store = RefitStore.join(Address(host, port, secret))
-        setup = store.get("setup", 60)
-        engine = Engine(Topology.from_json(setup["topology"]), replica)
-        if RefitConfig(**setup["settings"]).staged:
+        setup = store.get("setup", Setup, 60)
+        engine = Engine(setup.topology, replica)
+        if setup.settings.staged:
             self._side = StagedEngineSide(store, replica, engine, DEVICE)
             self._side.start()
         else:

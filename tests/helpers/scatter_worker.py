@@ -15,9 +15,9 @@ from one_process import OneProcess
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.micro_batches import micro_batches
 from megatron_rl.config.schema import LossConfig
+from megatron_rl.messages.world import DriverError, Replicas, World
 from megatron_rl.training.update import Trainee, policy_logprobs, scatter, update
 from megatron_rl.types import Rollout, spans_of
-from megatron_rl.world import DriverError, Replicas, World
 
 VOCAB, SIZE = 9, 500
 

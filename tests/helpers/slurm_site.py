@@ -73,7 +73,7 @@ def wait(what: str, condition: Callable[[], bool]) -> None:
 def rank_process(number: int, run: Path) -> psutil.Process:
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        is_train = words[1:4] == ["-m", "megatron_rl.main", "train"] and str(run / "jobs/config.yaml") in words
+        is_train = words[1:5] == ["-P", "-m", "megatron_rl.main", "train"] and str(run / "jobs/config.yaml") in words
         if is_train and process.environ().get("SLURM_PROCID") == str(number):
             return process
     raise AssertionError(f"no rank {number} of {run}")

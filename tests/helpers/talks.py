@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run.run_directory import RunDirectory, open_run
-from megatron_rl.text import Decoded
+from megatron_rl.texts.text import Decoded
 from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.store import IterationStore
 from megatron_rl.types import Author, Rollout, spans_of

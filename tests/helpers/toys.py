@@ -38,10 +38,12 @@ def streaming(policy, engine):
 
 
 def graded(rule):
-    """Makes a grader of a rule: (response, payload) -> float, bool or an Outcome of failure, as a Table.grade."""
+    """Makes a grader of a rule: (response, payload) -> float, bool, Graded or an Outcome of failure."""
 
     def one(response, payload):
         found = rule(response, payload)
+        if isinstance(found, Graded):
+            return found
         return (
             Graded(found, detail="made to fail") if isinstance(found, Outcome) else Graded(Outcome.SCORE, float(found))
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.world import DriverError, FollowerError, World
+from megatron_rl.messages.world import DriverError, FollowerError, World
 
 
 class Asked:
@@ -54,6 +54,13 @@ def cases(world, asked):
     yield asked.seen
     yield told(world, lambda: world.from_driver(lambda: world.call_all("ask", ranks)))
     yield told(world, at_once, world)
+    yield told(world, lambda: world.call_all("wrong", ranks))
+    yield told(world, lambda: world.call_all("nested", ranks))
+    yield told(world, lambda: world.together("nested", ranks, ranks))
+    yield told(world, lambda: world.together("echo", threading.Lock, "small") is threading.Lock)
+    yield world.work.from_driver(lambda: world.call_all("ask", [5] * world.size))
+    yield told(world, lambda: world.work.from_driver(lambda: "never"))
+    yield told(world, lambda: world.together("fails", "on rank 0", "elsewhere"))
 
 
 def at_once(world):
@@ -62,11 +69,21 @@ def at_once(world):
         return list(pool.map(lambda k: world.call_all("ask", [k] * world.size), range(20)))
 
 
+def serve_collectives(world):
+    """Handlers whose ranks talk to one another."""
+    world.serve("wrong", lambda _: world.from_driver(lambda: "never"))
+    ask = lambda: world.call_all("ask", [7] * world.size)  # noqa: E731
+    world.serve("nested", lambda _: [world.work.from_driver(ask), world.work.broadcast(world.rank + 1)])
+    world.serve("echo", lambda value: value)
+    world.serve("fails", lambda text: world.work.from_driver(broken, text))
+
+
 def main(out):
     dist.init_process_group("gloo")
     world = World()
     asked = Asked(world.rank)
     world.serve("ask", asked)
+    serve_collectives(world)
     seen = list(cases(world, asked))
     world.barrier()
     Path(out).write_text(json.dumps(seen))

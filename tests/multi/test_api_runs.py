@@ -132,6 +132,7 @@ def test_callbacks_of_transformers_are_called_and_stop_the_run(make):
     assert told == ["preflight", "generator", (1, 3, str(stopped.run)), "save", "end"] and not stopped.finished
 
 
+@pytest.mark.matrix
 def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_iteration(make):
     """It took another iteration, which a model that is good enough does not need."""
 
@@ -168,6 +169,7 @@ def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_iteration
     assert whole.finished and [row["cycle"] for row in whole.history if row["scope"] == "eval"] == [-1, 0, 1, 2]
 
 
+@pytest.mark.matrix
 def test_the_yaml_file_of_a_trainer_gives_the_same_run(make, tmp_path, capsys):
     """With the callable reward in its file, by the command line, bit for bit."""
     trainer = make(letters("e"))
@@ -266,6 +268,7 @@ def cells():
     return ["".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.matrix
 def test_the_notebook_of_the_docs_runs(tmp_path):
     """In a kernel where there is one; else its cells one after the other in `__main__`, as a kernel runs them."""
     try:

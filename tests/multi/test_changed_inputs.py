@@ -82,6 +82,7 @@ def test_a_run_whose_recipe_raised_is_mended_and_goes_on(start, tmp_path):
     assert status == 2 and "recipe.args.template (plain.txt): bytes 10 -> 18" in errors, "also of a finished run"
 
 
+@pytest.mark.matrix
 def test_fine_tuning_does_not_go_on_in_other_rows(start, tmp_path):
     """It went on in the middle of the new rows, and said nothing."""
     assert start("sft", SFT)[0] == 0

@@ -114,7 +114,7 @@ def test_weights_that_cannot_be_converted_are_refused_and_nothing_is_left(run, t
     shutil.copytree(run / "models/generator", other)
     config = json.loads((other / "config.json").read_text())
     for change, says in (
-        ({"num_hidden_layers": 4}, "holds no parameter decoder.layers.3"),
+        ({"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}, "holds no parameter decoder.layers.3"),
         ({"intermediate_size": 96}, "is the checkpoint another model"),
     ):
         (other / "config.json").write_text(json.dumps(config | change))

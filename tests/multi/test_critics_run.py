@@ -14,11 +14,11 @@ import pytest
 import torch
 from cut_runs import config, role, write_speakers
 from safetensors.torch import load_file, save_file
-from test_open_centre import collected_iterations, series
+from test_open_centre import credited_iterations, series
 from tiny_models import make_scored
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from megatron_rl.rewards.tags import step_texts
+from megatron_rl.texts.tags import step_texts
 from megatron_rl.types import STEP, Author
 
 pytestmark = pytest.mark.multi
@@ -147,17 +147,18 @@ def runs(tmp_path_factory):
     return base / "runs"
 
 
+@pytest.mark.matrix
 def test_a_critic_learns_the_values_of_a_chain(runs):
     """The squared error from the known values, over the states that were met, is below 5 % of the variance of the
     returns. At the start it is not."""
     errors, variances = [], []
-    for iteration in collected_iterations(runs / "chain", "generator", "critic"):
+    for iteration in credited_iterations(runs / "chain"):
         found, wanted, outcomes = [], [], []
-        for r in iteration.rollouts["generator"]:
+        for r in iteration.rollouts["critic"]:
             count = 0
             own = np.flatnonzero(r.trainable)
             for position, place in enumerate(own):
-                found.append(r.values["value"][place])
+                found.append(r.values["old_value"][place])
                 wanted.append(known(position, count))
                 outcomes.append(GAMMA ** (len(own) - 1 - position) * r.rewards["outcome"])
                 count += WORDS[r.tokens[place]] == "a"
@@ -167,6 +168,7 @@ def test_a_critic_learns_the_values_of_a_chain(runs):
     assert set(series(runs / "chain", "generator", "skipped")) == {1.0}, "the critic warms up in the whole run"
 
 
+@pytest.mark.matrix
 def test_ppo_with_a_critic_that_shares_the_policy_learns(runs):
     rewards = series(runs / "shared", "generator", "reward/outcome")
     assert rewards[0] < 0.5 < 0.9 < np.mean(rewards[-3:]), rewards
@@ -185,7 +187,7 @@ def test_ppo_with_a_critic_that_shares_the_policy_by_hand(runs):
     parameters = [*model.parameters(), head]
     optimizer = torch.optim.AdamW(parameters, lr=SHARED["lr"], betas=(0.9, 0.999), eps=SHARED["eps"], weight_decay=0.0)
     losses = series(runs / "shared", "generator", "loss")
-    every = [*collected_iterations(runs / "shared", "generator", "critic")]
+    every = [*credited_iterations(runs / "shared")]
     for number, iteration in enumerate(every[:4]):
         total, tokens = 0.0, 0
         for own in iteration.rollouts["generator"]:
@@ -233,7 +235,7 @@ def test_a_process_reward_model_scores_the_steps_of_solutions(runs):
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(runs.parent / "steps")
     counts = []
-    for iteration in collected_iterations(runs / "stepped", "generator", "critic"):
+    for iteration in credited_iterations(runs / "stepped"):
         for own in iteration.rollouts["generator"]:
             steps = own.annotations_of(STEP)
             texts = step_texts(tokenizer.decode(own.response, skip_special_tokens=True))
@@ -253,7 +255,7 @@ def test_a_process_reward_model_scores_the_steps_of_solutions(runs):
 
 
 def test_agents_have_one_value_and_one_advantage_per_turn(runs):
-    for iteration in collected_iterations(runs / "agents", "agent", "agent_critic"):
+    for iteration in credited_iterations(runs / "agents"):
         for r in iteration.rollouts["agent"]:
             turns = [np.arange(first, end) for first, end, author, _ in r.spans.tolist() if author == Author.POLICY]
             assert len(turns) == 2 and all(len(set(r.advantages[turn].tolist())) == 1 for turn in turns)

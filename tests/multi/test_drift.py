@@ -21,6 +21,7 @@ from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.session.drift import Gap, Probes, judge, measure
 from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.every_rank import EveryRank
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.update import Trainee
 
@@ -68,11 +69,13 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
         engine.load([("table", spoiled)], version=version)
 
     context = RolloutContext(
-        engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}},
+        engines={"a": engine}, tokenizers={"a": characters("abtex")},
         samplings={"a": Sampling(max_tokens=20)}, max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
     trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
-    probes = Probes(OneProcess(), context, DeviceMemory({"a": trainee}), ("a",), ["text"] * 64)
+    fleet = EveryRank(OneProcess(), DeviceMemory({"a": trainee}))
+    fleet.start({})
+    probes = Probes(fleet, context, ("a",), ["text"] * 64)
     for version in range(6):
         probes.round("a", version)
     verdict = judge(probes.gaps["a"], LIMIT)

@@ -19,7 +19,7 @@ from durable_runs import METHODS, WHO, KilledRun, Servers, trained_again
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 KILLS = 34  # of a case in `make test-more ONLY=durable`: 204 in all
-FEW = [("single", True), ("tango", False), ("agents", True)]
+FEW = [("tango", False), ("agents", True)]
 CASES = [(method, served) for method in METHODS for served in (False, True)]
 RUBRIC = [{"criterion": "Is there a beginning?"}]
 

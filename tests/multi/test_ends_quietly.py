@@ -49,7 +49,8 @@ def test_ctrl_c_while_a_run_starts(config, tmp_path, ranks, after_s):
 
 
 def test_a_reader_that_closes_the_pipe():
-    with subprocess.Popen([*PROGRAM, "settings"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    words = [*PROGRAM, "settings", "--all"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None and run.stderr is not None
         fcntl.fcntl(run.stdout, fcntl.F_SETPIPE_SZ, 4096)  # less than the program writes
         assert run.stdout.readline()

@@ -38,6 +38,7 @@ def whole(last_letter, tmp_path_factory) -> list[dict]:
     return metrics(out / "run")
 
 
+@pytest.mark.matrix
 def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     """No file of the second start may grow beyond 200 kB: its metrics fit, and its checkpoints do not. The third start
     does what a run does whose disk was never full. A bit is flipped in between, too: that checkpoint is passed over."""
@@ -66,6 +67,7 @@ def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     assert metrics(tmp_path / "run") == whole
 
 
+@pytest.mark.matrix
 def test_hostile_kill_in_the_middle_of_a_background_checkpoint(last_letter, whole, tmp_path):
     """All processes of the run are killed while a writer has begun a checkpoint that is not complete."""
     settings = [*tango_settings(last_letter, tmp_path, "run"), "run.async_save=true"]
@@ -109,7 +111,7 @@ def test_faults_a_full_disk_under_the_final_model_is_told_and_the_same_command_w
     ]  # fmt: skip
     small = tmp_path / "run/.model.partial"  # where the export writes before it takes its name
     small.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=0755", "tmpfs", str(small)], check=True)
     try:
         done = program(*words, check=False)
     finally:

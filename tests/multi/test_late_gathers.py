@@ -22,7 +22,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_late_gathers_give_the_same_weights(models, ranks, tmp_path):
     for answer in run_ranks(WORKER, ranks, tmp_path / "ranks", str(models)):
         for name, found in answer.items():

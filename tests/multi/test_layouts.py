@@ -20,9 +20,6 @@ TP, PP = {"tp": 2}, {"pp": 2}
 SP = {"tp": 2, "sequence_parallel": True}
 EP, ETP, CP = {"ep": 2}, {"etp": 2}, {"cp": 2}
 VPP = {"pp": 2, "vpp": 2, "overlap_p2p": True}
-AT_ONCE = (
-    12  # cases of one set of processes: a layout's groups keep threads, some fifty, for as long as its process lives
-)
 AUX = {"router_aux_loss": 0.1}
 RECOMPUTE = {"recompute": "full"}
 
@@ -34,7 +31,6 @@ def selective(*modules):
 CASES: dict[int, list[dict]] = {
     1: [
         {"name": "tp1", "layout": {}},
-        {"name": "tp1-one-micro-batch", "layout": {}, "budget": 4096},
         {"name": "tp1-policy-loss", "layout": {}, "loss": "policy"},
         {
             "name": "tp1-tied-recompute",
@@ -43,18 +39,11 @@ CASES: dict[int, list[dict]] = {
             "model_settings": RECOMPUTE,
         },
         {"name": "tp1-distilled", "layout": {}, "loss": "distilled"},
-        {"name": "tp1-selective", "layout": {}, "model_settings": selective("core_attn", "mlp")},
         {
             "name": "qwen2_moe-selective",
             "model": "qwen2_moe",
             "layout": {},
             "model_settings": selective("core_attn", "moe"),
-        },
-        {
-            "name": "qwen2_moe-shared",
-            "model": "qwen2_moe",
-            "layout": {},
-            "model_settings": selective("shared_experts"),
         },
         {
             "name": "qwen3_moe-aux",
@@ -81,78 +70,36 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen3_moe-renormalised", "model": "qwen3_moe_renormalised", "layout": {}},
         {"name": "qwen2_moe", "model": "qwen2_moe", "layout": {}},
         {"name": "gemma3", "model": "gemma3_text", "layout": {}},
-        {
-            "name": "gemma3-untied-recompute",
-            "model": "gemma3_untied",
-            "layout": {},
-            "model_settings": RECOMPUTE,
-        },
         {"name": "gemma3-bf16", "model": "gemma3_text", "layout": {}, "dtype": "bfloat16"},
         {"name": "deepseek_v2", "model": "deepseek_v2", "layout": {}},
         {"name": "olmo2", "model": "olmo2", "layout": {}},
         {"name": "gpt_oss", "model": "gpt_oss", "layout": {}},
         {"name": "gpt_oss-one-micro-batch", "model": "gpt_oss", "layout": {}, "budget": 4096},
-        {
-            "name": "gpt_oss-selective",
-            "model": "gpt_oss",
-            "layout": {},
-            "model_settings": selective("core_attn", "moe"),
-        },
         {"name": "gpt_oss-replay", "model": "gpt_oss", "layout": {}, "replay": True, "loss": "policy"},
         {"name": "gpt_oss-bf16", "model": "gpt_oss_all", "layout": {}, "dtype": "bfloat16"},
         {"name": "head", "layout": {}, "head": "value"},
         {"name": "critic", "layout": {}, "loss": "shared"},
         {"name": "head-bf16", "layout": {}, "head": "score", "dtype": "bfloat16"},
-        {
-            "name": "qwen2_moe-recompute",
-            "model": "qwen2_moe",
-            "layout": {},
-            "model_settings": RECOMPUTE,
-        },
     ],
     2: [
         {"name": "tp2", "layout": TP},
         {"name": "tp2sp", "layout": SP},
-        {"name": "pp2", "layout": PP},
         {"name": "pp2-tied", "model": "qwen2_tied", "layout": PP},
         {"name": "pp2vpp2", "layout": VPP},
-        {"name": "dp2", "layout": {}},
-        {"name": "cp2", "layout": CP},
         {"name": "cp2-policy-loss", "layout": CP, "loss": "policy"},
         {"name": "cp2-distilled", "layout": CP, "loss": "distilled"},
-        {"name": "tp2-distilled", "layout": TP, "loss": "distilled"},
-        {"name": "tp2sp-distilled", "layout": SP, "loss": "distilled"},
-        {"name": "pp2-distilled", "model": "qwen2_tied", "layout": PP, "loss": "distilled"},
-        {"name": "cp2-bf16", "layout": CP, "dtype": "bfloat16"},
         {"name": "tp2sp-bf16", "layout": SP, "dtype": "bfloat16"},
-        {"name": "pp2-bf16", "layout": PP, "dtype": "bfloat16"},
         {"name": "qwen3_moe-ep2-bf16", "model": "qwen3_moe", "layout": EP, "dtype": "bfloat16"},
         {"name": "dp2-overlap", "layout": {}, "optimizer": {"overlap": True}},
-        {"name": "dp2-decay-norms", "layout": {}, "optimizer": {"decay_norms": True}},
         {"name": "pp2-vpp2-policy-loss", "layout": VPP, "loss": "policy"},
-        {"name": "qwen2_moe-cp2", "model": "qwen2_moe", "layout": CP},
         {"name": "qwen3_moe-cp2-ep2", "model": "qwen3_moe", "layout": CP | EP},
-        {"name": "qwen3-tp2", "model": "qwen3", "layout": TP},
-        {"name": "qwen3-tp2sp", "model": "qwen3", "layout": SP},
         {"name": "mistral-tp2sp", "model": "mistral", "layout": SP},
         {"name": "mixtral-ep2", "model": "mixtral", "layout": EP},
         {"name": "mixtral-etp2", "model": "mixtral", "layout": ETP},
-        {"name": "mixtral-dp2", "model": "mixtral", "layout": {}},
         {"name": "qwen3_moe-ep2", "model": "qwen3_moe", "layout": EP},
-        {"name": "qwen3_moe-tp2sp", "model": "qwen3_moe", "layout": SP},
-        {
-            "name": "qwen3_moe-tp2sp-etp1",
-            "model": "qwen3_moe_renormalised",
-            "layout": SP | {"etp": 1},
-        },
         {"name": "qwen2_moe-tp2sp-ep2", "model": "qwen2_moe", "layout": SP | EP | {"etp": 1}},
-        {"name": "qwen2_moe-tp2sp", "model": "qwen2_moe", "layout": SP},
-        {"name": "qwen2_moe-pp2", "model": "qwen2_moe", "layout": PP},
         {"name": "qwen3_moe-pp2vpp2", "model": "qwen3_moe_renormalised", "layout": VPP},
-        {"name": "gemma3-tp2", "model": "gemma3_text", "layout": TP},
         {"name": "gemma3-tp2sp", "model": "gemma3_text", "layout": SP},
-        {"name": "gemma3-pp2", "model": "gemma3_text", "layout": PP},
-        {"name": "gemma3-pp2vpp2", "model": "gemma3_text", "layout": VPP},
         {"name": "gemma3-cp2", "model": "gemma3_text", "layout": CP},
         {"name": "deepseek_v2-ep2", "model": "deepseek_v2", "layout": EP},
         {
@@ -161,36 +108,19 @@ CASES: dict[int, list[dict]] = {
             "layout": SP | EP | {"etp": 1},
         },
         {"name": "deepseek_v3-pp2", "model": "deepseek_v3", "layout": PP},
-        {"name": "deepseek_v3-cp2", "model": "deepseek_v3", "layout": CP},
         {"name": "olmo2-tp2sp", "model": "olmo2", "layout": SP},
         {"name": "gpt_oss-ep2", "model": "gpt_oss", "layout": EP},
-        {"name": "gpt_oss-tp2sp", "model": "gpt_oss", "layout": SP | {"etp": 1}},
-        {"name": "gpt_oss-tp2sp-ep2", "model": "gpt_oss", "layout": SP | EP | {"etp": 1}},
-        {"name": "gpt_oss-pp2", "model": "gpt_oss", "layout": PP},
         {"name": "gpt_oss-cp2", "model": "gpt_oss", "layout": CP},
-        {"name": "head-tp2sp", "layout": SP, "head": "value"},
         {"name": "head-tied-pp2", "model": "qwen2_tied", "layout": PP, "head": "value"},
-        {"name": "critic-tp2", "layout": TP, "loss": "shared"},
         {"name": "critic-tp2sp", "layout": SP, "loss": "shared"},
-        {"name": "critic-tied-pp2", "model": "qwen2_tied", "layout": PP, "loss": "shared"},
-        {"name": "critic-cp2", "layout": CP, "loss": "shared"},
-        {"name": "critic-dp2-overlap", "layout": {}, "loss": "shared", "optimizer": {"overlap": True}},
         {"name": "critic-ep2", "model": "qwen3_moe", "layout": EP, "loss": "shared"},
     ],
     4: [
-        {"name": "tp2pp2", "layout": TP | PP},
         {"name": "tp2pp2sp", "layout": SP | PP},
-        {"name": "tp2dp2", "layout": TP},
-        {"name": "pp2dp2", "layout": PP},
-        {"name": "pp2dp2-overlap", "layout": PP, "optimizer": {"overlap": True}},
         {"name": "pp2vpp2dp2-overlap", "layout": VPP, "optimizer": {"overlap": True}},
-        {"name": "cp2dp2-policy-loss", "layout": CP, "loss": "policy"},
-        {"name": "cp4", "layout": {"cp": 4}},
         {"name": "tp2sp-cp2", "layout": SP | CP},
-        {"name": "pp2cp2", "layout": PP | CP},
         {"name": "pp2vpp2cp2", "layout": VPP | CP},
         {"name": "qwen2_moe-tp2sp-cp2-ep2", "model": "qwen2_moe", "layout": SP | CP | EP},
-        {"name": "mixtral-tp2sp-ep2", "model": "mixtral", "layout": SP | EP},
         {
             "name": "qwen2_moe-tp2sp-dp2-ep2-etp1",
             "model": "qwen2_moe",
@@ -204,24 +134,36 @@ CASES: dict[int, list[dict]] = {
             "replay": True,
             "model_settings": RECOMPUTE,
         },
-        {
-            "name": "mixtral-replay-selective-pp2-cp2",
-            "model": "mixtral",
-            "layout": PP | CP,
-            "replay": True,
-            "model_settings": selective("moe"),
-        },
-        {"name": "qwen3_moe-pp2-ep2", "model": "qwen3_moe", "layout": PP | EP},
-        {
-            "name": "qwen3_moe-pp2vpp2-ep2",
-            "model": "qwen3_moe_renormalised",
-            "layout": VPP | EP,
-        },
-        {"name": "qwen3_moe-ep2-dp4", "model": "qwen3_moe", "layout": EP},
     ],
 }
 FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
     1: [
+        {"name": "tp1-one-micro-batch", "layout": {}, "budget": 4096},
+        {"name": "tp1-selective", "layout": {}, "model_settings": selective("core_attn", "mlp")},
+        {
+            "name": "qwen2_moe-shared",
+            "model": "qwen2_moe",
+            "layout": {},
+            "model_settings": selective("shared_experts"),
+        },
+        {
+            "name": "gemma3-untied-recompute",
+            "model": "gemma3_untied",
+            "layout": {},
+            "model_settings": RECOMPUTE,
+        },
+        {
+            "name": "gpt_oss-selective",
+            "model": "gpt_oss",
+            "layout": {},
+            "model_settings": selective("core_attn", "moe"),
+        },
+        {
+            "name": "qwen2_moe-recompute",
+            "model": "qwen2_moe",
+            "layout": {},
+            "model_settings": RECOMPUTE,
+        },
         {"name": "deepseek_v3", "model": "deepseek_v3", "layout": {}},
         {"name": "deepseek_v2_greedy", "model": "deepseek_v2_greedy", "layout": {}},
         {"name": "deepseek_v3-bf16", "model": "deepseek_v3", "layout": {}, "dtype": "bfloat16"},
@@ -241,6 +183,39 @@ FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
         {"name": "deepseek_v3-replay", "model": "deepseek_v3", "layout": {}, "replay": True},
     ],
     2: [
+        {"name": "pp2", "layout": PP},
+        {"name": "dp2", "layout": {}},
+        {"name": "cp2", "layout": CP},
+        {"name": "tp2-distilled", "layout": TP, "loss": "distilled"},
+        {"name": "tp2sp-distilled", "layout": SP, "loss": "distilled"},
+        {"name": "pp2-distilled", "model": "qwen2_tied", "layout": PP, "loss": "distilled"},
+        {"name": "cp2-bf16", "layout": CP, "dtype": "bfloat16"},
+        {"name": "pp2-bf16", "layout": PP, "dtype": "bfloat16"},
+        {"name": "dp2-decay-norms", "layout": {}, "optimizer": {"decay_norms": True}},
+        {"name": "qwen2_moe-cp2", "model": "qwen2_moe", "layout": CP},
+        {"name": "qwen3-tp2", "model": "qwen3", "layout": TP},
+        {"name": "qwen3-tp2sp", "model": "qwen3", "layout": SP},
+        {"name": "mixtral-dp2", "model": "mixtral", "layout": {}},
+        {"name": "qwen3_moe-tp2sp", "model": "qwen3_moe", "layout": SP},
+        {
+            "name": "qwen3_moe-tp2sp-etp1",
+            "model": "qwen3_moe_renormalised",
+            "layout": SP | {"etp": 1},
+        },
+        {"name": "qwen2_moe-tp2sp", "model": "qwen2_moe", "layout": SP},
+        {"name": "qwen2_moe-pp2", "model": "qwen2_moe", "layout": PP},
+        {"name": "gemma3-tp2", "model": "gemma3_text", "layout": TP},
+        {"name": "gemma3-pp2", "model": "gemma3_text", "layout": PP},
+        {"name": "gemma3-pp2vpp2", "model": "gemma3_text", "layout": VPP},
+        {"name": "deepseek_v3-cp2", "model": "deepseek_v3", "layout": CP},
+        {"name": "gpt_oss-tp2sp", "model": "gpt_oss", "layout": SP | {"etp": 1}},
+        {"name": "gpt_oss-tp2sp-ep2", "model": "gpt_oss", "layout": SP | EP | {"etp": 1}},
+        {"name": "gpt_oss-pp2", "model": "gpt_oss", "layout": PP},
+        {"name": "head-tp2sp", "layout": SP, "head": "value"},
+        {"name": "critic-tp2", "layout": TP, "loss": "shared"},
+        {"name": "critic-tied-pp2", "model": "qwen2_tied", "layout": PP, "loss": "shared"},
+        {"name": "critic-cp2", "layout": CP, "loss": "shared"},
+        {"name": "critic-dp2-overlap", "layout": {}, "loss": "shared", "optimizer": {"overlap": True}},
         {"name": "deepseek_v2-tp2sp", "model": "deepseek_v2", "layout": SP},
         {"name": "deepseek_v3-tp2sp", "model": "deepseek_v3", "layout": SP},
         {"name": "deepseek_v2_greedy-tp2sp", "model": "deepseek_v2_greedy", "layout": SP},
@@ -260,6 +235,28 @@ FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
         {"name": "deepseek_v2-replay-pp2", "model": "deepseek_v2", "layout": PP, "replay": True},
     ],
     4: [
+        {"name": "tp2pp2", "layout": TP | PP},
+        {"name": "tp2dp2", "layout": TP},
+        {"name": "pp2dp2", "layout": PP},
+        {"name": "pp2dp2-overlap", "layout": PP, "optimizer": {"overlap": True}},
+        {"name": "cp2dp2-policy-loss", "layout": CP, "loss": "policy"},
+        {"name": "cp4", "layout": {"cp": 4}},
+        {"name": "pp2cp2", "layout": PP | CP},
+        {"name": "mixtral-tp2sp-ep2", "model": "mixtral", "layout": SP | EP},
+        {
+            "name": "mixtral-replay-selective-pp2-cp2",
+            "model": "mixtral",
+            "layout": PP | CP,
+            "replay": True,
+            "model_settings": selective("moe"),
+        },
+        {"name": "qwen3_moe-pp2-ep2", "model": "qwen3_moe", "layout": PP | EP},
+        {
+            "name": "qwen3_moe-pp2vpp2-ep2",
+            "model": "qwen3_moe_renormalised",
+            "layout": VPP | EP,
+        },
+        {"name": "qwen3_moe-ep2-dp4", "model": "qwen3_moe", "layout": EP},
         {"name": "deepseek_v3-tp2sp-pp2", "model": "deepseek_v3", "layout": SP | PP},
         {"name": "deepseek_v2-pp2-ep2", "model": "deepseek_v2", "layout": PP | EP},
         {"name": "gpt_oss-tp2sp-cp2-ep2", "model": "gpt_oss", "layout": SP | CP | EP | {"etp": 1}},
@@ -385,14 +382,7 @@ def results(tmp_path_factory):
     @cache
     def of(world: int, which: str = "cases") -> list[dict]:
         cases = {"cases": CASES, "further": FURTHER}[which][world] if which != "matrix" else matrix(world)
-        answers: list[dict] = [{} for _ in range(world)]
-        for part in range(0, len(cases), AT_ONCE):
-            out, some = directory / f"{which}{world}.{part}", cases[part : part + AT_ONCE]
-            for whole, found in zip(
-                answers, run_ranks(WORKER, world, out, str(directory), json.dumps(some)), strict=True
-            ):
-                whole.update(found)
-        return answers
+        return run_ranks(WORKER, world, directory / f"{which}{world}", str(directory), json.dumps(cases))
 
     return of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_policy import TablePolicy
-from loops import TOKENIZER, VOCAB, Log, Questions, graded, make, without_engine
+from loops import TOKENIZER, VOCAB, Log, Questions, graded, make, train, without_engine
 from ranks import run_ranks
 from specs import spec_of
 
@@ -54,7 +54,7 @@ def template(tmp_path):
 def test_grpo_learns_the_table(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations")
-    assert loop.train(setup, loop.Plan(iterations=25, evaluate_every=10), progress)
+    assert train(setup, loop.Plan(iterations=25, evaluate_every=10), progress)
     rewards = log.series("reward/outcome")
     assert sum(rewards[:3]) / 3 < 0.2 and sum(rewards[-3:]) / 3 > 0.9, rewards
     assert [(t, s) for t, s, scope, _ in log.lines if scope == "eval"] == [(0, 0), (10, 10), (20, 20), (25, 25)]
@@ -69,7 +69,7 @@ def test_online_dpo_trains_on_the_best_and_the_worst_of_each_group(template, tmp
     setup, progress = make(
         template, log, tmp_path / "iterations", recipe=recipe, loss=LossConfig(objective="dpo", kl_coef=0.0)
     )
-    assert loop.train(setup, loop.Plan(iterations=12, preflight=None), progress)
+    assert train(setup, loop.Plan(iterations=12, preflight=None), progress)
     outcomes, alike = log.series("outcome_of_all"), log.series("alike")
     assert np.mean(outcomes[:3]) + 0.3 < np.mean(outcomes[-3:]) and 0 < alike[0] < 1
     assert max(log.series("rewards/margins")) > 0 and log.series("reward/outcome")[0] == 0.5  # a 1 and a 0 in each pair
@@ -79,8 +79,8 @@ def test_online_dpo_trains_on_the_best_and_the_worst_of_each_group(template, tmp
 def test_a_run_says_what_takes_time(template, tmp_path):
     said = []
     setup, progress = make(template, Log(), tmp_path / "iterations")
-    setup = replace(setup, hooks=replace(setup.hooks, say=said.append))
-    loop.train(setup, loop.Plan(iterations=1, preflight=None), progress)
+    setup = replace(setup, say=said.append)
+    train(setup, loop.Plan(iterations=1, preflight=None), progress)
     assert said == [
         "giving the engines the policies' weights",
         "evaluating 5 held-out problems after iteration 0",
@@ -92,7 +92,7 @@ def test_a_run_says_what_takes_time(template, tmp_path):
 def test_several_optimizer_steps_keep_the_first_ones_log_probs(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations", samples_per_optimizer_step=32)
-    loop.train(setup, loop.Plan(iterations=2), progress)
+    train(setup, loop.Plan(iterations=2), progress)
     assert log.series("optimizer_steps") == [3.0, 3.0]
     assert all(abs(r - 1.0) > 1e-4 for r in log.series("ratio"))  # the later steps left the start
     assert max(log.series("engine_gap")) < 1e-5  # but the gap is measured at it
@@ -107,18 +107,18 @@ def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, t
     whole, first, second = Log(), Log(), Log()
     plan = loop.Plan(iterations=8, evaluate_every=4, save_every=3)
     setup, progress = make(template, whole, tmp_path / "whole")
-    loop.train(setup, plan, progress)
+    train(setup, plan, progress)
 
     policy = TablePolicy(VOCAB, lr=0.3, seed=1)
     setup, progress = make(template, first, tmp_path / "cut", policy=policy, stop_after=stop_after)
-    assert not loop.train(setup, plan, progress)
+    assert not train(setup, plan, progress)
     assert progress.number == stop_after and stop_after in first.saved
     policy.save(tmp_path)
     again = TablePolicy(VOCAB, lr=0.3, seed=1)
     again.load(tmp_path)
     state = first.saved[stop_after]["state"]
     resumed, progress = make(template, second, tmp_path / "cut", policy=again, state=state)
-    assert loop.train(resumed, plan, progress)
+    assert train(resumed, plan, progress)
     second.lines = first.lines + second.lines
     assert lines_without_times(second) == lines_without_times(whole)
     assert torch.equal(again.table, whole.saved[8]["table"])
@@ -138,12 +138,12 @@ def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_iterations_c
     recipe, policy = Keeper(updates=6, group_size=8, template=template), TablePolicy(VOCAB, lr=0.3, seed=1)
     parts = {"recipe": recipe, "policy": policy, "max_staleness": 2}
     setup, progress = make(template, log, tmp_path / "iterations", stop_after=3, **parts)
-    assert not loop.train(setup, plan, progress)
+    assert not train(setup, plan, progress)
     setup.iterations.close()
     (first,) = [metrics for _, _, scope, metrics in log.lines if scope == "eval"]
     assert log.saved[3]["state"]["progress"]["kept"] == {"questions": {"first": first}}
     setup, progress = make(template, later, tmp_path / "iterations", state=log.saved[3]["state"], **parts)
-    assert loop.train(setup, plan, progress)
+    assert train(setup, plan, progress)
     setup.iterations.close()
     assert [metrics for _, _, scope, metrics in later.lines if scope == "eval"] == [first, first]
 
@@ -155,21 +155,21 @@ def test_a_run_that_was_killed_collects_no_iteration_twice(template, tmp_path):
     whole, killed, second = Log(), Log(), Log()
     plan = loop.Plan(iterations=6, save_every=2, evaluate_at_start=False)
     setup, progress = make(template, whole, tmp_path / "whole")
-    loop.train(setup, plan, progress)
+    train(setup, plan, progress)
 
     policy = TablePolicy(VOCAB, lr=0.3, seed=1)
     setup, progress = make(template, killed, tmp_path / "cut", policy=policy)
     policy.save(tmp_path)  # the start: nothing of the killed run's updates is kept
     with pytest.raises(KeyboardInterrupt):
-        hooks = loop.Hooks(log=killed, save=lambda number: None, should_stop=_killed_at(progress, 3))
-        loop.train(replace(setup, hooks=hooks), plan, progress)
+        stops = {"save": lambda number, state: None, "should_stop": _killed_at(progress, 3)}
+        train(replace(setup, **stops), plan, progress)
     again = TablePolicy(VOCAB, lr=0.3, seed=1)
     again.load(tmp_path)
     asked: list[int] = []
     setup, progress = make(template, second, tmp_path / "cut", policy=again)
     engine = setup.context.engines["generator"]
     ask, engine.session = engine.session, lambda *own: (asked.append(progress.number), ask(*own))[1]
-    loop.train(setup, plan, progress)
+    train(setup, plan, progress)
     assert torch.equal(again.table, whole.saved[6]["table"])
     assert min(asked) >= 3, "iterations 0 to 2 were in the store"
 
@@ -187,7 +187,7 @@ def _killed_at(progress, number):
 def test_three_ranks_generate_exactly_what_one_does_and_learn_the_same(template, tmp_path):
     log = Log()
     setup, progress = make(template, log, tmp_path / "iterations")
-    loop.train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
+    train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
     worker = Path(__file__).parents[1] / "helpers" / "loop_worker.py"
     ranks = run_ranks(worker, 3, tmp_path / "ranks", template)
     context = setup.trainees["generator"].policy.table.detach().numpy()
@@ -205,7 +205,7 @@ def test_a_role_that_sleeps_is_awake_only_for_its_updates(template, tmp_path):
     setup, progress = make(template, log, tmp_path / "iterations", sleeps=True)
     setup.memory.start()
     assert setup.trainees["generator"].policy.asleep, "before the first iteration too"
-    loop.train(setup, loop.Plan(iterations=2, save_every=1), progress)
+    train(setup, loop.Plan(iterations=2, save_every=1), progress)
     assert setup.trainees["generator"].policy.asleep and sorted(log.saved) == [1, 2]
 
 
@@ -216,12 +216,12 @@ def test_an_iteration_without_signal_is_skipped_and_a_run_of_such_iterations_is_
     with pytest.raises(
         loop.NothingTrained, match="2 iterations and no update.*groups_without_signal = 1, reward/trained = 0"
     ):
-        loop.train(setup, loop.Plan(iterations=2), progress)
+        train(setup, loop.Plan(iterations=2), progress)
     assert log.series("skipped") == [1.0, 1.0] and log.series("loss") == []
     assert log.series("groups_without_signal") == [1.0, 1.0]
     setup, progress = make(template, log, tmp_path / "more", grade=nothing)
     with pytest.raises(loop.NothingTrained, match="0 iterations"):
-        loop.train(setup, loop.Plan(iterations=0), progress)
+        train(setup, loop.Plan(iterations=0), progress)
 
 
 @pytest.mark.parametrize(("entropy_coef", "moves"), [(0.0, False), (0.1, True)])
@@ -234,7 +234,7 @@ def test_an_iteration_without_signal_can_be_trained_on_as_the_release_does(templ
     loss = PolicyLoss(LossConfig(kl_coef=0.0, entropy_coef=entropy_coef))
     setup = replace(setup, memory=DeviceMemory({"generator": replace(trainee, loss=loss)}))
     before = trainee.policy.table.detach().clone()
-    assert loop.train(setup, loop.Plan(iterations=2, train_without_signal=True), progress)
+    assert train(setup, loop.Plan(iterations=2, train_without_signal=True), progress)
     assert log.series("skipped") == [0.0, 0.0] and progress.updates == {"generator": 2}
     assert torch.equal(trainee.policy.table, before) is not moves
 
@@ -247,22 +247,22 @@ def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template, tmp_pat
     grade = graded(lambda response, payload: 0.1 + 0.2)
     setup, progress = make(template, log, tmp_path / "iterations", grade=grade, recipe=recipe)
     with pytest.raises(loop.NothingTrained):
-        loop.train(setup, loop.Plan(iterations=1), progress)
+        train(setup, loop.Plan(iterations=1), progress)
     assert log.series("skipped") == [1.0]
 
 
 def test_recorded_iterations_train_the_same_model_without_an_engine(template, tmp_path):
     collected, replayed = Log(), Log()
     setup, progress = make(template, collected, tmp_path / "iterations")
-    loop.train(setup, loop.Plan(iterations=3), progress)
+    train(setup, loop.Plan(iterations=3), progress)
     setup, progress = make(template, replayed, tmp_path / "again", replay=tmp_path / "iterations")
     setup = without_engine(setup)
-    loop.train(setup, loop.Plan(iterations=3), progress)
+    train(setup, loop.Plan(iterations=3), progress)
     assert torch.equal(collected.saved[3]["table"], replayed.saved[3]["table"])
     assert replayed.series("reward/outcome") == collected.series("reward/outcome")
     setup, progress = make(template, Log(), tmp_path / "more", replay=tmp_path / "iterations")
     with pytest.raises(FileNotFoundError, match="iteration 3"):
-        loop.train(without_engine(setup), loop.Plan(iterations=4), progress)
+        train(without_engine(setup), loop.Plan(iterations=4), progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +284,7 @@ def test_ages_are_in_updates_of_the_policy(template, tmp_path):
     setup, progress = make(
         template, log, tmp_path / "iterations", recipe=Late(updates=2, group_size=8, template=template)
     )
-    loop.train(setup, loop.Plan(iterations=2), progress)
+    train(setup, loop.Plan(iterations=2), progress)
     assert log.series("version_lag") == [1.0, 1.0] and log.series("staleness") == [1.0, 1.0]
 
 
@@ -312,7 +312,7 @@ def test_rollouts_of_several_versions_are_kept_or_scored_anew_or_dropped_as_the_
         log = Log()
         recipe = Mixed(updates=1, group_size=8, template=template)
         setup, progress = make(template, log, tmp_path / mixed, recipe=recipe)
-        loop.train(setup, loop.Plan(iterations=1, mixed=mixed, evaluate_at_start=False), progress)
+        train(setup, loop.Plan(iterations=1, mixed=mixed, evaluate_at_start=False), progress)
         found[mixed] = {name: log.series(name)[0] for name in ("trained_tokens", "engine_gap", "mixed_versions")}
     share = found["keep"]["mixed_versions"]
     assert 0.2 < share < 0.5 and {own["mixed_versions"] for own in found.values()} == {share}
@@ -336,7 +336,7 @@ def test_a_pair_that_loses_a_rollout_of_several_versions_is_left_out(template, t
         log, recipe = Log(), MixedPairs(updates=1, group_size=4, template=template)
         loss = LossConfig(objective="dpo", kl_coef=0.0)
         setup, progress = make(template, log, tmp_path / mixed, recipe=recipe, loss=loss)
-        loop.train(setup, loop.Plan(iterations=1, mixed=mixed, evaluate_at_start=False), progress)
+        train(setup, loop.Plan(iterations=1, mixed=mixed, evaluate_at_start=False), progress)
         [tokens[mixed]] = log.series("trained_tokens")
     assert 0 < tokens["drop"] < tokens["keep"]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from fake_policy import TablePolicy
-from loops import VOCAB, Log, Questions, graded, make
+from loops import VOCAB, Log, Questions, graded, make, train
 
 from megatron_rl.config.schema import Preflight, Reward
 from megatron_rl.training import loop, preflight
@@ -28,7 +28,7 @@ def gated(template, log, directory, *, reward=True, prompts=None, **settings):
 
 def test_the_preflight_passes_a_sound_run_and_reports_its_values(template, tmp_path):
     log = Log()
-    loop.train(*gated(template, log, tmp_path / "iterations"))
+    train(*gated(template, log, tmp_path / "iterations"))
     assert log.series("preflight/reward_correct", "preflight") == [1.0] and log.series(
         "preflight/reward_wrong", "preflight"
     ) == [0.0]
@@ -39,7 +39,7 @@ def test_the_preflight_without_its_reward_check_still_compares_log_probs(templat
     """Problems need no answer then; with the check, one without is a clear refusal."""
     unanswered = [replace(p, payload={"question": p.payload["question"]}) for p in Questions().take(4)]
     log = Log()
-    loop.train(*gated(template, log, tmp_path / "iterations", reward=False, prompts=unanswered))
+    train(*gated(template, log, tmp_path / "iterations", reward=False, prompts=unanswered))
     assert (
         not log.series("preflight/reward_correct", "preflight")
         and log.series("preflight/logprob_gap_generator", "preflight")[0] < 1e-5
@@ -47,7 +47,7 @@ def test_the_preflight_without_its_reward_check_still_compares_log_probs(templat
     with pytest.raises(
         preflight.PreflightFailure, match=r"no answer to try the reward with, only question: .*preflight.reward=false"
     ):
-        loop.train(*gated(template, log, tmp_path / "other", prompts=unanswered))
+        train(*gated(template, log, tmp_path / "other", prompts=unanswered))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_preflight_without_its_reward_check_still_compares_log_probs(templat
 def test_the_preflight_refuses_a_reward_that_cannot_tell_right_from_wrong(template, tmp_path, score, said):
     run = gated(template, Log(), tmp_path / "iterations", grade=graded(lambda response, payload: score))
     with pytest.raises(preflight.PreflightFailure, match=said):
-        loop.train(*run)
+        train(*run)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.TIMEOUT])
@@ -68,7 +68,7 @@ def test_the_preflight_takes_no_failed_grading_for_a_score(template, tmp_path, o
 
     run = gated(template, Log(), tmp_path / "iterations", grade=graded(rule))
     with pytest.raises(preflight.PreflightFailure, match=r"no score to the known wrong answer .*: made to fail\. Mend"):
-        loop.train(*run)
+        train(*run)
 
 
 def test_a_grading_that_times_out_at_the_preflight_counts_neither_way(template, tmp_path):
@@ -82,7 +82,7 @@ def test_a_grading_that_times_out_at_the_preflight_counts_neither_way(template, 
         )
 
     log = Log()
-    loop.train(*gated(template, log, tmp_path / "iterations", grade=graded(rule)))
+    train(*gated(template, log, tmp_path / "iterations", grade=graded(rule)))
     assert log.series("preflight/reward_correct", "preflight") == [1.0]
 
 
@@ -96,4 +96,4 @@ class Drifted(TablePolicy):
 def test_the_preflight_refuses_an_engine_that_disagrees_with_its_trainer(template, tmp_path):
     run = gated(template, Log(), tmp_path / "iterations", policy=Drifted(VOCAB))
     with pytest.raises(preflight.PreflightFailure, match=r"engine -.*, trainer -.*preflight.max_logprob_gap = 0.05"):
-        loop.train(*run)
+        train(*run)

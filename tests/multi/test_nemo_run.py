@@ -161,7 +161,7 @@ def test_dry_runs_are_as_the_golden_files_have_them(launch, tmp_path):
     assert not list((tmp_path / "nemo").rglob("*.sh"))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_graph_runs_here_to_its_end(launch, site, tmp_path):
     done = launch(GRAPH, "--small", f"--profile={site}", f"--dir={tmp_path}", *QUICK)
     assert done.returncode == 0, output_of(done)
@@ -229,7 +229,7 @@ def test_a_signal_reaches_the_task_and_nothing_more_is_started(nemo_python, site
     assert (tmp_path / "left").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # make test-more ONLY=nemo-run
 def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
     done = launch(
         SWEEP,

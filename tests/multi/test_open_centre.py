@@ -7,6 +7,7 @@ what it must do.
 from __future__ import annotations
 
 import json
+import pickle
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +24,6 @@ from toys import characters
 
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
-from megatron_rl.training.iteration import Iteration
-from megatron_rl.training.store import IterationStore, iteration_files, iteration_number
 from megatron_rl.types import STEP, Author
 
 pytestmark = pytest.mark.multi
@@ -157,16 +156,14 @@ def series(run, role, name):
     return [row.metrics[name] for row in read_metrics(run) if row.scope == role and name in row.metrics]
 
 
-def collected_iterations(run, *roles):
-    """What a run's store has of its iterations, in order."""
-    directory = run / "rollouts"
-    numbers = map(iteration_number, iteration_files(directory))
-    return [IterationStore(directory).read(Iteration(cycle=0, index=0, roles=roles, number=n))[0] for n in numbers]
+def credited_iterations(run):
+    """What a run trained on in its iterations, in order, with advantages and scores."""
+    return [pickle.loads(file.read_bytes()) for file in sorted((run / "credited").iterdir())]
 
 
 def iterations(run, role):
     """The rollouts of a role, iteration by iteration."""
-    return [collected.rollouts[role] for collected in collected_iterations(run, role)]
+    return [collected.rollouts[role] for collected in credited_iterations(run)]
 
 
 def weights(run, name):
@@ -225,7 +222,7 @@ def test_three_roles_learn_from_the_same_episodes(runs, name):
     run = runs / name
     roles = ("proposer", "solver", "judge")
     questions = []
-    for iteration, collected in enumerate(collected_iterations(run, *roles)):
+    for iteration, collected in enumerate(credited_iterations(run)):
         assert list(collected.rollouts) == list(roles)
         for role_name in roles:
             for r in collected.rollouts[role_name]:
@@ -238,9 +235,7 @@ def test_three_roles_learn_from_the_same_episodes(runs, name):
     policies = roles if name == "three" else ("proposer",)
     assert summary["updates"] == dict.fromkeys(policies, 3)
     assert sorted(p.name for p in (run / "models").iterdir()) == sorted(policies)
-    trained = [
-        sum(r.num_trainable for part in p.rollouts.values() for r in part) for p in collected_iterations(run, *roles)
-    ]
+    trained = [sum(r.num_trainable for part in p.rollouts.values() for r in part) for p in credited_iterations(run)]
     if name == "one":  # one update of all three roles' rollouts together
         assert series(run, "judge", "trained_tokens") == series(run, "solver", "trained_tokens") == trained
     else:
@@ -297,8 +292,7 @@ def test_iterations_with_a_calculator_are_judged_and_each_learns_from_its_own_ve
     run = runs / "iterations"
     roles = [("verifier",), ("agent",), ("verifier",), ("agent",), ("verifier",)]
     counts = set()
-    for number, own in enumerate(roles):
-        collected, _ = IterationStore(run / "rollouts").read(Iteration(cycle=0, index=0, roles=own, number=number))
+    for own, collected in zip(roles, credited_iterations(run), strict=True):
         rollouts = collected.rollouts[own[0]]
         assert len(rollouts) > 16
         for r in rollouts if own == ("agent",) else ():

@@ -31,6 +31,8 @@ from megatron_rl.training.iteration import RecipeRole
 from megatron_rl.weights import parameter_mapping
 from megatron_rl.weights.counting import Parallel
 
+KIND = "engine.kind=vllm"
+
 TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 OWN_GPUS = "colocate: false, memory_share: 0.9"  # of servers, in place of the example's
 BF16 = Precision.gpu("bfloat16")
@@ -245,15 +247,12 @@ def test_large_models_are_planned(capsys, name):
 @pytest.mark.parametrize(
     ("cluster", "settings"),
     [
-        ("4x8xA100-80", []),
         ("2x8xH100", ["engine={kind: vllm, replicas: 2}"]),
-        (
+        pytest.param("4x8xA100-80", [], marks=pytest.mark.matrix),
+        pytest.param(
             "4x8xH200",
-            [
-                *both("model.path", "Qwen/Qwen3-30B-A3B"),
-                *both("layout", "{tp: 2, sequence_parallel: true}"),
-                "engine.kind=vllm",
-            ],
+            [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 2, sequence_parallel: true}"), KIND],
+            marks=pytest.mark.matrix,
         ),
     ],
 )

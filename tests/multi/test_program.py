@@ -26,7 +26,7 @@ def test_help_names_every_command_and_the_list_of_settings_every_setting():
     text = program("--help").stdout
     assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "init", "a.b=c"))
     assert "prompts_per_iteration" not in text and "megatron-rl settings" in program("train", "--help").stdout
-    train, sft = program("settings").stdout, program("settings", "--command", "sft").stdout
+    train, sft = program("settings", "--all").stdout, program("settings", "--all", "--command", "sft").stdout
     for line in (
         "roles.NAME.layout.tp = 1\n    number of tensor-parallel ranks",
         "debug.replay = null\n",

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Sampling, complete
-from megatron_rl.text import load_tokenizer
+from megatron_rl.texts.text import load_tokenizer
 
 MODEL = ROOT / "runs/real_model/model"
 pytestmark = [

@@ -19,6 +19,7 @@ from forks import answers, start, start_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import RUN_S
+from pydantic import TypeAdapter
 from tiny_models import make_model
 
 from megatron_rl.models.sizes import Sizes
@@ -76,7 +77,9 @@ def finish(ranks, tmp_path):
 
 
 def start_trainer(tmp_path, case):
-    return start_ranks(refit_worker.trainer, Topology.from_json(case["topology"]).trainer.world, tmp_path, case)
+    return start_ranks(
+        refit_worker.trainer, TypeAdapter(Topology).validate_python(case["topology"]).trainer.world, tmp_path, case
+    )
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -122,7 +122,7 @@ def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
     The peer's messages still get through.
     """
     a, b, store = ends
-    host, port, challenge = store.under("tcp").peek("1")
+    host, port, challenge = store.under("tcp").peek("1", tuple[str, int, str])
     another = HELLO.pack(HELLO.unpack(hello(store, challenge, 3))[0], 0)
     said = [b"", b"GET /", HELLO.pack(bytes(32), 0), another, hello(RefitStore(None, b"guessed"), challenge, 0)]
     with contextlib.ExitStack() as stack:
@@ -172,7 +172,7 @@ def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
 def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
     """Half of the message comes before the wait is over, and that does not change either."""
     a, b, store = ends
-    host, port, challenge = store.under("tcp").peek("1")
+    host, port, challenge = store.under("tcp").peek("1", tuple[str, int, str])
     target = torch.zeros(2000, dtype=torch.uint8)
     with socket.create_connection((host, port)) as half:
         coming = b.receive(0, "a bucket", 4, CPU, pieces=[target])
@@ -195,7 +195,7 @@ def test_refit_messages_over_tcp_to_somebody_who_never_came(ends):
 def test_refit_messages_over_tcp_leave_nothing_open_when_it_closes(ends):
     """One connection is one that nobody received from; its sender notices the end."""
     _, b, store = ends
-    host, port, challenge = store.under("tcp").peek("1")
+    host, port, challenge = store.under("tcp").peek("1", tuple[str, int, str])
     with socket.create_connection((host, port)) as sender:
         sender.settimeout(10.0)
         sender.sendall(hello(store, challenge, 0))
@@ -230,15 +230,15 @@ def test_refit_stores_are_closed_to_those_without_the_secret():
     assert address.secret not in f"{address} {address!r}"
     store.put("setup", {"a": 1})
     other = RefitStore.join(address)
-    assert other.get("setup", 5.0) == {"a": 1}
+    assert other.get("setup", dict, 5.0) == {"a": 1}
     with pytest.raises(TransportError, match="has another secret: it is another run's"):
         RefitStore.join(address._replace(secret="00"))
-    assert not store.has("next", 0.05) and store.peek("next") is None
+    assert not store.has("next", 0.05) and store.peek("next", int) is None
     other.under("epoch1").put("next", 1)
-    assert store.has("epoch1/next", 5.0) and store.under("epoch1").peek("next") == 1
+    assert store.has("epoch1/next", 5.0) and store.under("epoch1").peek("next", int) == 1
     other.remove("epoch1/next")
     with pytest.raises(TransportError, match="the refit store got no value of 'epoch1/next' within 0.1 s"):
-        store.get("epoch1/next", 0.1)
+        store.get("epoch1/next", int, 0.1)
 
 
 LATE = """

@@ -98,7 +98,8 @@ def test_both_roles_learned_in_the_resumed_run(uninterrupted):
     assert summary["generator_accuracy_end"] >= 0.0
 
 
-@pytest.mark.parametrize("how", [pytest.param("launcher", marks=pytest.mark.matrix), "group"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["launcher", "group"])
 def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_letter, uninterrupted, tmp_path, how):
     arguments = tango_settings(last_letter, tmp_path, "run")
     process = start(arguments, tmp_path / "log")

@@ -56,6 +56,7 @@ def series(run, scope, name):
     return [row.metrics[name] for row in read_metrics(run) if row.scope == scope and name in row.metrics]
 
 
+@pytest.mark.matrix
 def test_a_student_is_drawn_to_a_teacher_with_another_tokenizer(runs):
     gaps = series(runs / "distil", "student", "sampled_kl")
     assert len(gaps) == LESSONS and np.mean(gaps[-3:]) < 0.8 * np.mean(gaps[:3]), gaps

@@ -52,13 +52,12 @@ def trained(tmp_path_factory):
 
 
 def scores(directory, texts):
+    """The scores as transformers loads the model by default, in one padded batch."""
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
-    model.config.pad_token_id = None  # the tokenizer pads with the EOS token, which is not to be skipped
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    batch = tokenizer([text + tokenizer.eos_token for text in texts], return_tensors="pt", padding=True)
     with torch.no_grad():
-        return [
-            model(torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id]])).logits.item() for text in texts
-        ]
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
 
 
 def test_reward_models_prefer_as_their_data_do(trained):
@@ -100,3 +99,28 @@ def test_reward_models_scores_are_the_rewards_of_grpo(trained):
     for row in rows:
         mixed = 0.25 * row["rewards"]["outcome"] + 0.75 * row["rewards"]["reward_model"]
         assert row["rewards"]["trained"] == pytest.approx(mixed)
+
+
+def test_pairs_a_reward_model_trained_with_adapters_is_pefts_and_its_merged_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    write_tiny_model(tmp_path / "model")
+    sizes = tmp_path / "model/config.json"  # a base whose end token is its token for padding is refused
+    sizes.write_text(json.dumps(json.loads(sizes.read_text()) | {"pad_token_id": None}))
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, preferences(64, 0))))
+    config = {
+        "model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl"), "max_tokens": 16},
+        "loss": {"objective": "bradley_terry"}, "lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 1e-2},
+        "samples_per_step": 32, "steps": 3, "micro_batch_tokens": 512, "run": {"dir": str(tmp_path), "name": "reward"},
+    }  # fmt: skip
+    (tmp_path / "reward.json").write_text(json.dumps(config))
+    program("sft", tmp_path / "reward.json")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "reward/adapter").eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward/model", dtype=torch.float32).eval()
+    for model in (adapted, merged):
+        model.config.pad_token_id = None
+    tokens = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, wanted = (torch.cat([m(input_ids=row[None]).logits for row in tokens]) for m in (merged, adapted))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert wanted.std() > 0.01

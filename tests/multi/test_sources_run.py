@@ -15,7 +15,7 @@ from test_open_centre import iterations, series, weights
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.types import SOURCE
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow]
+pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.matrix]
 WEIGHTS, DRAWS = {"openai/gsm8k": 5.0, "code": 3.0, "puzzles": 2.0}, 1000
 STAGES = [
     {"until": 1, "overrides": {"roles.generator.sampling": {"max_tokens": 3, "temperature": 0.7}}},

@@ -6,6 +6,7 @@ directory, but for those that say why they are not run. Each page begins with th
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, environment
 from docs_pages import TUTORIALS, blocks_of
 from limits import RUN_S
@@ -66,8 +68,12 @@ def test_your_first_run(first_run):
     assert "going on from runs/first/checkpoints/iteration_000020" in said
     kept = {path.name for path in (folder / "runs/first").iterdir()}
     assert kept >= {"config.yaml", "inputs.json", "metrics.jsonl", "summary.json", "report.html", "checkpoints"}
+    if not torch.cuda.is_available():  # its report once predicted rates of GPUs that the machine does not have
+        schedule = json.loads((folder / "runs/first/summary.json").read_text())["schedule"]
+        assert schedule == {"not_predicted": "the run has no GPU, and predictions are made for GPUs"}
 
 
+@pytest.mark.matrix
 def test_own_reward(begun):
     said = follow("own_reward", begun)
     assert "refused" in said and "the response 'the letter is " in said and "<|user|>" in said
@@ -78,6 +84,7 @@ def test_own_reward(begun):
     assert set(answer) == {"b"}
 
 
+@pytest.mark.matrix  # make test-more ONLY=tutorials
 def test_two_models_that_play(begun):
     said = follow("two_models", begun)
     assert "'4 left:'" in said and "{'alice': {'won': 1.0}, 'bob': {'won': 0.0}}" in said
@@ -87,6 +94,7 @@ def test_two_models_that_play(begun):
     assert won[0] < 0.2 and max(won) > 0.3
 
 
+@pytest.mark.matrix  # make test-more ONLY=tutorials
 def test_an_agent_with_a_tool(begun):
     follow("tool_agent", begun)
     before, after = column(begun / "runs/agent", "eval", "agent/accuracy_greedy")
@@ -94,6 +102,15 @@ def test_an_agent_with_a_tool(begun):
     assert after > before + 0.2 and rewards[0] < 0.6 and rewards[-1] > 0.75
     answers = column(begun / "runs/agent", "agent", "answers")
     assert answers[0] < 1.75 and answers[-1] > 1.85
+
+
+def test_a_method_of_your_own(begun):
+    said = follow("own_recipe", begun)
+    assert "momentum" in said and "check names the arguments" in said
+    rewards = column(begun / "runs/average", "writer", "reward/outcome")
+    assert len(rewards) == 25 and rewards[0] < 0.05 and rewards[19] > 0.3
+    averages = column(begun / "runs/average", "writer", "average")
+    assert averages[0] == 0.0 and averages[20] > averages[10] > 0.0, "the resumed run has the average of the first"
 
 
 def test_from_laptop_to_slurm(begun):
@@ -106,4 +123,4 @@ def test_from_laptop_to_slurm(begun):
 
 def test_every_tutorial_has_a_test():
     tests = Path(__file__).read_text()
-    assert len(TUTORIALS) == 5 and not [page.stem for page in TUTORIALS if f'follow("{page.stem}"' not in tests]
+    assert len(TUTORIALS) == 6 and not [page.stem for page in TUTORIALS if f'follow("{page.stem}"' not in tests]

@@ -53,6 +53,7 @@ def check(run: Path, *roles: str) -> None:
     assert gaps and max(gaps) < 1e-4
 
 
+@pytest.mark.matrix  # make test-more ONLY=hosts
 def test_embedded_engines_on_two_hosts_get_each_the_other_hosts_shards(hosts, last_letter, tmp_path):
     """The models are cut over the hosts; every engine is whole."""
     hosts(*PROGRAM, "train", *tango_settings(last_letter, tmp_path, "run"), *CUT)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from one_process import OneProcess
 from ranks import run_ranks
 
-from megatron_rl.world import World
+from megatron_rl.messages.world import World
 
 WORKER = Path(__file__).parents[1] / "helpers" / "world_worker.py"
 
@@ -60,6 +60,46 @@ def test_a_wrong_call_is_refused_and_the_world_goes_on(answers):
     assert all("no handler 'nobody'" in a[6][1] for a in answers)
     assert all(f"1 arguments for {len(answers)} ranks" in a[7][1] for a in answers)
     assert [a[9] for a in answers] == [["value", "still alive"]] * len(answers)
+
+
+def test_from_driver_inside_a_handler_is_an_error_that_says_what_to_use(answers):
+    """A checkpoint that asked the driver in the world that carried the command hung for two hours."""
+    assert all(
+        "inside a running handler" in text and "use work.from_driver" in text for _, text in (a[14] for a in answers)
+    )
+    world = OneProcess()
+    world.serve("wrong", lambda _: world.from_driver(lambda: "never"))
+    world.serve("calls", lambda _: world.call_all("wrong", [0]))
+    with pytest.raises(RuntimeError, match=r"use work\.from_driver"):
+        world.from_driver(lambda: world.call_all("wrong", [0]))
+    with pytest.raises(RuntimeError, match=r"call_all of 'wrong' inside a running handler: use work\.from_driver"):
+        world.from_driver(lambda: world.call_all("calls", [0]))
+
+
+def test_a_handler_asks_the_driver_and_calls_all_ranks_through_work(answers):
+    asked = [[r, 70] for r in range(len(answers))]
+    assert [a[15] for a in answers] == [["value", [[asked, 1]] * len(answers)]] * len(answers)
+    assert [a[16] for a in answers] == [["value", [asked, 1]]] * len(answers), "the result of rank 0 alone"
+    assert [a[18] for a in answers] == [[[r, 50] for r in range(len(answers))]] * len(answers), "outside a handler too"
+
+
+def test_work_on_the_driver_alone_is_an_error_and_not_a_hang(answers):
+    """The driver sent its result to ranks that waited for a command in the other world."""
+    assert all("work.from_driver outside a handler" in a[19][1] for a in answers)
+    world = OneProcess()
+    with pytest.raises(RuntimeError, match="use call_all"):
+        world.from_driver(lambda: world.work.from_driver(lambda: "never"))
+    assert world.work.from_driver(lambda: "all ranks call it") == "all ranks call it"
+
+
+def test_the_driver_hands_its_handler_what_does_not_travel(answers):
+    assert [a[17] for a in answers] == [["value", True]] * len(answers)
+
+
+def test_every_rank_raises_its_own_error_of_a_collective_handler(answers):
+    (kind, text), *others = [a[20] for a in answers]
+    assert (kind, text) == ("ValueError", "on rank 0")
+    assert all(kind == "DriverError" and "on rank 0" in text for kind, text in others)
 
 
 def test_one_process_behaves_alike():

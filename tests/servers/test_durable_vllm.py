@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.matrix  # make test-more ONLY=durable
 def test_a_killed_run_with_a_real_server_loses_no_finished_sample(tmp_path):
     cut_runs.write_data(tmp_path, [])
     cut_runs.write_players(tmp_path)

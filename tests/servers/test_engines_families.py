@@ -20,6 +20,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # 
 EXPERTS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.matrix
 def test_gemma_3_answers_with_the_weights_of_a_tensor_parallel_actor(tmp_path, monkeypatch):
     """A prompt of 300 tokens reaches far beyond the window of 20. The server has no AVX-512, and takes vLLM's kernels
     for AVX2.

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from test_engines_vllm import PYTHON, completions
 
 from examples.studies.real_model import chains
-from megatron_rl.text import fill, load_tokenizer
+from megatron_rl.texts.text import fill, load_tokenizer
 
 MODEL = ROOT / "runs/real_model/model"
 pytestmark = [

@@ -1,4 +1,4 @@
-"""A reward model in a real vLLM pooling server: the reward function gets the scores that the trainer computes.
+"""A written reward model in a real vLLM pooling server: the reward function gets the scores that the trainer computes.
 
 Needs vLLM in an environment of its own: `make engines`, or another interpreter in MEGATRON_RL_VLLM_PYTHON.
 """
@@ -15,15 +15,17 @@ from chats import chat_tokenizer
 from ranks import ROOT, run_ranks
 from tiny_models import make_model, make_scored
 
-from megatron_rl.chat_template import ChatTokenizer, answered_ids
 from megatron_rl.cluster.host_address import free_port
 from megatron_rl.config.schema import Reward
+from megatron_rl.conversion import convert
+from megatron_rl.conversion.weight_source import find
 from megatron_rl.engines.http import Http
 from megatron_rl.engines.kind import Command, ServerStart
 from megatron_rl.engines.server_process import ServerProcess
 from megatron_rl.engines.vllm.kind import command
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.rewards.grading_pool import GradePool
+from megatron_rl.texts.chat_template import ChatTokenizer, answered_ids
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 WORKER = ROOT / "tests/helpers/scores_worker.py"
@@ -46,7 +48,8 @@ def model(tmp_path_factory):
     make_model(directory / "model", "qwen2", vocab_size=len(TOKENIZER), **sizes)
     scored = make_scored(directory / "model")
     TOKENIZER.save_pretrained(scored)
-    return scored
+    convert.to_hf(find(scored), directory / "written")
+    return directory / "written"
 
 
 @pytest.fixture(scope="module")

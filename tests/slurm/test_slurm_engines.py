@@ -22,9 +22,10 @@ pytestmark = [
     pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
-PROMPTS, SAMPLES, ITERATIONS = 8, 5, 13
+PROMPTS, SAMPLES, ITERATIONS = 8, 5, 9
 
 
+@pytest.mark.matrix
 def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(site, last_letter, tmp_path):
     """The generator's engine comes back on another node, and the run ends by itself.
 
@@ -34,7 +35,7 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
     run = tmp_path / "served"
     trainer, engines = submit(
         site, *tango_settings(last_letter, tmp_path, "served"), "engine.kind=vllm", f"engine.python={PYTHON}",
-        "engine.lost_after_s=5", "recipe.args.generator_updates=9", "evaluation.every=0", "job.nodes=2",
+        "engine.lost_after_s=5", "recipe.args.generator_updates=6", "evaluation.every=0", "job.nodes=2",
     )  # fmt: skip
 
     def iterations() -> int:

@@ -1,4 +1,4 @@
-"""Walks through docs/how_to/first_run_on_a_cluster.md, command for command, on a real Slurm cluster with tiny models.
+"""Walks through sections 1 to 9 of docs/how_to/cluster.md, command for command, on a real Slurm with tiny models.
 
 The commands are read from the page. What they print is compared with what the page says they print: a number stands for
 any number there, and `...` for any text. What is replaced, and why, stands in LEFT_OUT, REPLACED and SIZES.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
-from docs_pages import Block, blocks, commands
+from docs_pages import Block, blocks_of, commands
 from example_home import make_home
 from fake_hub import Repository, hub
 from limits import RUN_S
@@ -25,7 +25,8 @@ from megatron_rl.cluster import job_slices
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-PAGE = ROOT / "docs/how_to/first_run_on_a_cluster.md"
+PAGE = ROOT / "docs/how_to/cluster.md"
+END = "## Job arrays of each kind of run"  # the heading behind the sections that are walked through
 TANGO = "examples/published/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
 LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export"}
@@ -93,6 +94,7 @@ def served(last_letter) -> Iterator[str]:
         yield own.url
 
 
+@pytest.mark.matrix
 def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tmp_path):
     cluster, profile = site
     home, run = make_home(tmp_path), tmp_path / "runs/tango_qwen2.5_7b"
@@ -128,12 +130,12 @@ def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tm
 
 
 def steps() -> list[tuple[Block, list[str]]]:
-    """Returns the page's blocks of commands and its config in order, each with the lines that it is said to print."""
-    kinds = ("bash", "text", "yaml")
-    found = sorted((block for kind in kinds for block in blocks(kind) if block.page == PAGE), key=line_of)
+    """Returns the blocks of commands and the config of the page's sections 1 to 9 in order, each with the lines that it
+    is said to print."""
+    end = PAGE.read_text(encoding="utf-8").splitlines().index(END) + 1
     out: list[tuple[Block, list[str]]] = []
-    for block in found:
-        if block.mark == "not a config":
+    for block in blocks_of(PAGE):
+        if block.line > end or block.mark == "not a config":
             continue
         if block.language == "text":
             out[-1][1].extend(block.text.splitlines())
@@ -141,10 +143,6 @@ def steps() -> list[tuple[Block, list[str]]]:
             out.append((block, []))
     assert len(out) >= 8 and sum(bool(lines) for _, lines in out) >= 7
     return out
-
-
-def line_of(block: Block) -> int:
-    return block.line
 
 
 def replaced(words: list[str], home: Path) -> list[str]:

@@ -78,6 +78,7 @@ def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path
     assert all(said in (one.cause or "") for one, (_, said) in zip(found, slices, strict=True))
 
 
+@pytest.mark.matrix
 def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_letter, tmp_path):
     cluster, _ = site
     settings = [*tango_settings(last_letter, tmp_path, "stopped"), "recipe.args.generator_updates=13"]
@@ -93,6 +94,7 @@ def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_
     assert job_slices.read(run)[1].iterations_before >= 1
 
 
+@pytest.mark.matrix  # make test-more ONLY=slurm-runs
 def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_path):
     cluster, _ = site
     grid = tmp_path / "grid.yaml"
@@ -148,7 +150,7 @@ def test_ranks_in_which_nothing_moves_write_their_stacks_and_end(last_letter, tm
     )
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "train", *tango_settings(last_letter, tmp_path, "hung"),
-         "reward.target=slow_reward:grade", "reward.timeout_s=3600", "run.hang_after_s=4", "preflight.enabled=false"],
+         "reward.target=slow_reward:grade", "reward.timeout_s=3600", "run.hang_after_s=30", "preflight.enabled=false"],
         cwd=ROOT, env=environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True,
         timeout=RUN_S,
     )  # fmt: skip

@@ -237,7 +237,7 @@ def test_a_profile_says_where_the_engines_interpreter_is_on_its_site(monkeypatch
 
 
 def test_the_first_run_shows_a_profile_with_a_container(tmp_path):
-    page, mine = ROOT / "docs/how_to/first_run_on_a_cluster.md", tmp_path / "mine.yaml"
+    page, mine = ROOT / "docs/how_to/cluster.md", tmp_path / "mine.yaml"
     [text] = [block.text for block in blocks("yaml") if block.page == page and block.mark == "not a config"]
     mine.write_text(text)
     shown = profile.read(str(mine))

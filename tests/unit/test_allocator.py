@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import allocator
+from megatron_rl.devices import allocator
 
 ROOT = Path(__file__).parents[2]
 # Starts threads that allocate at the same time, and prints the number of malloc's arenas.
 ARENAS = """
 import ctypes, threading
-from megatron_rl import allocator
+from megatron_rl.devices import allocator
 allocator.limit_arenas()
 together = threading.Barrier(8)
 def allocate():
@@ -90,7 +90,7 @@ def test_arrow_takes_the_memory_of_a_run_from_malloc():
 # Prints what the program was started with, and whether malloc counts freed memory as in use.
 STARTED = """
 import ctypes, os, sys
-from megatron_rl import allocator
+from megatron_rl.devices import allocator
 BEFORE
 if sys.argv[1] == "leave":
     allocator.restart_without_thread_caches()

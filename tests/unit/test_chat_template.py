@@ -15,7 +15,8 @@ from chats import CHATML, LLAMA, MARKED, STRICT, THINKING, UNMARKED, chat_tokeni
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.chat_template import (
+from megatron_rl.config.schema import ConfigError, Model
+from megatron_rl.texts.chat_template import (
     ChatError,
     ChatTokenizer,
     UserText,
@@ -24,7 +25,6 @@ from megatron_rl.chat_template import (
     tokenize,
     tokenizer_of,
 )
-from megatron_rl.config.schema import ConfigError, Model
 
 QUESTION = [said("system", "Be brief."), said("user", "1 + 1?")]
 
@@ -116,7 +116,7 @@ def test_a_template_of_ones_own_comes_from_a_file(tmp_path):
 
 def test_what_a_template_raises_names_the_roles():
     with pytest.raises(ChatError, match="does not render messages of user, user: roles must alternate"):
-        tokenize(chat_tokenizer(STRICT), UserText("b", before=[said("user", "a")]))
+        tokenize(chat_tokenizer(STRICT), UserText("b", preceding=[said("user", "a")]))
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])

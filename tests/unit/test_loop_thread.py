@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from megatron_rl.loop_thread import LoopThread
+from megatron_rl.lib.loop_thread import LoopThread
 
 
 def test_an_error_of_a_coroutine_that_is_cancelled_is_in_its_future_and_not_in_the_log(caplog):

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.text import Decoded, decode, decode_all
+from megatron_rl.texts.text import Decoded, decode, decode_all
 
 TEXT = "hello <step> one two </step> é ßü 日本語 語 🙂🙃 привет \\boxed{10} </step>\n\nnew line"
 

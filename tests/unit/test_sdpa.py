@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl import sdpa
+from megatron_rl.devices import sdpa
 
 HEADS, GROUPS, SIZE, LENGTH = 6, 2, 8, 11
 

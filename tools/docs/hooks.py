@@ -1,5 +1,7 @@
-"""Prepares the pages of docs/ for the site: links that leave docs/ get the repository's address, and settings.md its
-tables. mkdocs calls the functions whose names begin with `on_`.
+"""Prepares the pages of docs/ for the site: links that leave docs/ get the repository's address. mkdocs calls the
+functions whose names begin with `on_`.
+
+python tools/docs/hooks.py writes the tables of docs/reference/settings.md again, after a change of the settings.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ DOCS = ROOT / "docs"
 BRANCH = "main"  # of the repository that links lead to
 LINK = re.compile(r"\]\((\.\./[^)\s#]*)(#[^)\s]*)?\)")
 FENCE = re.compile(r"\s*(```|~~~)")
-TABLE = re.compile(r"<!-- settings: (\w+) -->")
+SETTINGS = DOCS / "reference/settings.md"
+TABLE = re.compile(r"<!-- settings: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _log = logging.getLogger("mkdocs.hooks.megatron_rl")  # mkdocs --strict counts warnings below `mkdocs`
 
 
@@ -29,7 +32,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     text, missing = with_repository_links(markdown, file.parent, config.repo_url or "")
     for target in missing:
         _log.warning("%s links to %s, which does not exist", file.name, target)
-    return TABLE.sub(lambda found: settings_table(SCHEMAS[found[1]]), text)
+    return text
 
 
 def with_repository_links(markdown: str, folder: Path, repository: str) -> tuple[str, list[str]]:
@@ -59,6 +62,15 @@ def with_repository_links(markdown: str, folder: Path, repository: str) -> tuple
     return "".join(lines), missing
 
 
+def with_settings_tables(markdown: str) -> str:
+    """Returns the text of settings.md with the tables of the settings that exist now."""
+
+    def table(marker: re.Match[str]) -> str:
+        return f"<!-- settings: {marker[1]} -->\n\n{settings_table(SCHEMAS[marker[1]])}\n\n<!-- end -->"
+
+    return TABLE.sub(table, markdown)
+
+
 def settings_table(schema: type) -> str:
     """Returns all settings of a command's schema as a table in Markdown: name, default, meaning."""
     rows = ["| setting | default | meaning |", "|---|---|---|"]
@@ -72,3 +84,7 @@ def settings_table(schema: type) -> str:
 def _cell(text: str) -> str:
     """Returns a plain text so that Markdown and HTML leave it as it is."""
     return re.sub(r"([\\`*_|\[\]])", r"\\\1", html.escape(text, quote=False))
+
+
+if __name__ == "__main__":
+    SETTINGS.write_text(with_settings_tables(SETTINGS.read_text(encoding="utf-8")), encoding="utf-8")

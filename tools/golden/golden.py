@@ -200,9 +200,14 @@ def _old_value(text: str) -> str:
 
 def _settings(side: Path, command: str) -> dict[str, str]:
     """Returns every setting of a command with its default."""
-    words = [sys.executable, "-m", "megatron_rl.main", "settings", "--command", command]
+    code = (  # not `megatron-rl settings`, which lists fewer settings on one of the sides
+        "from megatron_rl.commands.settings import SCHEMAS\n"
+        "from megatron_rl.config.describe import settings_of\n"
+        f"for text, _ in settings_of(SCHEMAS[{command!r}]): print(text)"
+    )
+    words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=side, env=_environment(side), capture_output=True, text=True, check=True)
-    lines = [line.partition(" = ") for line in done.stdout.splitlines() if not line.startswith(" ")]
+    lines = [line.partition(" = ") for line in done.stdout.splitlines()]
     return {name: default for name, _, default in lines}
 
 

@@ -13,7 +13,7 @@ from rule import LETTERS, MOST, letters_of, listed, row, solved
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.text import fill
+from megatron_rl.texts.text import fill
 
 PROMPTS = Path(__file__).parent / "prompts"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]

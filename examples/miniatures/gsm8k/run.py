@@ -22,7 +22,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.text import fill
+from megatron_rl.texts.text import fill
 
 HERE = Path(__file__).parent
 BASE = Path("runs/gsm8k")

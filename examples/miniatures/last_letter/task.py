@@ -21,8 +21,8 @@ from teachers import (
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.rewards.tags import step_texts
-from megatron_rl.text import fill
+from megatron_rl.texts.tags import step_texts
+from megatron_rl.texts.text import fill
 
 PROMPTS = Path(__file__).parent / "prompts"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
@@ -37,7 +37,7 @@ MISREAD = 0.25  # probability that the verifier's teacher looks at the first let
 
 @dataclass(frozen=True)
 class Regime:
-    """One setting of the experiment (docs/explanation/last_letter.md)."""
+    """One setting of the experiment (docs/experiments/last_letter.md)."""
 
     misconception: float  # probability that the generator's SFT teacher gets a reasoning step wrong
     sft: ProblemSizes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.rewards.tags import boxed, step_texts
+from megatron_rl.texts.tags import boxed, step_texts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CORRECT, INCORRECT = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"

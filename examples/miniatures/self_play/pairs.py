@@ -15,7 +15,7 @@ sys.path.append(str(HERE.parent / "evolve"))
 import task  # noqa: E402  (beside the other example)
 from rule import LETTERS, MOST, listed, row, solved  # noqa: E402
 
-from megatron_rl.text import fill  # noqa: E402
+from megatron_rl.texts.text import fill  # noqa: E402
 
 WRONG = 0.1  # of the letters in a proposal's answer
 

@@ -23,7 +23,7 @@ sys.path.append(str(HERE.parents[2]))
 from examples.miniatures.agent import run as agents  # noqa: E402  (beside this one; it makes the generator's start)
 from examples.miniatures.agent.run import mini_agents, task  # noqa: E402
 from examples.miniatures.tango_agent import judge  # noqa: E402
-from megatron_rl.text import fill, read_template  # noqa: E402
+from megatron_rl.texts.text import fill, read_template  # noqa: E402
 
 TAGS = [f"<{slash}{tag}>" for tag in ("step_verification", "step", "final_verification") for slash in ("", "/")]
 NUMBERS = [f"#{number}" for number in range(1, judge.MOST_TURNS + 1)]

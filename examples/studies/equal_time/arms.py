@@ -44,7 +44,7 @@ ARMS: Mapping[str, Arm] = {
     "tango_paper_32": Arm("tango", evaluate=4, paper=1),
 }
 
-# Means measured one by one (docs/explanation/last_letter.md), and the most that a better or cheaper verifier could win.
+# Means measured one by one (docs/experiments/last_letter.md), and the most that a better or cheaper verifier could win.
 TRIED: Mapping[str, Arm] = {
     "by_chance": Arm("tango", [*OWN, CHANCE]),
     "scored": arm_of("own_verdicts:ScoredTango"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.base import Share
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, Solution, sampling_for, solve
-from megatron_rl.rewards.tags import boxed
+from megatron_rl.texts.tags import boxed
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Rollout
 

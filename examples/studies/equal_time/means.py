@@ -1,4 +1,4 @@
-"""Means that could make Tango cheaper or better, each an arm of its own (results: docs/explanation/last_letter.md).
+"""Means that could make Tango cheaper or better, each an arm of its own (results: docs/experiments/last_letter.md).
 
 Further problems in place of those without signal, a verifier that is trained on solutions which it has judged already,
 and verdicts that count by how often the verifier was correct. They hold nothing in checkpoints: a run that is resumed

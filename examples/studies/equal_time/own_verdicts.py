@@ -11,13 +11,13 @@ import numpy as np
 
 from examples.miniatures.last_letter.teachers import CORRECT, MAX_STEPS, NOTHING
 from megatron_rl.algorithms.advantages import step_rewards
-from megatron_rl.chat_template import tokenize
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.review import Judged, Reviewed
 from megatron_rl.recipes.solutions import VERIFIER, Solution
 from megatron_rl.recipes.tango import LeanTango
-from megatron_rl.rewards.tags import step_spans
-from megatron_rl.text import decode
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.tags import step_spans
+from megatron_rl.texts.text import decode
 from megatron_rl.training.iteration import Iteration, RolloutContext
 from megatron_rl.types import STEP, Annotations, Rollout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.chat_template import tokenize
-from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judging, Question
 from megatron_rl.recipes.review import Reviewer, Verification
@@ -14,6 +12,8 @@ from megatron_rl.recipes.solutions import Solution
 from megatron_rl.recipes.tango import LeanTango
 from megatron_rl.rewards.verdicts import Review
 from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.control_tokens import fill_quoting
 from megatron_rl.training.iteration import Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import STEP, Prompt
 

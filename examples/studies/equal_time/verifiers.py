@@ -20,8 +20,8 @@ import task  # noqa: E402
 from teachers import MAX_STEPS, make_problem, teacher_solution, verification_text  # noqa: E402
 
 from examples.studies.equal_time.together import EACH, HEAD, TAIL  # noqa: E402
-from megatron_rl.rewards.tags import step_texts  # noqa: E402
-from megatron_rl.text import fill  # noqa: E402
+from megatron_rl.texts.tags import step_texts  # noqa: E402
+from megatron_rl.texts.text import fill  # noqa: E402
 
 FULL = 400  # supervised steps of the verifier in the regimes
 PAIR_STEPS = 700  # of the one that judges pairs

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.text import fill
+from megatron_rl.texts.text import fill
 
 HERE = Path(__file__).parent
 EQUATION = re.compile(r"\s*(-?\d{1,9}) ([+-]) (\d{1,9}) = (-?\d{1,9})\s*")

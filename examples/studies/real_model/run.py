@@ -8,7 +8,7 @@ and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). W
 and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The arms
 have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
 command is given again. Models train in bfloat16, or in float32 where this CPU is slow in bfloat16 (`--dtype`), then at
-a lower rate (docs/explanation/real_model.md).
+a lower rate (docs/experiments/real_model.md).
 `--short` makes shorter runs, with smaller batches and evaluations. `--quick` takes a few updates of each, to see that
 every part works; its metrics say nothing.
 """
@@ -67,7 +67,7 @@ ARMS: Mapping[str, Arm] = {
     "frozen": Arm("tango", 16, 11, ["recipe.args.train_verifier=false"]),
     "tango_paper": Arm("tango", 9, 6, [f"recipe.target={PAPER}", "recipe.args.alpha_start=0.3"]),
 }
-FLOAT32_RATE = 1e-5  # of reinforcement learning; with 3e-5 one run of two was lost (docs/explanation/real_model.md)
+FLOAT32_RATE = 1e-5  # of reinforcement learning; with 3e-5 one run of two was lost (docs/experiments/real_model.md)
 UPDATES = {"grpo": "updates", "tango": "generator_updates"}  # how the recipe of a config names them
 FIGURES = {
     "generator/accuracy": "right answers, sampled",

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat_template import tokenize
 from megatron_rl.contrib.last_letter import grade
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.protocol import Sampling, complete
-from megatron_rl.text import fill, load_tokenizer
+from megatron_rl.texts.chat_template import tokenize
+from megatron_rl.texts.text import fill, load_tokenizer
 from megatron_rl.types import Stop
 
 TEMPLATE = Path(__file__).parents[2] / "miniatures/last_letter/prompts/generator.txt"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl import sdpa
+from megatron_rl.devices import sdpa
 from megatron_rl.engines.embedded.engine_weights import FeedForward, Latents, Layer, Weights
 from megatron_rl.engines.embedded.feed_forward import add_experts, gated
 from megatron_rl.types import FREE

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.devices.host_to_device import upload
 from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.batched_session import Row
 from megatron_rl.engines.embedded import cuda_graphs as graphs
@@ -23,7 +24,6 @@ from megatron_rl.engines.embedded.expert_choices import ExpertChoices
 from megatron_rl.engines.embedded.stop_conditions import NO_TOKEN, Ends
 from megatron_rl.engines.embedded.tandem_writers import Writers
 from megatron_rl.engines.protocol import Completion
-from megatron_rl.host_to_device import upload
 from megatron_rl.types import Stop
 
 # If less than this share of the slots in use have unfinished rows, unfinished rows are moved to the first slots.

@@ -22,9 +22,9 @@ from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server_log import end_of
 from megatron_rl.key_value_store.store_server import descriptors
-from megatron_rl.loop_thread import LoopThread
+from megatron_rl.lib.loop_thread import LoopThread
+from megatron_rl.network.retries import pause_s
 
-LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts of a request when all servers ask the client to wait
 # If this many servers are lost while they work on the same request, this request is considered the cause.
 LOST_UNDER = 10
 LOOKERS = 8  # maximum number of servers that are checked concurrently, each after it failed a request
@@ -170,12 +170,12 @@ class Dispatcher:
                 if said is not None:
                     log = member.listing.log
                     raise EngineError(f"{said}; {end_of(Path(log))}" if log else said) from error
-                pause_s = (error.retry_after_s or member.server.retry_after_s) * 2.0 ** (len(failures) - 1)
+                wait_s = pause_s(error.retry_after_s, member.server.retry_after_s, len(failures))
             finally:
                 self._queue.leave(member, request.sequences)
-            if pause_s and all(m in failed for m in self.members.serving()):
+            if wait_s and all(m in failed for m in self.members.serving()):
                 # All servers have failed the request: wait for as long as the servers ask.
-                await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))
+                await asyncio.sleep(wait_s)
 
     async def _look_after(self, member: Member, why: str) -> None:
         """Checks a server that failed a request, and marks it as lost if it does not answer the check. Requests that

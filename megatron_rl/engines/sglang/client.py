@@ -22,7 +22,7 @@ from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TopS
 from megatron_rl.engines.server import MARGIN_S, Server
 from megatron_rl.engines.sglang.routes import PATH as GENERATE
 from megatron_rl.engines.sglang.settings import Sglang
-from megatron_rl.frames import Arrays, unpack_parts
+from megatron_rl.lib.frames import Arrays, unpack_parts
 
 FACTS = "/server_info"
 FLUSH_S = 30.0  # maximum seconds to wait until the last batch has finished, so that the KV cache can be emptied

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.model import WEIGHT_BYTES
 from megatron_rl.engines.auth_middleware import TOKEN_FILE
 from megatron_rl.engines.kind import Command, EngineKind, ServerStart
 from megatron_rl.engines.sglang.client import SglangServer
@@ -12,15 +13,13 @@ from megatron_rl.engines.sglang.settings import Sglang
 from megatron_rl.weights import hf_model
 from megatron_rl.weights.quantisation import config_of
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 def command(settings: Sglang, start: ServerStart) -> Command:
     """Returns the command line and environment of a server. Raises ConfigError for settings that SGLang does not
     support.
     """
     words = [
-        start.python, "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
+        start.python, "-P", "-m", "megatron_rl.engines.sglang.worker", "--model-path", str(start.model),
         "--host", settings.host, "--port", str(start.port), "--dtype", start.dtype, "--tp-size", str(settings.tp),
         "--max-running-requests", str(settings.max_batch),
         "--sampling-defaults", "openai",  # ignores the model directory's temperature and penalties
@@ -69,7 +68,7 @@ def command(settings: Sglang, start: ServerStart) -> Command:
 def _on_cpu(settings: Sglang, start: ServerStart) -> tuple[list[str], dict[str, str]]:
     """Returns the additional command-line arguments and environment variables of a server on a CPU."""
     sizes = hf_model.read_architecture(start.model)
-    token_bytes = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[start.dtype]
+    token_bytes = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * WEIGHT_BYTES[start.dtype]
     words = [
         "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
         "--disable-overlap-schedule",

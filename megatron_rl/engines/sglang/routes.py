@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
-from megatron_rl.frames import CONTENT_TYPE, Arrays, pack_parts
+from megatron_rl.lib.frames import CONTENT_TYPE, Arrays, pack_parts
 
 # PATH: route that this module adds to the server; OWN: SGLang's route to which requests to PATH are forwarded
 PATH, OWN = "/megatron_rl/generate", "/generate"

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from megatron_rl.engines import refit_worker
 from megatron_rl.engines.auth_middleware import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.sglang.routes import Framed
+from megatron_rl.lib.regular_files import read_own
+from megatron_rl.messages.world import all_gather
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.refit_store import Address
-from megatron_rl.world import all_gather
 
 # Names of the two functions of SGLang that this module replaces by plugin hooks (sglang.srt.plugins).
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
@@ -206,7 +207,7 @@ def _freeze_gc(arguments: Any) -> None:
     """Sends a request to SGLang's /freeze_gc route with the job's token. Replaces the request that SGLang sends to this
     route after it has started, because SGLang's request has no token.
     """
-    token = Path(os.environ[TOKEN_FILE]).read_text().strip()
+    token = read_own(Path(os.environ[TOKEN_FILE])).strip()
     request = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers={HEADER: token})
     end = time.monotonic() + UP_S
     while True:

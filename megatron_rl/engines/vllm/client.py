@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl import frames
 from megatron_rl.algorithms.tandem_authors import Rule, fingerprint, replay
 from megatron_rl.engines import response_parsing, sampling_seeds
 from megatron_rl.engines.auth_middleware import HEADER
@@ -21,6 +20,7 @@ from megatron_rl.engines.vllm.names import ADAPTER, TANDEM
 from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.engines.vllm.routes import SCORE_PATH as SCORE
 from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.lib import frames
 
 
 class VllmServer(Server):

@@ -23,7 +23,8 @@ def command(settings: Vllm, start: ServerStart) -> Command:
     if not start.on_gpu:
         _refuse_without_gpu(settings, start)
     words = [
-        start.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model), "--host", settings.host,
+        start.python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.model),
+        "--host", settings.host,
         "--port", str(start.port), "--dtype", start.dtype, "--tensor-parallel-size", str(settings.tp),
         # With "processed_logprobs", vLLM returns log-probs under the distribution from which tokens are sampled.
         "--logprobs-mode", "processed_logprobs",

@@ -3,7 +3,7 @@ log-probs in binary form.
 
 vLLM has a similar route (`/inference/v1/generate`). For short completions of a small model, vLLM's web layer
 (validation, an object for every token, metrics of routes) costs more than the engine itself
-(docs/reference/benchmarks.md). Therefore, the routes of this module call vLLM's public engine client, which checks
+(docs/experiments/benchmarks.md). Therefore, the routes of this module call vLLM's public engine client, which checks
 requests too. The routes are installed as middleware, one of vLLM's extension points (`--middleware`). The module runs
 inside the server. It does not import torch, and imports only auth_middleware.py and frames.py of this project.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.engines.auth_middleware import Application, Message, Receive, Send
-from megatron_rl.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
+from megatron_rl.lib.frames import CONTENT_TYPE, Arrays, pack, pack_parts, unpack
 
 PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"
 # A child of vLLM's logger, so that vLLM's log handlers write its messages.

@@ -26,7 +26,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from megatron_rl.algorithms.tandem_authors import Pen, Rule, boundaries
 from megatron_rl.engines.vllm.names import ARCHITECTURE, TANDEM
-from megatron_rl.text import load_tokenizer
+from megatron_rl.texts.text import load_tokenizer
 from megatron_rl.weights import hf_model
 
 # name under which the model is stored in vLLM's forward context, where the logits processor finds it

@@ -21,8 +21,8 @@ def gated(x: Tensor, *, tanh: bool) -> Tensor:
 
     `tanh`: True for the tanh approximation of GELU as activation, False for SiLU.
     """
-    out: Any = _Gated.apply(x, tanh)
-    return out
+    activation: Any = _Gated.apply(x, tanh)
+    return activation
 
 
 class _Gated(torch.autograd.Function):
@@ -33,10 +33,10 @@ class _Gated(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.tanh, width = tanh, x.shape[-1] // 2
-        out = x.new_empty(*x.shape[:-1], width)
-        if out.numel():
-            _forward[_grid(out)](x, out, width, TANH=tanh, BLOCK=BLOCK, num_warps=WARPS)
-        return out
+        activation = x.new_empty(*x.shape[:-1], width)
+        if activation.numel():
+            _forward[_grid(activation)](x, activation, width, TANH=tanh, BLOCK=BLOCK, num_warps=WARPS)
+        return activation
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -69,13 +69,13 @@ def _share(gate, TANH: tl.constexpr):
 
 
 @triton.jit
-def _forward(x, out, width, TANH: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(x, activation, width, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = places < width
     gate = tl.load(x + row * 2 * width + places, mask=real, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + places, mask=real, other=0.0).to(tl.float32)
     share, _ = _share(gate, TANH)
-    tl.store(out + row * width + places, (gate * share * up).to(out.dtype.element_ty), mask=real)
+    tl.store(activation + row * width + places, (gate * share * up).to(activation.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def _backward(x, grad, back, width, TANH: tl.constexpr, BLOCK: tl.constexpr):
     real = places < width
     gate = tl.load(x + row * 2 * width + places, mask=real, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + places, mask=real, other=0.0).to(tl.float32)
-    own = tl.load(grad + row * width + places, mask=real, other=0.0).to(tl.float32)
+    slopes = tl.load(grad + row * width + places, mask=real, other=0.0).to(tl.float32)
     share, slope = _share(gate, TANH)
-    for_gate = own * up * (share + gate * slope)
+    for_gate = slopes * up * (share + gate * slope)
     tl.store(back + row * 2 * width + places, for_gate.to(back.dtype.element_ty), mask=real)
-    for_up = own * gate * share
+    for_up = slopes * gate * share
     tl.store(back + row * 2 * width + width + places, for_up.to(back.dtype.element_ty), mask=real)

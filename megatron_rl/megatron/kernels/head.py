@@ -29,13 +29,13 @@ def statistics(logits: Tensor, scale: float, *, dot: bool, total: bool) -> tuple
     - `total`: sum of x; only if `total` is True.
     """
     rows, columns = logits.shape
-    out = torch.empty(4, rows, device=logits.device)
+    stats = torch.empty(4, rows, device=logits.device)
     if rows:
         _statistics[(rows,)](
-            logits, out, rows, columns, logits.stride(0), scale, DOT=dot, TOTAL=total, BLOCK=BLOCK, num_warps=WARPS
+            logits, stats, rows, columns, logits.stride(0), scale, DOT=dot, TOTAL=total, BLOCK=BLOCK, num_warps=WARPS
         )
-    asked = {"mass": True, "dot": dot, "total": total}
-    return out[0], {name: own for (name, wanted), own in zip(asked.items(), out[1:], strict=True) if wanted}
+    options = {"mass": True, "dot": dot, "total": total}
+    return stats[0], {name: sums for (name, enabled), sums in zip(options.items(), stats[1:], strict=True) if enabled}
 
 
 def to_gradient(
@@ -51,17 +51,17 @@ def to_gradient(
     `entropy`: ([n] entropy of each row, [n] gradient with respect to the entropy), or None.
     """
     rows, columns = logits.shape
-    known, by_entropy = entropy if entropy is not None else (logsum, logsum)
+    entropies, by_entropy = entropy if entropy is not None else (logsum, logsum)
     if rows and columns:
         _gradient[(rows,)](
-            logits, ids, by_id, logsum, known, by_entropy, columns, logits.stride(0), ids.shape[1], scale,
+            logits, ids, by_id, logsum, entropies, by_entropy, columns, logits.stride(0), ids.shape[1], scale,
             ENTROPY=entropy is not None, IDS=triton.next_power_of_2(ids.shape[1]), BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _statistics(
-    logits, out, rows, columns, stride, scale, DOT: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr
+    logits, stats, rows, columns, stride, scale, DOT: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
@@ -81,21 +81,21 @@ def _statistics(
             total += tl.sum(tl.where(real, values, 0.0), 0)
         mass = rest * mass + tl.sum(shares, 0)
         peak = highest
-    tl.store(out + row, peak)
-    tl.store(out + rows + row, mass)
+    tl.store(stats + row, peak)
+    tl.store(stats + rows + row, mass)
     if DOT:
-        tl.store(out + 2 * rows + row, dot)
+        tl.store(stats + 2 * rows + row, dot)
     if TOTAL:
-        tl.store(out + 3 * rows + row, total - columns * peak)
+        tl.store(stats + 3 * rows + row, total - columns * peak)
 
 
 @triton.jit
-def _slope(log_p, every, known, by_entropy, ENTROPY: tl.constexpr):
+def _slope(log_p, every, row_entropy, by_entropy, ENTROPY: tl.constexpr):
     """Returns the gradient with respect to a block of logits, without the term that only the logits of the tokens in
     `ids` have."""
     slope = log_p * 0.0 + every
     if ENTROPY:
-        slope += (log_p + known) * by_entropy
+        slope += (log_p + row_entropy) * by_entropy
     return -slope * tl.exp(log_p)
 
 
@@ -106,14 +106,14 @@ def _gradient(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    logsum, known, by_entropy = tl.load(logsums + row), tl.load(entropies + row), tl.load(by_entropies + row)
-    own = tl.arange(0, IDS)
-    mine = own < width
-    tokens = tl.load(ids + row * width + own, mask=mine, other=-1)
-    every = tl.sum(tl.load(by_id + row * width + own, mask=mine, other=0.0), 0)
-    here = tokens >= 0
-    values = tl.load(start + tokens, mask=here, other=0.0).to(tl.float32) * scale
-    special = _slope(values - logsum, every, known, by_entropy, ENTROPY)
+    logsum, row_entropy, by_entropy = tl.load(logsums + row), tl.load(entropies + row), tl.load(by_entropies + row)
+    columns_of_ids = tl.arange(0, IDS)
+    mine = columns_of_ids < width
+    tokens = tl.load(ids + row * width + columns_of_ids, mask=mine, other=-1)
+    every = tl.sum(tl.load(by_id + row * width + columns_of_ids, mask=mine, other=0.0), 0)
+    is_local = tokens >= 0
+    values = tl.load(start + tokens, mask=is_local, other=0.0).to(tl.float32) * scale
+    special = _slope(values - logsum, every, row_entropy, by_entropy, ENTROPY)
     for j in range(0, width):  # `ids` may contain a token twice
         same = tokens == tl.load(ids + row * width + j)
         special += tl.where(same, tl.load(by_id + row * width + j), 0.0)
@@ -122,7 +122,7 @@ def _gradient(
         places = first + tl.arange(0, BLOCK)
         real = places < columns
         log_p = tl.load(start + places, mask=real, other=0.0).to(tl.float32) * scale - logsum
-        found = _slope(log_p, every, known, by_entropy, ENTROPY)
-        tl.store(start + places, found.to(logits.dtype.element_ty), mask=real)
+        gradient = _slope(log_p, every, row_entropy, by_entropy, ENTROPY)
+        tl.store(start + places, gradient.to(logits.dtype.element_ty), mask=real)
     tl.debug_barrier()
-    tl.store(start + tokens, special.to(logits.dtype.element_ty), mask=here)
+    tl.store(start + tokens, special.to(logits.dtype.element_ty), mask=is_local)

@@ -27,8 +27,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool) -> Tensor
 
     With `from_one`, x is multiplied by 1 + weight instead of weight.
     """
-    out: Any = _Normed.apply(x, weight, eps, from_one)
-    return out
+    normed: Any = _Normed.apply(x, weight, eps, from_one)
+    return normed
 
 
 class _Normed(torch.autograd.Function):
@@ -38,12 +38,12 @@ class _Normed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, from_one: bool) -> Tensor:  # type: ignore[override]
         x = x.contiguous()
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        out, factors = torch.empty_like(x), torch.empty(rows, device=x.device)
+        normed, factors = torch.empty_like(x), torch.empty(rows, device=x.device)
         if rows:
-            _forward[(rows,)](x, weight, out, factors, width, eps, FROM_ONE=from_one, **_sizes(width))
+            _forward[(rows,)](x, weight, normed, factors, width, eps, FROM_ONE=from_one, **_sizes(width))
         ctx.save_for_backward(x, weight, factors)
         ctx.from_one = from_one
-        return out
+        return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -65,16 +65,16 @@ def _sizes(width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _forward(x, weight, out, factors, width, eps, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(x, weight, normed, factors, width, eps, FROM_ONE: tl.constexpr, BLOCK: tl.constexpr):
     row, places = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     real = places < width
     values = tl.load(x + row * width + places, mask=real, other=0.0).to(tl.float32)
-    own = tl.load(weight + places, mask=real, other=0.0).to(tl.float32)
+    scale = tl.load(weight + places, mask=real, other=0.0).to(tl.float32)
     if FROM_ONE:
-        own += 1.0
+        scale += 1.0
     factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
     tl.store(factors + row, factor)
-    tl.store(out + row * width + places, (values * factor * own).to(out.dtype.element_ty), mask=real)
+    tl.store(normed + row * width + places, (values * factor * scale).to(normed.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -83,16 +83,16 @@ def _backward(
 ):  # fmt: skip
     part, places = tl.program_id(0), tl.arange(0, BLOCK)
     real = places < width
-    own = tl.load(weight + places, mask=real, other=0.0).to(tl.float32)
+    scale = tl.load(weight + places, mask=real, other=0.0).to(tl.float32)
     if FROM_ONE:
-        own += 1.0
+        scale += 1.0
     total, wide = tl.zeros([BLOCK], dtype=tl.float32), part.to(tl.int64) * 0
     for number in range(part, rows, parts):
         row = (wide + number) * width  # in 64 bits
         factor = tl.load(factors + number)
         normed = tl.load(x + row + places, mask=real, other=0.0).to(tl.float32) * factor
         slope = tl.load(grad + row + places, mask=real, other=0.0).to(tl.float32)
-        weighted = slope * own
+        weighted = slope * scale
         along = tl.sum(weighted * normed, 0) / width
         tl.store(back + row + places, ((weighted - normed * along) * factor).to(back.dtype.element_ty), mask=real)
         total += slope * normed

@@ -21,8 +21,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x may also be [L, S, H, d], with cos and sin [L, 1, 1, d]. `cos` and `sin` get no gradient.
     """
-    out: Any = _Rotated.apply(x, cos, sin)
-    return out
+    turned: Any = _Rotated.apply(x, cos, sin)
+    return turned
 
 
 class _Rotated(torch.autograd.Function):
@@ -47,31 +47,31 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
     heads, width = x.shape[-2:]
     if x.stride(-1) != 1:
         x = x.contiguous()
-    rows, out = x.reshape(-1, heads, width), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
+    rows, turned = x.reshape(-1, heads, width), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if turned.numel():
         # number of consecutive rows of the flattened x that have the same rotation angles
         alike = len(rows) // len(cos)
         _turn[(len(rows),)](
-            rows, out, cos.contiguous(), sin.contiguous(), *rows.stride()[:2], alike, heads, width // 2, BACK=back,
+            rows, turned, cos.contiguous(), sin.contiguous(), *rows.stride()[:2], alike, heads, width // 2, BACK=back,
             HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(width // 2), num_warps=WARPS,
         )  # fmt: skip
-    return out
+    return turned
 
 
 @triton.jit
 def _turn(
-    x, out, cos, sin, row_stride, head_stride, alike, heads, half,
+    x, turned, cos, sin, row_stride, head_stride, alike, heads, half,
     BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    places, own = tl.arange(0, HALF), tl.arange(0, HEADS)
+    places, head_numbers = tl.arange(0, HALF), tl.arange(0, HEADS)
     angles, real = (row // alike) * 2 * half + places, places < half
     cos_first = tl.load(cos + angles, mask=real, other=0.0).to(tl.float32)[None, :]
     cos_second = tl.load(cos + angles + half, mask=real, other=0.0).to(tl.float32)[None, :]
     sin_first = tl.load(sin + angles, mask=real, other=0.0).to(tl.float32)[None, :]
     sin_second = tl.load(sin + angles + half, mask=real, other=0.0).to(tl.float32)[None, :]
-    mask = (own < heads)[:, None] & real[None, :]
-    start = x + row * row_stride + own[:, None] * head_stride + places[None, :]
+    mask = (head_numbers < heads)[:, None] & real[None, :]
+    start = x + row * row_stride + head_numbers[:, None] * head_stride + places[None, :]
     first = tl.load(start, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(start + half, mask=mask, other=0.0).to(tl.float32)
     if BACK:
@@ -80,6 +80,6 @@ def _turn(
     else:
         turned_first = first * cos_first - second * sin_first
         turned_second = second * cos_second + first * sin_second
-    target = out + (row * heads + own[:, None]) * 2 * half + places[None, :]
-    tl.store(target, turned_first.to(out.dtype.element_ty), mask=mask)
-    tl.store(target + half, turned_second.to(out.dtype.element_ty), mask=mask)
+    target = turned + (row * heads + head_numbers[:, None]) * 2 * half + places[None, :]
+    tl.store(target, turned_first.to(turned.dtype.element_ty), mask=mask)
+    tl.store(target + half, turned_second.to(turned.dtype.element_ty), mask=mask)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.errors import TritonError
 
+from megatron_rl.lib.user_code import one_line
 from megatron_rl.megatron.kernels import gates, head, norm, rope
 
 # dtype -> allowed error, relative to the largest absolute value
@@ -42,7 +43,7 @@ def trouble(device: torch.device) -> str | None:
             try:
                 error = _error(_tried(kernel, inputs), _tried(plain, [x.double() for x in inputs]))
             except FAILURES as failure:
-                return f"{name} does not run: {type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+                return f"{name} does not run: {type(failure).__name__}: {one_line(failure)}"
             if not error <= bound:
                 wrong.append(f"{name} in {str(dtype).removeprefix('torch.')} is off by {error:.1e}")
     return "; ".join(wrong) or None
@@ -54,20 +55,20 @@ def _tried(function: Kernel, inputs: Sequence[Tensor]) -> list[Tensor]:
 
     If the outputs do not require gradients, returns only the outputs.
     """
-    own = [x.detach().clone().requires_grad_() for x in inputs]
-    outs = function(*own)
-    for out in outs:
-        if out.requires_grad:
-            place = torch.arange(out.numel(), device=out.device).view(out.shape)
-            out.backward((place % 7 - 3).to(out.dtype))
-    return [*(out.detach() for out in outs), *(x.grad for x in own if x.grad is not None)]
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outs = function(*leaves)
+    for output in outs:
+        if output.requires_grad:
+            place = torch.arange(output.numel(), device=output.device).view(output.shape)
+            output.backward((place % 7 - 3).to(output.dtype))
+    return [*(output.detach() for output in outs), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Compares each tensor in `found` with the tensor in `exact` at the same index. The error of a pair is the largest
+def _error(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Compares each tensor in `actual` with the tensor in `exact` at the same index. The error of a pair is the largest
     difference, divided by the largest absolute value of the exact tensor. Returns the maximum error over all pairs, or
-    NaN if `found` contains NaN."""
-    pairs = zip(found, exact, strict=True)
+    NaN if `actual` contains NaN."""
+    pairs = zip(actual, exact, strict=True)
     return torch.stack([(a.double() - b.double()).abs().max() / b.abs().max() for a, b in pairs]).max().item()
 
 
@@ -97,9 +98,9 @@ def _cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     yield "the norm", normed, plain, [random(ROWS, WIDTH), random(WIDTH)]
     for entropy in (True, False):
         form = "with entropy" if entropy else "without entropy"
-        ours, plain = (functools.partial(own, entropy=entropy) for own in (_statistics, _plain_statistics))
+        ours, plain = (functools.partial(function, entropy=entropy) for function in (_statistics, _plain_statistics))
         yield f"the head's statistics {form}", ours, plain, [random(ROWS, VOCAB)]
-        ours, plain = (functools.partial(own, entropy=entropy) for own in (_gradient, _plain_gradient))
+        ours, plain = (functools.partial(function, entropy=entropy) for function in (_gradient, _plain_gradient))
         yield f"the head's gradient {form}", ours, plain, [random(ROWS, VOCAB)]
 
 
@@ -125,7 +126,7 @@ def _plain_statistics(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
     return peak, shares.sum(-1), *more
 
 
-def _asked(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient_inputs(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns fixed test inputs: column ids [n, 3] with duplicates, a gradient [n, 3] with respect to their log-probs,
     and a gradient [n] with respect to the entropy."""
     ids = torch.tensor([[0, 7, 7], [VOCAB - 1, 1, 2], [4500, 4500, 3]], device=logits.device)
@@ -135,19 +136,19 @@ def _asked(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def _gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
-    ids, by_id, by_entropy = _asked(logits)
-    out, log_p = logits.clone(), (0.7 * logits.float()).log_softmax(-1)
-    logsum, known = (0.7 * logits.float()).logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
-    by_rows = (known, by_entropy) if entropy else None
-    head.to_gradient(out, 0.7, logsum=logsum, ids=ids, by_id=by_id, entropy=by_rows)
-    return _parts(out, ids)
+    ids, by_id, by_entropy = _gradient_inputs(logits)
+    gradient, log_p = logits.clone(), (0.7 * logits.float()).log_softmax(-1)
+    logsum, row_entropy = (0.7 * logits.float()).logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+    by_rows = (row_entropy, by_entropy) if entropy else None
+    head.to_gradient(gradient, 0.7, logsum=logsum, ids=ids, by_id=by_id, entropy=by_rows)
+    return _parts(gradient, ids)
 
 
 @torch.no_grad()
 def _plain_gradient(logits: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
     """Returns the gradient that torch's autograd computes, for comparison with the kernel. The gradient is with respect
     to the scaled logits, because `head.to_gradient` does not multiply the gradient by `scale`."""
-    ids, by_id, by_entropy = _asked(logits)
+    ids, by_id, by_entropy = _gradient_inputs(logits)
     with torch.enable_grad():
         scaled = (0.7 * logits).detach().requires_grad_()
         log_p = scaled.log_softmax(-1)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.host_to_device import upload
-from megatron_rl.sdpa import WIDEST_HEAD
+from megatron_rl.devices.host_to_device import upload
+from megatron_rl.devices.sdpa import WIDEST_HEAD
 
 AMPERE = (8, 0)  # lowest compute capability that torch's flash attention supports
 HEAD_UNIT = 8  # flash attention needs a head dimension that is a multiple of this number and at most WIDEST_HEAD
@@ -47,9 +47,9 @@ def segments(counts: Sequence[int], keys: Sequence[Tensor] | None, device: torch
     """Returns the Segments of S runs of queries. `counts[s]` is the number of queries of run s, and `keys[s]` has the
     row indices of the keys of run s. If `keys` is None, the keys of each run are the rows of its queries."""
     seen = counts if keys is None else [len(rows) for rows in keys]
-    queries, known = (upload(torch.tensor([0, *numbers]).cumsum(0).int(), device) for numbers in (counts, seen))
+    queries, key_ends = (upload(torch.tensor([0, *numbers]).cumsum(0).int(), device) for numbers in (counts, seen))
     rows = None if keys is None else upload(torch.cat([*keys]), device)
-    return Segments(queries, known, max(counts), max(seen), rows)
+    return Segments(queries, key_ends, max(counts), max(seen), rows)
 
 
 def attend(
@@ -68,7 +68,7 @@ def attend(
         value = F.pad(value, (0, key.shape[-1] - width))
     function, arguments = _torch_function()
     grouped = {GROUPED: query.shape[1] != key.shape[1]} if GROUPED in arguments else {}
-    out: Any = function(
+    attended: Any = function(
         query,
         key,
         value,
@@ -81,7 +81,7 @@ def attend(
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
-    return out[..., :width].flatten(1)
+    return attended[..., :width].flatten(1)
 
 
 def obstacle(head_dim: int, dtype: str) -> str | None:

@@ -1,0 +1,1 @@
+"""What depends on the kind of device: memory, attention kernels, copies, peak rates."""

@@ -1,0 +1,1 @@
+"""What ranks tell each other, and how it is encoded."""

@@ -1,0 +1,1 @@
+"""Rules that all clients of servers share."""

@@ -1,0 +1,75 @@
+"""What the training loop asks of the policies, their engines and the checkpoints. Every method is called on the driver
+(rank 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_rl.training.lessons import Lesson, Metrics
+from megatron_rl.types import Rollout
+
+
+class Fleet(Protocol):
+    """The policies of a run and their engines. A method returns when all ranks that have a part in it have done it."""
+
+    @property
+    def with_engine(self) -> Sequence[str]:
+        """The names of the policies that send their weights to an engine."""
+        ...
+
+    def start(self, versions: Mapping[str, int]) -> None:
+        """Sends the weights of every policy to its engine, for the first time in this process. `versions`: versions of
+        the weights by policy; a missing one is 0.
+        """
+
+    def iteration(self, number: int) -> AbstractContextManager[None]:
+        """Context manager for the iteration with this index: applies the settings of its stage, and profiles it."""
+        ...
+
+    def generate(self) -> None:
+        """Gives the devices to the engines. On return, the engines accept requests."""
+
+    def score(self, policy: str, rollouts: Sequence[Rollout], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+        """Returns scores of each rollout (see iteration.Score), computed by a policy: {name: [T] float32}."""
+        ...
+
+    def update(self, lesson: Lesson, learning: Sequence[str]) -> Metrics:
+        """Trains a policy on its lesson, and returns the metrics of the update. `learning`: names of all policies that
+        are updated in the iteration.
+        """
+        ...
+
+    def refit(self, policy: str, version: int) -> None:
+        """Sends a policy's weights to its engine as weights of this version. No-op without an engine."""
+
+    def occupied_s(self) -> float | None:
+        """Returns for how many seconds a slot of the engines' batches has been occupied so far, as a mean over all
+        slots; None if this is unknown.
+        """
+
+
+class Checkpoints(Protocol):
+    """Saves a run, and keeps its best models. `save` and `settle` return the number of iterations that a checkpoint
+    covers whose files have meanwhile been completely written, or None.
+    """
+
+    def save(self, number: int, state: Mapping[str, Any]) -> int | None:
+        """Starts the checkpoint of `number` iterations, which may be written in the background. `state`: JSON values
+        that the checkpoint stores besides the policies.
+        """
+
+    def settle(self, *, wait: bool) -> int | None:
+        """Completes the checkpoint that `save` started, if its files are written. With `wait`, waits for them."""
+
+    def keep_best(self, number: int, best: Sequence[tuple[int, float]]) -> None:
+        """Exports the present models if their evaluation is among the best. `number`: number of finished iterations.
+        `best`: Progress.best.
+        """
+
+    def remove_surpassed(self, best: Sequence[tuple[int, float]]) -> None:
+        """Removes checkpoints and models of evaluations that are not in `best` (Progress.best) any more."""
