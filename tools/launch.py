@@ -43,11 +43,11 @@ from experiments import (  # noqa: E402
     with_overrides,
 )
 
-from megatron_rl.cluster import job_slices, profile, slurm_commands  # noqa: E402
-from megatron_rl.cluster.batch_script import common_settings  # noqa: E402
+from megatron_rl.cluster import job_slices, profile  # noqa: E402
 from megatron_rl.cluster.profile import Profile  # noqa: E402
 from megatron_rl.config.schema import ConfigError  # noqa: E402
-from megatron_rl.jobs import submit  # noqa: E402
+from megatron_rl.jobs import slurm_commands, submit  # noqa: E402
+from megatron_rl.jobs.batch_script import common_settings  # noqa: E402
 
 DONE, LOST = "SUCCEEDED", "NOT STARTED"  # states of a local task: NeMo-Run's word, and ours
 ENDED = (

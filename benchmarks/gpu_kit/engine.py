@@ -84,7 +84,7 @@ def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]
     return found | {"times_generate": found["generate_s"] / found["ours_s"]}
 
 
-class CountingRecorder:
+class CountingRecorder(GraphRecorder):
     """A recorder that passes steps on to another recorder, and counts captures and replays."""
 
     def __init__(self, recorder: GraphRecorder) -> None:

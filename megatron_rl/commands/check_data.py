@@ -206,7 +206,7 @@ def _first(source: PromptSet, rows: int | None) -> PromptSet:
     return dataclasses.replace(source, limit=min(limits, default=None))
 
 
-def all_here(spec: RunSpec) -> bool:
+def all_here(spec: Spec) -> bool:
     """Returns whether the models' tokenizers and all problem sets of a run are on this machine."""
     sets = all(_has_rows(source) for source in spec.sets.values())
     return sets and all(_is_here(role.model) for role in spec.roles.values())

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.base import refusing
-from megatron_rl.config.schema import SOURCES, RoleConfig
+from megatron_rl.config.data_sources import SOURCES, Source
+from megatron_rl.config.evaluation import Evaluation, Reward
+from megatron_rl.config.model import RoleConfig
 from megatron_rl.data.mixed_sources import MixedReader
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.data.rows import DataError
@@ -28,7 +30,7 @@ from megatron_rl.texts.chat_template import ChatTokenizer, UserText, answered_id
 from megatron_rl.texts.text import fill
 from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.training.held_out_sets import COUNTS, HeldOutSet, evaluate_sets, value_of
-from megatron_rl.training.iteration import EvaluationDraws, Grade, RolloutContext
+from megatron_rl.training.iteration import EvaluationDraws, Grade, Recipe, RolloutContext
 from megatron_rl.training.preflight import PreflightFailure, check_rewards
 from megatron_rl.types import SOURCE, Outcome, Prompt, Stop
 
@@ -45,29 +47,37 @@ def trial_lines(spec: RunSpec, *, starts_here: bool) -> list[str]:
     Raises ConfigError for everything that `train` would reject before the first update.
     """
     tokenizers = {name: tokenizer_of(role.model) for name, role in spec.roles.items()}
-    role = next(iter(spec.recipe.roles()))
+    recipe, sources = spec.recipe, spec.data.sources
+    role = next(iter(recipe.roles()))
     with refusing(str, DataError):
-        readers, held_out, _ = builders.prompts(spec, tokenizers)
+        readers, held_out, _ = builders.prompts(
+            recipe, spec.data, spec.roles, tokenizers, spec.prompt_limits(role), seed=spec.run.seed
+        )
         firsts = readers[role].first(1)  # the first prompt of each source
-    lines = [_tokenizer_line(spec.roles[name], name, tokenizers[name], spec.recipe, firsts[0]) for name in spec.roles]
-    lines += _prompt_lines(spec, role, readers[role])
-    plays = isinstance(spec.recipe, OverEpisodes)
+    lines = [_tokenizer_line(spec.roles[name], name, tokenizers[name], recipe, firsts[0]) for name in spec.roles]
+    lines += _prompt_lines(role, spec.roles[role].max_prompt_tokens, readers[role])
+    plays = isinstance(recipe, OverEpisodes)
     if not plays:
         lines += [f"the first prompt{_of(prompt)}: {_shown(tokenizers[role], prompt.tokens)}" for prompt in firsts]
     if starts_here:
         with contextlib.ExitStack() as stack, refusing(str, PreflightFailure, RewardFailure):
-            grade = builders.grade_with(spec, GradePools(stack))
-            plan = builders.preflight_plan(spec, readers[role], held_out)
+            grade = builders.grade_with(sources, spec.reward, GradePools(stack))
+            plan = builders.preflight_plan(
+                spec.loop.preflight, spec.preflight_set, spec.reward, sources, readers[role], held_out
+            )
             if plan is not None and plan.settings.reward:
                 check_rewards(grade, plan)
-            if not plays or OUTCOME in spec.recipe.rewards:
-                lines += [_reward_line(spec, prompt, grade) for prompt in firsts]
+            if not plays or OUTCOME in recipe.rewards:
+                lines += [_reward_line(sources, spec.reward, prompt, grade) for prompt in firsts]
             ends = {n: min(vocabulary_of(role.model, tokenizers[n]).ends, default=0) for n, role in spec.roles.items()}
             engines: dict[str, Any] = {name: EmptyAnswers(end) for name, end in ends.items()}
-            context = builders.context(spec, engines, tokenizers, grade, Stopwatch())
-            lines += _episode_lines(spec, context, readers[role]) if plays else []
-            sets = held_out_sets(spec, {name: prompts[:1] for name, prompts in held_out.items()}, stack)
-            _check_metrics(spec, context, sets)
+            context = builders.context(
+                spec.roles, spec.reward, spec.loop.rollouts, engines, tokenizers, grade, Stopwatch(), seed=spec.run.seed
+            )
+            lines += _episode_lines(recipe, context, readers[role]) if plays else []
+            evaluation, firsts_of = spec.loop.evaluation, {name: prompts[:1] for name, prompts in held_out.items()}
+            sets = held_out_sets(spec.data.held_out, firsts_of, spec.reward, stack, greedy=evaluation.greedy)
+            _check_metrics(evaluation, recipe, context, sets)
     return lines
 
 
@@ -96,21 +106,20 @@ def _tokenizer_line(role: RoleConfig, name: str, tokenizer: Any, recipe: Any, fi
     return line
 
 
-def _prompt_lines(spec: RunSpec, role: str, reader: PromptReader | MixedReader) -> list[str]:
-    """Returns lines about repeated problems and the longest prompt."""
+def _prompt_lines(role: str, limit: int, reader: PromptReader | MixedReader) -> list[str]:
+    """Returns lines about repeated problems and the longest prompt. `limit`: max_prompt_tokens of the role."""
     questions, lines = reader.questions, list[str]()
     if twice := len(questions) - len({*questions}):
         lines.append(f"data: {twice} of {len(questions)} problems repeat the question of another problem")
-    limit = spec.roles[role].max_prompt_tokens
     return [*lines, f"data: the longest prompt has {reader.longest} tokens; roles.{role}.max_prompt_tokens = {limit}"]
 
 
-def _reward_line(spec: RunSpec, prompt: Prompt, grade: Grade) -> str:
+def _reward_line(sources: Mapping[str, Source], run_reward: Reward, prompt: Prompt, grade: Grade) -> str:
     """Returns a line with the rewards of an empty answer and, if the data has one, of a prompt's correct answer."""
     texts = {"an empty answer": ""}
     if "answer" in prompt.payload:
-        source = spec.data.sources.get(prompt.payload.get(SOURCE, ""))
-        reward = spec.reward if source is None or source.reward is None else source.reward
+        source = sources.get(prompt.payload.get(SOURCE, ""))
+        reward = run_reward if source is None or source.reward is None else source.reward
         right = fill(reward.answer_format, answer=str(prompt.payload["answer"]))
         texts = {f"the first prompt's known answer, as {right[:SHOWN]!r}": right} | texts
     graded = grade([*texts.values()], [prompt.payload] * len(texts))
@@ -136,7 +145,7 @@ def _has_score(graded: Graded) -> bool:
     return graded.outcome is Outcome.SCORE and not graded.cut_off
 
 
-def _episode_lines(spec: RunSpec, context: RolloutContext, reader: PromptReader | MixedReader) -> list[str]:
+def _episode_lines(recipe: Any, context: RolloutContext, reader: PromptReader | MixedReader) -> list[str]:
     """Plays one episode in which all answers are empty. Returns lines with the first prompt and the rewards.
 
     Raises RewardFailure if the episodes of the first TRIED problems fail before any model is asked, for example because
@@ -145,30 +154,30 @@ def _episode_lines(spec: RunSpec, context: RolloutContext, reader: PromptReader 
     engines: Mapping[str, Any] = context.engines
     context = replace(context, evaluation=EvaluationDraws(greedy=False))
     try:
-        metrics = spec.recipe.evaluate(reader.first(1)[:1], context)
+        metrics = recipe.evaluate(reader.first(1)[:1], context)
         outcome = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
     except (RewardFailure, EngineError) as error:
         outcome = f"WARNING: it fails: {error}"
         if not any(engine.prompts for engine in engines.values()):
-            spec.recipe.evaluate(reader.first(TRIED), context)
+            recipe.evaluate(reader.first(TRIED), context)
     first = next((tokens for engine in engines.values() for tokens in engine.prompts[:1]), ())
-    name = next((name for name, engine in engines.items() if engine.prompts), next(iter(spec.roles)))
+    name = next((name for name, engine in engines.items() if engine.prompts), next(iter(context.samplings)))
     return [
         f"the first prompt of an episode, to {name}: {_shown(context.tokenizers[name], first)}",
         f"an episode in which every answer is empty: {outcome}",
     ]
 
 
-def _check_metrics(spec: RunSpec, context: RolloutContext, sets: Sequence[HeldOutSet]) -> None:
+def _check_metrics(evaluation: Evaluation, recipe: Recipe, context: RolloutContext, sets: Sequence[HeldOutSet]) -> None:
     """Raises ConfigError if evaluation.best or evaluation.early_stop names a metric that evaluations do not report.
 
     To find the known names, runs an evaluation in which every answer is empty. Counts and F1 scores are always
     accepted, because an evaluation of empty answers may lack them. If the evaluation fails, nothing is checked.
     """
-    followed = [rule for rule in (spec.loop.evaluation.best, spec.loop.evaluation.early_stop) if rule is not None]
+    followed = [rule for rule in (evaluation.best, evaluation.early_stop) if rule is not None]
     if followed and sets:
         with contextlib.suppress(RewardFailure, EngineError):
-            metrics, _ = evaluate_sets(spec.recipe, sets, context)
+            metrics, _ = evaluate_sets(recipe, sets, context)
             for rule in followed if metrics else ():
                 last = rule.metric.rpartition("/")[2].removesuffix("_greedy")
                 value_of(metrics, rule, known=last in COUNTS or last.endswith("_f1"))

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import ConfigError, GenerateConfig, SftConfig, Tr
 def run(args: argparse.Namespace) -> int:
     """Runs the command `submit`, `doctor`, `status`, `stop`, `logs` or `slice`. Returns the exit status: 1 if a Slurm
     command fails. Raises ConfigError for arguments or a config that cannot be used."""
-    from megatron_rl.cluster.slurm_commands import SlurmError
+    from megatron_rl.jobs.slurm_commands import SlurmError
 
     try:
         calls = {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from megatron_rl.cluster import job_slices, slurm_commands
-    from megatron_rl.jobs import submit
+    from megatron_rl.cluster import job_slices
+    from megatron_rl.jobs import slurm_commands, submit
     from megatron_rl.spec import explain, missing_files, resolve
 
     submission, run = _planned(args)

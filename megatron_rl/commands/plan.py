@@ -44,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
     fills, names = workload.fills_of(spec.roles, args.fill), [held_out.name for held_out in spec.data.held_out]
     notes = workload.guess_notes(models) + float32_notes(spec)
     rows = Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
-    episodes, draws = workload.episodes_of(spec, args.episode), workload.draws_of(spec.roles, args.draws)
-    work = workload.cycle_work(spec, fills=fills, episodes=episodes, draws=draws)
+    draws, prompts = workload.draws_of(spec.roles, args.draws), spec.run.prompts_per_iteration
+    episodes = workload.episodes_of(spec.recipe, spec.roles, args.episode)
+    work = workload.cycle_work(spec.recipe, spec.roles, prompts, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
     plan = make(case)
     found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
@@ -92,7 +93,7 @@ def _other(args: argparse.Namespace) -> int:
     names = [evaluated.name for evaluated in spec.evaluated] if isinstance(spec, EvalSpec) else ["data"]
     notes = workload.guess_notes(models) + float32_notes(spec)
     rows = Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
-    case = Case(spec=run, cluster=cluster, models=models, work=other_commands.work_of(spec, run, rows, fills))
+    case = Case(spec=run, cluster=cluster, models=models, work=other_commands.work_of(spec, run.roles, rows, fills))
     plan = make(case)
     run_totals = totals.of_command(spec, case, plan, rows)
     if args.json:

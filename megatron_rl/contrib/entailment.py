@@ -7,7 +7,7 @@ from typing import Any
 from megatron_rl.config.base import Count
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.text import fill, read_template
 
 
@@ -28,9 +28,9 @@ class Entailment(Grpo):
         super().__post_init__()
         check_arguments(self, templates={"template": ["response", "criterion"]})
 
-    def check(self, spec: RunSpec) -> None:
+    def check(self, run: CheckedRun) -> None:
         reader = "the template"
-        check_fields(spec, GENERATOR, {"response": reader, "principle": reader}, held_out=True)
+        check_fields(run, GENERATOR, {"response": reader, "principle": reader}, held_out=True)
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         values = {"question": payload["question"], "response": payload["response"], "criterion": payload["principle"]}

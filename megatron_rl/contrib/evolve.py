@@ -15,7 +15,7 @@ from megatron_rl.contrib.judged import JudgedAnswer, Speaker, judged_answers, ma
 from megatron_rl.recipes.answers import accuracies_of_fitting
 from megatron_rl.recipes.solutions import check_arguments, check_length, sampling_for
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.tags import boxed
 from megatron_rl.texts.text import decode_all, fill, read_template
 from megatron_rl.training.iteration import (
@@ -85,8 +85,8 @@ class Evolve(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return fill(self._templates["reference_template"], references=str(payload["question"]))
 
-    def check(self, spec: RunSpec) -> None:
-        check_length(spec, PROPOSER, "proposer_template", self._templates["proposer_template"])
+    def check(self, run: CheckedRun) -> None:
+        check_length(run, PROPOSER, "proposer_template", self._templates["proposer_template"])
 
     def reads_answers(self) -> Mapping[str, str]:
         return dict.fromkeys((SOLVER,), "the judge reads answers without thoughts")

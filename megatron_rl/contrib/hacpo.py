@@ -21,7 +21,7 @@ from megatron_rl.contrib.judged import put
 from megatron_rl.recipes.answers import accuracies, accuracies_of_fitting
 from megatron_rl.recipes.retokenised import rewritten
 from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for, solve
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -126,15 +126,15 @@ class Hacpo(Recipe):
     def prompt(self, payload: Mapping[str, object]) -> str:
         return question_text(self.template, payload)
 
-    def check(self, spec: RunSpec) -> None:
-        refuse(*self._problems(spec))
+    def check(self, run: CheckedRun) -> None:
+        refuse(*self._problems(run))
 
-    def _problems(self, spec: RunSpec) -> Iterator[str]:
+    def _problems(self, run: CheckedRun) -> Iterator[str]:
         """Yields an error message for each setting of the run that does not fit the recipe."""
-        if spec.loop.rollouts.mixed == "drop":
+        if run.rollouts.mixed == "drop":
             yield "rollouts.mixed = 'drop' with HACPO, whose bounds count all rollouts: set it to keep or rescore"
         for role in OTHER:
-            settings, place = spec.roles[role], f"roles.{role}"
+            settings, place = run.roles[role], f"roles.{role}"
             if settings.samples_per_optimizer_step != self.samples_per_optimizer_step:
                 yield (
                     f"{place}.samples_per_optimizer_step = {settings.samples_per_optimizer_step}, and recipe.args."

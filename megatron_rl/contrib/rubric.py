@@ -18,7 +18,7 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments, check_fields, question_text, sampling_for
 from megatron_rl.rewards.grading_pool import Graded, check_failures
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.tags import boxed
 from megatron_rl.training.iteration import (
     Iteration,
@@ -179,8 +179,8 @@ class Rubric(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return question_text(self.generator_template, payload)
 
-    def check(self, spec: RunSpec) -> None:
-        check_fields(spec, GENERATOR, {"rubric": "the judge"}, held_out=True)
+    def check(self, run: CheckedRun) -> None:
+        check_fields(run, GENERATOR, {"rubric": "the judge"}, held_out=True)
 
     def reads_answers(self) -> Mapping[str, str]:
         return dict.fromkeys((GENERATOR, JUDGE), "the judge reads answers without thoughts")

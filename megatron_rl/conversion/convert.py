@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config.base import ConfigError, read_object, refusing
 from megatron_rl.config.model import Model
+from megatron_rl.conversion.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.conversion.weight_source import WeightSource
 from megatron_rl.models.blocks import EMBEDDING
 from megatron_rl.models.sizes import Sizes
@@ -24,7 +25,6 @@ from megatron_rl.spec.model_gate import LoadedModel, check_model
 from megatron_rl.weights import hf_model, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
-from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned, plan_tensors
 from megatron_rl.weights.parameter_mapping import WHOLE, hf_shapes, kept_float32, megatron
 from megatron_rl.weights.safetensors_headers import read_directory

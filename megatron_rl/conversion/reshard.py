@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.model import Layout
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
+from megatron_rl.conversion.dist_writer import DistWriter
 from megatron_rl.conversion.weight_source import WeightSource, find, iteration_directory, roles
 from megatron_rl.models.blocks import OUTPUT, VALUE_HEAD
 from megatron_rl.models.divisibility import trainer_problems
@@ -27,7 +28,6 @@ from megatron_rl.session.output_directory import copy_side_files, fresh
 from megatron_rl.weights import rank_layouts, tensor_copies
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 from megatron_rl.weights.dist_names import OPTIMIZER, Piece, counts, is_padded, pieces, spellings, stored_shape
-from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.parameter_mapping import WHOLE, Shard, kept_float32, megatron
 from megatron_rl.weights.rank_layouts import TrainerLayout
 

@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.cluster import slurm_commands
 from megatron_rl.cluster.host_address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import hub_cache
 from megatron_rl.config.schema import ConfigError, RoleConfig, Servers
-from megatron_rl.jobs import versions
+from megatron_rl.jobs import slurm_commands, versions
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import lora_targets
 from megatron_rl.models.shape import Shape, read_shape

@@ -15,12 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.cluster import job_slices, slurm_commands
+from megatron_rl.cluster import job_slices
 from megatron_rl.cluster.job_slices import Slice
 from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
+from megatron_rl.jobs import slurm_commands
 from megatron_rl.jobs.submit import JOBS, jobs_of, read_sweep, runs_of
 from megatron_rl.lib.regular_files import touch
 from megatron_rl.run.metrics import MetricsRow, failures_text, unlearned

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.cluster import job_slices, slurm_commands
-from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
+from megatron_rl.cluster import job_slices
 from megatron_rl.cluster.profile import Profile, interpreter
 from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files as config_files
@@ -28,7 +27,8 @@ from megatron_rl.config.schema import (
     SftConfig,
     TrainConfig,
 )
-from megatron_rl.jobs import site
+from megatron_rl.jobs import site, slurm_commands
+from megatron_rl.jobs.batch_script import ScriptShape, common_settings, script
 from megatron_rl.run import json_lines
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.run_directory import SWEEP, RunDirectory, check_start

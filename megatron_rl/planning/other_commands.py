@@ -91,15 +91,15 @@ def as_run(spec: Spec) -> RunSpec:
     )  # fmt: skip
 
 
-def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) -> list[IterationWork]:
+def work_of(spec: Spec, roles: Mapping[str, RoleSpec], rows: Rows, fills: Mapping[str, float]) -> list[IterationWork]:
     """Returns the parts into which the work of a command is divided. For `sft`, a part is one optimizer step, for
     `generate` the answers to ASKED problems, and for `eval` one measure on one problem set.
 
-    `run`: the result of `as_run`. `fills`: {role: mean length as a share of the maximum length}. A preference pair of
-    `sft` counts as two samples, and all tokens of both samples count as trained.
+    `roles`: see `as_run`. `fills`: {role: mean length as a share of the maximum length}. A preference pair of `sft`
+    counts as two samples, and all tokens of both samples count as trained.
     """
     if isinstance(spec, SftSpec):
-        samples = spec.samples_per_step * (2 if "pairs" in loss_of(run.roles["model"]).needs else 1)
+        samples = spec.samples_per_step * (2 if "pairs" in loss_of(roles["model"]).needs else 1)
         longest = spec.data.max_tokens
         mean = fills.get("model", FILL) * longest
         return [
@@ -110,7 +110,7 @@ def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) ->
         parts, last = divmod(problems, ASKED)
         sizes = {ASKED: parts, last: 1}
         return [
-            _part(f"{size} problems", _draw(run.roles["model"], size * n, fills, n), times=times)
+            _part(f"{size} problems", _draw(roles["model"], size * n, fills, n), times=times)
             for size, times in sizes.items()
             if size and times
         ]
@@ -119,11 +119,11 @@ def work_of(spec: Spec, run: RunSpec, rows: Rows, fills: Mapping[str, float]) ->
     for evaluated in spec.evaluated:
         count = rows.of(evaluated.name, evaluated.source) * evaluated.n
         judged = evaluated.benchmark is not None and evaluated.benchmark.judged
-        draw = _draw(run.roles["model"], count, fills, evaluated.n)
+        draw = _draw(roles["model"], count, fills, evaluated.n)
         draws = [draw]
         if spec.config.verifier is not None and not judged:
             votes = spec.config.verifier.votes
-            draws.append(_draw(run.roles[_judge(spec)], count * votes, fills, votes))
+            draws.append(_draw(roles[_judge(spec)], count * votes, fills, votes))
         if judged or "solve" in spec.config.measures:
             work.append(_part(evaluated.name, *draws))
         if "handoff" in spec.config.measures and not judged:  # each of the two models writes half of an answer

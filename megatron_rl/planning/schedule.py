@@ -310,7 +310,8 @@ def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
     """
     nodes, per_node, assumed = own_cluster(spec.engine, spec.cluster).split("x")
     cluster = parse_cluster(f"{nodes}x{per_node}x{device or assumed}")
-    case = Case(spec=spec, cluster=cluster, models=models_of(spec.roles, ()), work=cycle_work(spec))
+    work = cycle_work(spec.recipe, spec.roles, spec.run.prompts_per_iteration)
+    case = Case(spec=spec, cluster=cluster, models=models_of(spec.roles, ()), work=work)
     return str(cluster), schedules(case, make(case))
 
 

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import refuse, refusing
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.models.shape import Shape, read_shape
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import RoleSpec
 
 FILL = 0.5  # default of the mean length of prompts and answers, as a share of the maximum length
 
@@ -85,7 +86,9 @@ class IterationWork:
 
 
 def cycle_work(
-    spec: RunSpec,
+    recipe: Any,
+    roles: Mapping[str, RoleSpec],
+    prompts_per_iteration: int,
     *,
     fills: Mapping[str, float] | None = None,
     episodes: Mapping[str, EpisodeEstimate] | None = None,
@@ -100,29 +103,29 @@ def cycle_work(
     `episodes`: role -> estimate of its episodes (see `episodes_of`); None: the recipe's estimates.
     `draws`: overrides of the recipe's numbers of samples (see `draws_of`).
     """
-    episodes = episodes_of(spec, ()) if episodes is None else episodes
-    parts, schedule = spec.recipe.roles(), spec.recipe.schedule()
+    episodes = episodes_of(recipe, roles, ()) if episodes is None else episodes
+    parts, schedule = recipe.roles(), recipe.schedule()
     # The middle is counted in iterations, not in cycles, because a long warm-up may consist of many short cycles.
     ends = list(accumulate(len(cycle) for cycle in schedule))
     cycle = schedule[bisect_right(ends, ends[-1] // 2)]
     # leave out critics that share a policy's model, because they add no work
-    iterations = [tuple(name for name in roles if not spec.roles[name].shares_as_critic) for roles in cycle]
+    iterations = [tuple(name for name in trained if not roles[name].shares_as_critic) for trained in cycle]
     work = list[IterationWork]()
-    for roles in dict.fromkeys(iterations):
+    for iteration in dict.fromkeys(iterations):
         drawn, same = Counter[str](), Counter[str]()
-        for name in roles:  # take the largest number of any role, because all roles share one set of samples
+        for name in iteration:  # take the largest number of any role, because all roles share one set of samples
             drawn |= Counter(parts[name].drawn or {name: parts[name].samples})
             same |= Counter(parts[name].per_prompt)
-        counts = {**drawn, **{to: number for (iteration, to), number in (draws or {}).items() if iteration in roles}}
-        role_draws = _draws(spec, counts, same, fills or {}, episodes)
+        counts = {**drawn, **{to: number for (by, to), number in (draws or {}).items() if by in iteration}}
+        role_draws = _draws(roles, prompts_per_iteration, counts, same, fills or {}, episodes)
         trained = [
             replace(draw, samples=max(1, round(draw.samples * parts[draw.role].samples / drawn[draw.role])))
-            for draw in role_draws if draw.role in roles
+            for draw in role_draws if draw.role in iteration
         ]  # fmt: skip
-        scores = spec.recipe.scores_of(roles)
+        scores = recipe.scores_of(iteration)
         # a critic is trained on the samples that it scores
         read = {score.by: score.role for score in scores if score.name == "value"}
-        trained += [replace(d, role=name) for name in roles for d in trained if read.get(name) == d.role != name]
+        trained += [replace(d, role=name) for name in iteration for d in trained if read.get(name) == d.role != name]
         # no texts are generated for a reward model: it reads the samples of the first trained role
         sizes = {draw.role: draw for draw in [*role_draws, *trained]}
         passes = dict.fromkeys((score.role, score.by, score.name == "reference_logprobs") for score in scores)
@@ -130,7 +133,7 @@ def cycle_work(
             ScorePass(draw=replace(sizes.get(role, trained[0]), role=role), by=by, reference=reference)
             for role, by, reference in passes
         ]
-        work.append(IterationWork(draws=role_draws, scores=scored, trained=trained, times=iterations.count(roles)))
+        work.append(IterationWork(draws=role_draws, scores=scored, trained=trained, times=iterations.count(iteration)))
     return work
 
 
@@ -214,18 +217,18 @@ def _number(option: str, text: str) -> float:
         return float(value)
 
 
-def episodes_of(spec: RunSpec, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
+def episodes_of(recipe: Any, roles: Mapping[str, RoleConfig], settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
     """Returns {role: estimate of its episodes}: the recipe's estimates, overridden by `settings`.
 
     `settings`: texts of the form ROLE.name=value, in which `name` is a field of the estimate.
 
     Raises ConfigError for an unknown role or name, and for an invalid value.
     """
-    settings_of_role: dict[str, list[str]] = {name: [] for name in spec.roles}
+    settings_of_role: dict[str, list[str]] = {name: [] for name in roles}
     for text in settings:
-        [role, name, value] = _split("--episode", "ROLE.name=value", text, spec.roles)
+        [role, name, value] = _split("--episode", "ROLE.name=value", text, roles)
         settings_of_role[role].append(f"{name}={value}")
-    parts, estimates = spec.recipe.roles(), dict[str, EpisodeEstimate]()
+    parts, estimates = recipe.roles(), dict[str, EpisodeEstimate]()
     for name, role_settings in settings_of_role.items():
         defaults = asdict(parts[name].episode) if name in parts else {}
         try:
@@ -247,7 +250,8 @@ def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
 
 
 def _draws(
-    spec: RunSpec,
+    roles: Mapping[str, RoleConfig],
+    prompts_per_iteration: int,
     drawn: Mapping[str, float],
     alike: Mapping[str, float],
     fills: Mapping[str, float],
@@ -255,8 +259,8 @@ def _draws(
 ) -> list[Draw]:
     draws = list[Draw]()
     for name, samples_per_prompt in drawn.items():
-        role, episode = spec.roles[name], episodes[name]
-        samples = max(1, round(spec.run.prompts_per_iteration * samples_per_prompt))
+        role, episode = roles[name], episodes[name]
+        samples = max(1, round(prompts_per_iteration * samples_per_prompt))
         prompt, response, longest = _lengths(role, episode, fills.get(name))
         draws.append(
             Draw(

@@ -13,7 +13,7 @@ from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.batches.packed_batch import inputs_of_rollouts
 from megatron_rl.config import files
 from megatron_rl.config.base import Use, refuse
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.chat_template import check_models
 from megatron_rl.training.iteration import CreditContext, Iteration, Recipe, RecipeRole, RolloutsByRole, Schedule, Score
 from megatron_rl.types import Rollout
@@ -74,26 +74,26 @@ class Critics:
             requests += [Score(role=r, name=name, by=r) for r in read for name in ("logprobs", "reference_logprobs")]
         return requests
 
-    def check(self, spec: RunSpec) -> None:
+    def check(self, run: CheckedRun) -> None:
         """Raises ConfigError if a critic cannot read the rollouts of its role."""
         for role, critic in self.critic_of.items():
-            check_models(spec.roles[role].model, spec.roles[critic].model, "a critic reads the tokens of its role")
-        refuse(*self._sharing_problems(spec), *self._too_short(spec))
+            check_models(run.roles[role].model, run.roles[critic].model, "a critic reads the tokens of its role")
+        refuse(*self._sharing_problems(run), *self._too_short(run))
 
-    def _sharing_problems(self, spec: RunSpec) -> Iterator[str]:
+    def _sharing_problems(self, run: CheckedRun) -> Iterator[str]:
         """Yields error messages about the setting `same_as` of critics, by which a critic shares a policy's model."""
         for role, critic in self.critic_of.items():
-            shared = spec.roles[critic]
-            if shared.shares_as_critic and shared.owner != spec.roles[role].owner:
+            shared = run.roles[critic]
+            if shared.shares_as_critic and shared.owner != run.roles[role].owner:
                 yield (
                     f"roles.{critic}.same_as = {shared.same_as!r}, and {critic} reads the rollouts of {role}: name "
-                    f"{spec.roles[role].owner}, or give it a model of its own"
+                    f"{run.roles[role].owner}, or give it a model of its own"
                 )
-            owner = spec.roles[spec.roles[role].owner]
+            owner = run.roles[run.roles[role].owner]
             if owner.loss.value_coef and not shared.shares_as_critic:
                 yield (
-                    f"roles.{critic} has a model of its own, and {role} trains the policy of {spec.roles[role].owner}, "
-                    f"which learns values too (loss.value_coef): set roles.{critic}.same_as to {spec.roles[role].owner}"
+                    f"roles.{critic} has a model of its own, and {role} trains the policy of {run.roles[role].owner}, "
+                    f"which learns values too (loss.value_coef): set roles.{critic}.same_as to {run.roles[role].owner}"
                 )
             if shared.shares_as_critic and self.settings.critic_warmup:
                 yield (
@@ -102,10 +102,10 @@ class Critics:
                     "model of its own"
                 )
 
-    def _too_short(self, spec: RunSpec) -> Iterator[str]:
+    def _too_short(self, run: CheckedRun) -> Iterator[str]:
         """Yields an error message for each critic that reads shorter prompts or responses than its role may have."""
         for role, critic in self.critic_of.items():
-            critic_spec, read = spec.roles[critic], spec.roles[role]
+            critic_spec, read = run.roles[critic], run.roles[role]
             lengths = {
                 "max_prompt_tokens": (critic_spec.max_prompt_tokens, read.max_prompt_tokens),
                 "sampling.max_tokens": (critic_spec.sampling.max_tokens, read.sampling.max_tokens),
@@ -159,8 +159,8 @@ class WithCritics(Recipe):
 
     _critics: Critics
 
-    def check(self, spec: RunSpec) -> None:
-        self._critics.check(spec)
+    def check(self, run: CheckedRun) -> None:
+        self._critics.check(run)
 
     def scores(self, iteration: Iteration) -> Sequence[Score]:
         return self._critics.scores(iteration)

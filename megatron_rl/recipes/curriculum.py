@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.config.base import Count, Share, config, refuse
 from megatron_rl.data.problems import NothingLeft, place_of
 from megatron_rl.recipes.dynamic_sampling import Group
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.training.iteration import PromptSource
 from megatron_rl.types import Prompt
 
@@ -50,9 +50,9 @@ class Curriculum(Rates):
         data.problems.place_of."""
         return self.sources.get(_source(row), self)
 
-    def check(self, spec: RunSpec) -> None:
+    def check(self, run: CheckedRun) -> None:
         """Raises ConfigError if the argument `sources` has a key that is not a name in the setting data.sources."""
-        weights = spec.data.weights
+        weights = run.data.weights
         refuse(
             *(
                 f"recipe.args.curriculum.sources.{name}: there is no such source; data.sources has "

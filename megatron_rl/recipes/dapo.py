@@ -14,7 +14,7 @@ from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.length_rewards import AddedReward, Brevity, LengthReward, Overlong, RepetitionPenalty, priced
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, check_fields, sampling_for
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -76,16 +76,16 @@ class Dapo(Grpo):
         generator = {GENERATOR: RecipeRole(samples=self.group_size, drawn={GENERATOR: drawn}, per_prompt=group)}
         return self.reward_model.roles(generator)
 
-    def check(self, spec: RunSpec) -> None:
-        self.reward_model.check(spec, GENERATOR)
+    def check(self, run: CheckedRun) -> None:
+        self.reward_model.check(self, run, GENERATOR)
         if self.curriculum is not None:
-            self.curriculum.check(spec)
+            self.curriculum.check(run)
         if self.overlong is not None:
-            self.overlong.check(spec, GENERATOR)
-        if spec.loop.rollouts.labels == "votes":
+            self.overlong.check(run, GENERATOR)
+        if run.rollouts.labels == "votes":
             refuse(*self._vote_problems())
         if self.hints is not None:
-            check_fields(spec, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
+            check_fields(run, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
 
     def _vote_problems(self) -> Iterator[str]:
         """Yields an error message for each option that needs known answers, which majority votes replace."""

@@ -11,7 +11,7 @@ from megatron_rl.config.base import Count, CountOrZero, refuse
 from megatron_rl.recipes.answers import accuracies
 from megatron_rl.recipes.retokenised import score_texts
 from megatron_rl.recipes.solutions import check_arguments, question_text, sampling_for
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.chat_template import check_models
 from megatron_rl.training.iteration import (
     CreditContext,
@@ -77,9 +77,9 @@ class Distil(Recipe):
     def prompt(self, payload: Mapping[str, object]) -> str:
         return question_text(self.template, payload)
 
-    def check(self, spec: RunSpec) -> None:
+    def check(self, run: CheckedRun) -> None:
         if not self.retokenise:
-            check_models(spec.roles[STUDENT].model, spec.roles[TEACHER].model, SCORES)
+            check_models(run.roles[STUDENT].model, run.roles[TEACHER].model, SCORES)
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         sampling = sampling_for(context, iteration, STUDENT, self.group_size)

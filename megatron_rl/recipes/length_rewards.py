@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from megatron_rl.config.base import ConfigError, Count, PositiveShare, config
 from megatron_rl.recipes.dynamic_sampling import Group
 from megatron_rl.rewards.repetition import repeated_share
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.types import Rollout, Stop
 
 
@@ -39,11 +39,11 @@ class Overlong:
         if not (self.cache or self.leave_out_truncated):
             yield ("recipe.args.overlong does nothing: give cache, or set leave_out_truncated to true")
 
-    def check(self, spec: RunSpec, role: str) -> None:
+    def check(self, run: CheckedRun, role: str) -> None:
         """Raises ConfigError if `cache` is larger than the maximum length of a solution, so that the penalty would
         start before the first token.
         """
-        limit = spec.roles[role].sampling.max_tokens
+        limit = run.roles[role].sampling.max_tokens
         if self.cache > limit:
             raise ConfigError(
                 f"recipe.args.overlong.cache = {self.cache} is above roles.{role}.sampling.max_tokens = {limit}: give "

@@ -9,7 +9,7 @@ from statistics import fmean
 from megatron_rl.config.base import ConfigError, Count
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import GENERATOR
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.training.iteration import CreditContext, Iteration, RecipeRole, RolloutsByRole
 from megatron_rl.types import Rollout
 
@@ -27,8 +27,8 @@ class OnlineDpo(Grpo):
     def roles(self) -> Mapping[str, RecipeRole]:
         return {name: replace(role, samples=2, gives=frozenset({"pairs"})) for name, role in super().roles().items()}
 
-    def check(self, spec: RunSpec) -> None:
-        super().check(spec)
+    def check(self, run: CheckedRun) -> None:
+        super().check(run)
         if self.estimator != "grpo":
             raise ConfigError(f"recipe.args.estimator = {self.estimator!r}: pairs need no estimator; leave it out")
 

@@ -11,7 +11,7 @@ from megatron_rl.recipes.critics import Critics, WithCritics
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, check_arguments
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.training.iteration import (
     CreditContext,
     Iteration,
@@ -45,9 +45,9 @@ class Ppo(WithCritics, Grpo):
     def schedule(self) -> Schedule:
         return self._critics.schedule(super().schedule())
 
-    def check(self, spec: RunSpec) -> None:
-        super().check(spec)
-        self.reward_model.check(spec, GENERATOR)
+    def check(self, run: CheckedRun) -> None:
+        super().check(run)
+        self.reward_model.check(self, run, GENERATOR)
 
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> RolloutsByRole:
         rollouts = super().rollout(iteration, source, context)

@@ -12,11 +12,11 @@ from megatron_rl.algorithms.advantages import step_rewards
 from megatron_rl.algorithms.gae import mix_steps
 from megatron_rl.config.base import Share, config, refuse
 from megatron_rl.data.scored_texts import scored_rollout
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.chat_template import answered_ids, tokenize
 from megatron_rl.texts.response_forms import form_problems, read_response, response_answer
 from megatron_rl.texts.tags import step_texts
-from megatron_rl.training.iteration import RecipeRole, RolloutContext, RolloutsByRole, Score
+from megatron_rl.training.iteration import Recipe, RecipeRole, RolloutContext, RolloutsByRole, Score
 from megatron_rl.types import STEP, Annotations, Rollout
 
 REWARD = "reward_model"  # name of the reward in Rollout.rewards
@@ -69,29 +69,29 @@ class RewardModel:
         """Returns the roles of a recipe with the reward model added."""
         return {**parts, **({self.role: RecipeRole(trained=False, head="score")} if self.used else {})}
 
-    def check(self, spec: RunSpec, role: str) -> None:
+    def check(self, recipe: Recipe, run: CheckedRun, role: str) -> None:
         """Raises ConfigError if the reward model does not fit the run's estimator, recipe or maximum lengths."""
-        refuse(*self._problems(spec, role))
+        refuse(*self._problems(recipe, run, role))
 
-    def _problems(self, spec: RunSpec, role: str) -> Iterator[str]:
+    def _problems(self, recipe: Recipe, run: CheckedRun, role: str) -> Iterator[str]:
         if not self.used:
             return
-        if self.step_weight and "w_reinforce" in str(spec.recipe.estimator):
+        if self.step_weight and "w_reinforce" in str(recipe.estimator):
             yield (
                 f"recipe.args.reward_model.step_weight = {self.step_weight}, and the estimator w_reinforce has no rule "
                 "for rewards of reasoning steps: set step_weight to 0, or use another estimator"
             )
-        shares = spec.recipe.needs_shares or "w_reinforce" in str(spec.recipe.estimator)
+        shares = recipe.needs_shares or "w_reinforce" in str(recipe.estimator)
         if shares and self.weight and self.scale == "none":
             yield (
                 "recipe.args.reward_model.scale = 'none', and this recipe or its estimator understands rewards from 0 "
                 "to 1 alone: set it to sigmoid"
             )
         if self.reads == "answer":
-            model = spec.roles[role].model
+            model = run.roles[role].model
             yield from form_problems(model, f"roles.{role}.model", "recipe.args.reward_model.reads = 'answer'")
         limit, read = (
-            part.max_prompt_tokens + part.sampling.max_tokens for part in (spec.roles[self.role], spec.roles[role])
+            part.max_prompt_tokens + part.sampling.max_tokens for part in (run.roles[self.role], run.roles[role])
         )
         if limit < read:
             yield (

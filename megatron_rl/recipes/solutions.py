@@ -24,7 +24,7 @@ from megatron_rl.recipes.replacement import ROUNDS, to_replace
 from megatron_rl.recipes.votes import VotedLabels
 from megatron_rl.rewards.grading_pool import Graded, check_failures
 from megatron_rl.run.metrics import REPLACED
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.chat_template import ChatTokenizer, problem_text, tokenize, tokenizer_of
 from megatron_rl.texts.response_forms import response_text
 from megatron_rl.texts.tags import generator_format, step_spans, step_texts
@@ -232,13 +232,13 @@ def check_arguments(
             )
 
 
-def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
+def check_fields(run: CheckedRun, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
     """Raises ConfigError if problems lack a field that the recipe needs. Checks the training problems of the iterations
     whose first role is `role`, and with `held_out` also the evaluation problems. `fields`: {name of the field:
     description of the setting that reads it}.
     """
-    sets = dict(spec.data.of(role))
-    evaluated = spec.data.held_out if held_out else ()
+    sets = dict(run.data.of(role))
+    evaluated = run.data.held_out if held_out else ()
     sets |= {f"{HELD_OUT}.{dataset.name}": dataset.source for dataset in evaluated}
     refuse(
         *(
@@ -260,12 +260,12 @@ def check_fields(spec: RunSpec, role: str, fields: Mapping[str, str], *, held_ou
     )
 
 
-def check_length(spec: RunSpec, role: str, name: str, text: str) -> None:
+def check_length(run: CheckedRun, role: str, name: str, text: str) -> None:
     """Raises ConfigError if a prompt has more tokens than max_prompt_tokens of the role. `text`: the prompt. `name`:
     the argument of the recipe that defines the prompt. Checks only if the tokenizer is a local directory. With a hub
     name, a prompt that is too long is detected when it is used.
     """
-    role_spec = spec.roles[role]
+    role_spec = run.roles[role]
     if not Path(role_spec.model.tokenizer or role_spec.model.path).is_dir():
         return
     tokenizer = tokenizer_of(role_spec.model)

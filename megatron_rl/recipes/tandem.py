@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_rl.config.base import ConfigError, Count
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.solutions import GENERATOR
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class Tandem(Dapo):
 
     group_size: Count = 8
 
-    def check(self, spec: RunSpec) -> None:
-        super().check(spec)
-        if spec.roles[GENERATOR].tandem is None:
+    def check(self, run: CheckedRun) -> None:
+        super().check(run)
+        if run.roles[GENERATOR].tandem is None:
             raise ConfigError(
                 f"the recipe is a tandem and has no junior: set roles.{GENERATOR}.tandem; {{}} takes a frozen copy"
             )

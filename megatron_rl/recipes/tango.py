@@ -24,7 +24,7 @@ from megatron_rl.recipes.held_out import BalancedSet, measure_reviewer
 from megatron_rl.recipes.review import Judged, Reviewed, Reviewer, Reviews, review_metrics, with_verdicts
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.solutions import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.texts.text import read_template
 from megatron_rl.training.iteration import (
     CreditContext,
@@ -356,9 +356,9 @@ class Tango(BaseTango):
     def roles(self) -> Mapping[str, RecipeRole]:
         return self.reward_model.roles(super().roles())
 
-    def check(self, spec: RunSpec) -> None:
-        super().check(spec)
-        self.reward_model.check(spec, GENERATOR)
+    def check(self, run: CheckedRun) -> None:
+        super().check(run)
+        self.reward_model.check(self, run, GENERATOR)
         if self.reward_model.step_weight:
             refuse(
                 f"recipe.args.reward_model.step_weight = {self.reward_model.step_weight}: Tango's verifier scores the "

@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from megatron_rl.messages.world import World
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.run_directory import RunDirectory, RunError
 from megatron_rl.session import builders
@@ -76,8 +75,46 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
     0. Raises RunError if training has already begun in the run directory.
     """
     spec = still(spec)
-    with open_world_for(spec, place) as world:
-        return _run(spec, world, place, updates)
+
+    def refuse_a_begun_run() -> None:
+        if RunDirectory(spec.directory).has_begun():
+            raise RunError(
+                f"{spec.directory} holds a run that has begun: give the drift test a directory of its own, such as "
+                "run.name=drift"
+            )
+
+    with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
+        world.from_driver(refuse_a_begun_run)
+        driver = stack.enter_context(open_driver(spec, world, place, total_iterations=None))
+        tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
+        role = next(iter(spec.recipe.roles()))
+        readers, _, _ = builders.prompts(
+            spec.recipe, spec.data, spec.roles, tokenizers, spec.prompt_limits(role), seed=spec.run.seed
+        )
+        policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
+        quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
+        run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
+        no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
+        context = builders.context(
+            spec.roles, spec.reward, spec.loop.rollouts, run_engines.engines, tokenizers, no_grades, driver.watch,
+            seed=spec.run.seed,
+        )  # fmt: skip
+        trainees = {
+            name: builders.trainee(spec.roles[name], spec.run, policies[name], refit)
+            for name, refit in run_engines.refits.items()  # a critic has no engine to drift from
+        }
+        fleet = EveryRank(world, DeviceMemory(trainees, run_engines.colocated))
+
+        prompts = readers[role].take(spec.run.prompts_per_iteration)
+        texts = [spec.recipe.prompt(prompt.payload) for prompt in prompts]
+        settings, limit = spec.engine.settings, spec.loop.preflight.gap_limit
+
+        def probe_and_conclude() -> int:
+            probes = Probes(fleet, context, spec.trained_policies, texts)
+            _probe(probes, fleet, trainees, updates, driver.say)
+            return _conclude(driver, settings.kind, limit, probes.gaps)
+
+        return world.from_driver(probe_and_conclude)
 
 
 def still(spec: RunSpec) -> RunSpec:
@@ -188,51 +225,22 @@ class Probes:
         return rollouts
 
 
-def _run(spec: RunSpec, world: World, place: Place, updates: int) -> int:
-    def refuse_a_begun_run() -> None:
-        if RunDirectory(spec.directory).has_begun():
-            raise RunError(
-                f"{spec.directory} holds a run that has begun: give the drift test a directory of its own, such as "
-                "run.name=drift"
-            )
-
-    world.from_driver(refuse_a_begun_run)
-    with contextlib.ExitStack() as stack:
-        driver = stack.enter_context(open_driver(spec, world, place, total_iterations=None))
-        tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
-        readers, _, _ = builders.prompts(spec, tokenizers)
-        policies = builders.policies(spec)
-        quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
-        run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
-        no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
-        context = builders.context(spec, run_engines.engines, tokenizers, no_grades, driver.watch)
-        trainees = {
-            name: builders.trainee(spec.roles[name], spec.run, policies[name], refit)
-            for name, refit in run_engines.refits.items()  # a critic has no engine to drift from
-        }
-        fleet = EveryRank(world, DeviceMemory(trainees, run_engines.colocated))
-
-        def probe_and_conclude() -> int:
-            prompts = readers[next(iter(spec.recipe.roles()))].take(spec.run.prompts_per_iteration)
-            texts = [spec.recipe.prompt(p.payload) for p in prompts]
-            probes = Probes(fleet, context, spec.trained_policies, texts)
-            fleet.start({})
-            quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
-            driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
-            for version, name in itertools.product(range(updates + 1), trainees):
-                gap = probes.round(name, version)
-                values = (gap.mean, gap.p99, gap.max, *gap.quarters)
-                cells = ["-" if value is None else f"{value:.2e}" for value in values]
-                driver.say(_row(name, str(version), str(gap.tokens), *cells))
-            return _conclude(driver, spec, probes.gaps)
-
-        return world.from_driver(probe_and_conclude)
+def _probe(probes: Probes, fleet: Fleet, names: Iterable[str], updates: int, say: Callable[[str], None]) -> None:
+    """Measures the log-prob gap of each policy before and after each update, and prints a table."""
+    fleet.start({})
+    quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
+    say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
+    for version, name in itertools.product(range(updates + 1), names):
+        gap = probes.round(name, version)
+        values = (gap.mean, gap.p99, gap.max, *gap.quarters)
+        cells = ["-" if value is None else f"{value:.2e}" for value in values]
+        say(_row(name, str(version), str(gap.tokens), *cells))
 
 
-def _conclude(driver: Driver, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]]) -> int:
+def _conclude(driver: Driver, kind: str, limit: float, gaps: Mapping[str, Sequence[Gap]]) -> int:
     """Prints the verdict on each role, and writes drift.json. Returns the exit status: 0 if all roles pass, otherwise
-    1. Called on the driver (rank 0)."""
-    limit, target = spec.loop.preflight.gap_limit, driver.directory.path / FILE_NAME
+    1. Called on the driver (rank 0). `kind`: engine.kind. `limit`: largest allowed mean gap in nats."""
+    target = driver.directory.path / FILE_NAME
     verdicts = {name: judge(own, limit) for name, own in gaps.items()}
     for name, verdict in verdicts.items():
         grows = "GROWS" if verdict.grows else "is flat"
@@ -243,7 +251,6 @@ def _conclude(driver: Driver, spec: RunSpec, gaps: Mapping[str, Sequence[Gap]]) 
         )
     passed = all(verdict.passed for verdict in verdicts.values())
     roles = {n: {**asdict(own), "refits": [asdict(gap) for gap in gaps[n]]} for n, own in verdicts.items()}
-    kind = spec.engine.settings.kind
     write_json(target, {"engine": kind, "max_logprob_gap": limit, "passed": passed, "roles": roles})
     driver.say(f"written: {target}")
     return int(not passed)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.evaluation import Reward
 from megatron_rl.evaluation import evaluation_page
 from megatron_rl.evaluation.samples import Samples, chosen_answers
 from megatron_rl.evaluation.set_metrics import SetMetrics, macro, metrics_of
@@ -17,35 +18,39 @@ from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import Sample, Tracker
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
-from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.held_out_sets import Answers, HeldOutSet
 from megatron_rl.training.iteration import EvaluationDraws
 from megatron_rl.types import Prompt
 
 
 def held_out_sets(
-    spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]], stack: contextlib.ExitStack
-) -> list[HeldOutSet]:  # fmt: skip
+    evaluated: Sequence[EvaluatedSet],
+    prompts: Mapping[str, Sequence[Prompt]],
+    run_reward: Reward,
+    stack: contextlib.ExitStack,
+    *,
+    greedy: bool,
+) -> list[HeldOutSet]:
     """Returns the problem sets of a run's evaluations. `prompts`: {name of a problem set: prompts of its problems}. A
-    problem set without an entry in `prompts` is left out.
+    problem set without an entry in `prompts` is left out. `greedy`: see Evaluation.greedy.
 
     Sets with the run's reward settings are graded by the run's grader. Other sets are graded in pools of worker
     processes, one pool for all sets with equal reward settings. The first evaluation starts the workers, and closing
     `stack` ends them.
     """
     pools, out = GradePools(stack), []
-    for own in spec.data.held_out:
+    for own in evaluated:
         if own.name not in prompts:
             continue
         grading, reward = dict[str, Any](), own.reward
-        if reward != spec.reward:
+        if reward != run_reward:
             grading = {
                 "grade": pools.of(reward).grade, "threshold": reward.threshold, "lowest_reward": reward.bounds[0],
                 "max_failure_share": reward.max_failure_share,
             }  # fmt: skip
         draws = EvaluationDraws(
             n=own.n, k=own.k, temperature=own.temperature, top_p=own.top_p, top_k=own.top_k,
-            greedy=spec.loop.evaluation.greedy,
+            greedy=greedy,
         )  # fmt: skip
         out.append(HeldOutSet(name=own.name, prompts=prompts[own.name], draws=draws, grading=grading))
     return out

@@ -69,30 +69,9 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
     `events`: path of the Unix socket of a parent program that receives the run's events (session.parent_events).
     Returns 0 if all iterations are done or the parent program asked to stop. Returns 130 if the run was asked to exit
     before, for example by a signal; the run then has saved everything."""
-    with open_world_for(spec, place) as world:
-        listener = Listener.at(events) if events is not None and world.rank == 0 else None
-        return _run(spec, place, world, fresh=fresh, listener=listener)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """The parts of a training run that are opened before the engines, and the progress from which the run continues."""
-
-    spec: RunSpec
-    world: World
-    driver: Driver
-    interrupts: Interrupts
-    tokenizers: Mapping[str, Any]
-    readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
-    held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
-    policies: Mapping[str, MegatronPolicy]
-    progress: Progress
-    recipe_states: list[dict[str, Any]]  # the recipe's states in the checkpoint (CreditStage.states); [] in a new run
-
-
-def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Listener | None) -> int:
     iterations = spec.loop.num_iterations
-    with contextlib.ExitStack() as stack:
+    with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
+        listener = Listener.at(events) if events is not None and world.rank == 0 else None
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=iterations))
         if driver.finished:
@@ -111,6 +90,22 @@ def _run(spec: RunSpec, place: Place, world: World, *, fresh: bool, listener: Li
         return _train(parts, pools, stack, fresh=fresh, listener=listener)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """The parts of a training run that are opened before the engines, and the progress from which the run continues."""
+
+    spec: RunSpec
+    world: World
+    driver: Driver
+    interrupts: Interrupts
+    tokenizers: Mapping[str, Any]
+    readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
+    held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
+    policies: Mapping[str, MegatronPolicy]
+    progress: Progress
+    recipe_states: list[dict[str, Any]]  # the recipe's states in the checkpoint (CreditStage.states); [] in a new run
+
+
 def _train(
     parts: _Parts, pools: GradePools, stack: contextlib.ExitStack, *, fresh: bool, listener: Listener | None
 ) -> int:
@@ -122,8 +117,11 @@ def _train(
     run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
     if driver.tracker is not None:
         driver.tracker.watch(run_engines.loads)
-    turns = GradeTurns(builders.grade_with(spec, pools))
-    context = builders.context(spec, run_engines.engines, parts.tokenizers, turns.at(0), driver.watch)
+    turns = GradeTurns(builders.grade_with(spec.data.sources, spec.reward, pools))
+    context = builders.context(
+        spec.roles, spec.reward, spec.loop.rollouts, run_engines.engines, parts.tokenizers, turns.at(0), driver.watch,
+        seed=spec.run.seed,
+    )  # fmt: skip
     trainees = {
         name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
         for name, policy in parts.policies.items()
@@ -133,7 +131,9 @@ def _train(
     trained = {name: parts.policies[name].state for name in spec.trained_policies}
     saver = Saver(world.work, driver, trained, background=spec.run.async_save, present=memory.weights)
     checkpoints = RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
-    sets = evaluations.held_out_sets(spec, parts.held_out, stack)
+    sets = evaluations.held_out_sets(
+        spec.data.held_out, parts.held_out, spec.reward, stack, greedy=spec.loop.evaluation.greedy
+    )
 
     def drive() -> bool:
         collector = _collector(parts, context, _store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
@@ -200,7 +200,10 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
     driver.say(f"reading tokenizers and data: {', '.join(one.path for one in spec.data.training.values())}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
     check_juniors(spec.roles, tokenizers)
-    readers, held_out, rows = builders.prompts(spec, tokenizers)
+    limits = spec.prompt_limits(next(iter(spec.recipe.roles())))
+    readers, held_out, rows = builders.prompts(
+        spec.recipe, spec.data, spec.roles, tokenizers, limits, seed=spec.run.seed
+    )
     texts = (text for reader in dict.fromkeys(readers.values()) for text in reader.questions)
     held = {name: [prompt.payload for prompt in own] for name, own in held_out.items()}
     for line in overlaps(texts, held, spec.loop.evaluation):
@@ -208,7 +211,8 @@ def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interru
     world.from_driver(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
     driver.checkpoints.reference_every = tuple(spec.reference_resets.values())
-    policies, progress, recipe_states = builders.policies(spec), Progress(), list[dict[str, Any]]()
+    policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
+    progress, recipe_states = Progress(), list[dict[str, Any]]()
     if driver.resumed is not None:
         place = driver.resumed.path / STATE
         for name in spec.trained_policies:
@@ -323,9 +327,13 @@ def _collector(
         sessions, makers = OpenSessions(), dict[int, RolloutMaker]()
         for own in (spec, *(stage.spec for stage in spec.stages)):
             longest = own.roles[next(iter(recipe.roles()))].max_prompt_tokens
+            of_stage = builders.context(
+                own.roles, own.reward, own.loop.rollouts, context.engines, parts.tokenizers, context.grade,
+                context.watch, seed=own.run.seed,
+            )  # fmt: skip
             makers[id(own)] = RolloutMaker(
                 recipe=own.recipe, readers=parts.readers, prompts_per_iteration=own.run.prompts_per_iteration,
-                context=builders.context(own, context.engines, parts.tokenizers, context.grade, context.watch),
+                context=of_stage,
                 draw=Draw(weights=own.data.weights or None, max_prompt_tokens=longest), max_staleness=ahead,
                 sessions=sessions, turns=turns, ahead=store.ahead,
             )  # fmt: skip
@@ -378,24 +386,27 @@ def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> st
 def _plan(parts: _Parts) -> Plan:
     spec, settings = parts.spec, parts.spec.loop
     reader, evaluation = parts.readers[next(iter(spec.recipe.roles()))], settings.evaluation
+    preflight = builders.preflight_plan(
+        settings.preflight, spec.preflight_set, spec.reward, spec.data.sources, reader, parts.held_out
+    )
     return Plan(
         iterations=settings.num_iterations, evaluate_every=evaluation.every, evaluate_at_start=evaluation.at_start,
         evaluate_beside=spec.evaluates_beside, best=evaluation.best, early_stop=evaluation.early_stop,
         mixed=settings.rollouts.mixed, train_without_signal=spec.run.train_without_signal,
-        save_every=spec.run.save_every, preflight=builders.preflight_plan(spec, reader, parts.held_out),
+        save_every=spec.run.save_every, preflight=preflight,
     )  # fmt: skip
 
 
 def _fleet(parts: _Parts, memory: DeviceMemory, run_engines: RunEngines) -> EveryRank:
     """Returns the fleet of the run's policies, with the settings of the run's stages. Every rank calls it."""
-    run, rank, directory = parts.spec.run, parts.world.rank, parts.driver.directory.path
-    begin = in_stages(parts.spec, parts.policies, memory, parts.driver.say)
+    spec, rank, directory = parts.spec, parts.world.rank, parts.driver.directory.path
+    begin = in_stages(spec.stages, spec.roles, spec.reference_resets, parts.policies, memory, parts.driver.say)
 
     def around(number: int) -> contextlib.AbstractContextManager[None]:
         begin(number)
-        return profiled(run.profile, directory, iteration=number, rank=rank)
+        return profiled(spec.run.profile, directory, iteration=number, rank=rank)
 
-    rescore = parts.spec.loop.rollouts.mixed == "rescore"
+    rescore = spec.loop.rollouts.mixed == "rescore"
     return EveryRank(parts.world, memory, rescore=rescore, around=around, occupied_s=run_engines.occupied_s)
 
 

@@ -9,19 +9,20 @@ import copy
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.algorithms.tandem_authors import read_boundaries
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import ADVANTAGES
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, read_object, refusal_of
-from megatron_rl.config.engines import Embedded, Servers
-from megatron_rl.config.evaluation import NO_SCALE
+from megatron_rl.config.engines import Embedded, Rollouts, Servers
+from megatron_rl.config.evaluation import NO_SCALE, Reward
 from megatron_rl.config.model import LossConfig, RoleConfig
-from megatron_rl.config.run import Sinks
+from megatron_rl.config.run import Run, Sinks
 from megatron_rl.models import registry
 from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
@@ -30,7 +31,7 @@ from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.data_checks import data_problems
 from megatron_rl.spec.form_checks import response_form_problems
 from megatron_rl.spec.loss_inputs import loss_input_problems, row_problems
-from megatron_rl.spec.run_spec import EngineSpec, EvalSpec, GenerateSpec, RunSpec, SftSpec, Spec, TrainingSpec
+from megatron_rl.spec.run_spec import EngineSpec, EvalSpec, GenerateSpec, RoleSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_checks import colocation_problems, low_precision_problems, served_adapter_problems
 from megatron_rl.spec.server_gpus import number_problems
 from megatron_rl.spec.stages import recipe_differences
@@ -44,10 +45,11 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
     """
     errors = [*_problems(spec, to_come)]
     if isinstance(spec, RunSpec):
-        errors += [] if errors or spec.recipe is None else _reset_problems(spec)
+        if not errors and spec.recipe is not None:
+            errors += _reset_problems(spec.reference_resets, spec.roles, spec.run.save_every)
         begins = 0
         for number, stage in enumerate(spec.stages):
-            lines = [*_problems(stage.spec, to_come), *recipe_differences(spec, stage.spec)]
+            lines = [*_problems(stage.spec, to_come), *recipe_differences(spec.recipe, stage.spec.recipe)]
             if begins >= (count := spec.loop.num_iterations) > 0:
                 lines.append(f"the stage begins after {begins} iterations, and the run has {count}: leave it out")
             begins = stage.until
@@ -91,7 +93,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             copy.deepcopy(spec.recipe)
         except TypeError as error:
             yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
-    yield from low_precision_problems(spec)
+    yield from low_precision_problems(spec.roles, settings)
     if isinstance(settings, Embedded):
         if spec.engine.refit.staging != "off":
             yield (
@@ -105,7 +107,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             )
         return
     if settings.colocate:
-        yield from colocation_problems(spec, settings)
+        yield from colocation_problems(spec.roles, spec.engine, settings, ahead=ahead, ranks=spec.cluster.ranks)
     if settings.urls:
         served = list(spec.engine.opened)
         counts = {name: len(urls) for name, urls in settings.urls.items()}
@@ -116,7 +118,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
             yield "engine.urls with engine.start = true: servers that run are not started; set engine.start=false"
     yield from settings.role_problems(spec.roles)
     if settings.serves_adapters:
-        yield from served_adapter_problems(spec, settings)
+        yield from served_adapter_problems(spec.roles, spec.engine.opened, settings, ahead=ahead)
 
 
 def role_problems(role: RoleConfig) -> Iterator[str]:
@@ -348,70 +350,79 @@ def recipe_problems(spec: RunSpec) -> list[str]:
             f"run.iterations = {spec.run.iterations}, but the recipe plans {planned} iterations: raise its updates "
             "(recipe.args), or set run.iterations to null"
         )
-    errors += refusal_of(recipe.check, spec)
+    errors += refusal_of(recipe.check, spec.checked)
     for name, role in spec.roles.items():
         errors += refusal_of(loss_of, role, place=f"roles.{name}: ")
-    errors += [] if errors else [*loss_input_problems(spec), *_score_problems(spec), *_vote_problems(spec)]
-    return errors or [*_signal_problems(spec)]
+    errors += (
+        []
+        if errors
+        else [
+            *loss_input_problems(recipe, spec.roles, target),
+            *_score_problems(recipe, spec.roles, target),
+            *_vote_problems(recipe, spec.loop.rollouts, target),
+        ]
+    )
+    rewards = [spec.reward, *(source.reward for source in spec.data.sources.values() if source.reward is not None)]
+    return errors or [*_signal_problems(recipe, spec.roles, spec.run, rewards)]
 
 
-def _score_problems(spec: RunSpec) -> Iterator[str]:
+def _score_problems(recipe: Any, roles: Mapping[str, RoleSpec], target: str) -> Iterator[str]:
     """Yields an error message for each score (log-probs or values) that the recipe requests and that the run cannot
     compute."""
-    kinds, target = {roles for cycle in spec.recipe.schedule() for roles in cycle}, spec.settings["recipe"]["target"]
-    for score in sorted({score for roles in kinds for score in spec.recipe.scores_of(roles)}, key=str):
+    kinds = {trained for cycle in recipe.schedule() for trained in cycle}
+    for score in sorted({score for trained in kinds for score in recipe.scores_of(trained)}, key=str):
         place = f"recipe {target} requests the score {score.name!r} of {score.role}'s rollouts by {score.by}, "
-        if unknown := [name for name in (score.role, score.by) if name not in spec.roles]:
+        if unknown := [name for name in (score.role, score.by) if name not in roles]:
             yield f"{place}and {unknown[0]} is not one of its roles: name it in the recipe's method `roles`"
             continue
-        owner = spec.roles[spec.roles[score.by].owner]
+        owner = roles[roles[score.by].owner]
         if not owner.has_policy:
             yield f"{place}and roles.{owner.name}.policy = {owner.policy!r} has no model: set policy to own"
-        elif (score.name == "value") != (spec.roles[score.by].head is not None):
+        elif (score.name == "value") != (roles[score.by].head is not None):
             yield f"{place}and a role has values if it has a head, and log-probs if it has none"
         elif score.name == "reference_logprobs" and not owner.reference and "reference" not in loss_of(owner).needs:
             yield f"{place}which keeps no reference: set `reference` of the role in the recipe's method `roles`"
 
 
-def _vote_problems(spec: RunSpec) -> Iterator[str]:
+def _vote_problems(recipe: Any, rollouts: Rollouts, target: str) -> Iterator[str]:
     """Yields an error message if majority votes replace the known answers (rollouts.labels = votes), but the recipe
     generates no groups of samples that can vote on one label."""
-    parts, place = spec.recipe.roles(), "rollouts.labels = 'votes'"
+    parts, place = recipe.roles(), "rollouts.labels = 'votes'"
     solver = next(iter(parts))
-    if spec.loop.rollouts.labels == "known":
+    if rollouts.labels == "known":
         return
-    if not spec.recipe.allows_votes:
-        target = spec.settings["recipe"]["target"]
+    if not recipe.allows_votes:
         yield f"{place}, and recipe {target} has no groups of samples that elect one label: set it to known"
     elif parts[solver].per_prompt.get(solver, 1) < 2:
         yield f"{place} with one sample of a problem, which has no majority: set recipe.args.group_size to 2 or more"
 
 
-def _reset_problems(spec: RunSpec) -> Iterator[str]:
+def _reset_problems(resets: Mapping[str, int], roles: Mapping[str, RoleSpec], save_every: int) -> Iterator[str]:
     """Yields an error message for each role whose reference model cannot be replaced every reset_reference_every
     iterations."""
-    for name, every in spec.reference_resets.items():
+    for name, every in resets.items():
         place = f"roles.{name}.loss.reset_reference_every = {every}"
-        if not spec.roles[name].reference and "reference" not in loss_of(spec.roles[name]).needs:
+        if not roles[name].reference and "reference" not in loss_of(roles[name]).needs:
             yield f"{place}: nothing reads a reference; set kl_coef above 0, or reset_reference_every to null"
-        if not spec.run.save_every or every % spec.run.save_every:
+        if not save_every or every % save_every:
             yield (
                 f"{place}: a resumed run reads the reference from the checkpoint of that iteration; give a multiple of "
-                f"run.save_every = {spec.run.save_every}"
+                f"run.save_every = {save_every}"
             )
 
 
-def _signal_problems(spec: RunSpec) -> Iterator[str]:
+def _signal_problems(recipe: Any, roles: Mapping[str, RoleSpec], run: Run, rewards: Sequence[Reward]) -> Iterator[str]:
     """Yields error messages about settings with which rollouts have no learning signal.
 
     Checks for: sampling that makes all rollouts of a group identical, a batch of one rollout with an advantage
     estimator that compares the rollouts of a batch, and a reward range that the recipe does not support. Groups that
     are too small for the advantage estimator are rejected by the recipe's own checks.
+
+    `rewards`: the reward of the run, and the rewards of its sources.
     """
-    recipe, bounds = spec.recipe, spec.reward.bounds  # all rewards of a run have the same bounds (data_checks)
+    bounds = rewards[0].bounds  # all rewards of a run have the same bounds (data_checks)
     estimator = str(vars(recipe).get("estimator"))
     needs_shares = "w_reinforce" in estimator or recipe.needs_shares
-    rewards = [spec.reward, *(source.reward for source in spec.data.sources.values() if source.reward is not None)]
     if any(reward.threshold is None for reward in rewards) and (needs_shares or recipe.needs_correct()):
         part = recipe.needs_correct() or ("recipe.args.estimator" if "w_reinforce" in estimator else "this recipe")
         yield f"{NO_SCALE}, because {part} needs to know which answers are correct"
@@ -420,8 +431,8 @@ def _signal_problems(spec: RunSpec) -> Iterator[str]:
         if "w_reinforce" in estimator:
             why = "recipe.args.estimator = 'w_reinforce' tells correct answers by scores above 0.5"
         yield f"reward.range = {list(bounds)}: {why}; scale the reward to [0, 1]"
-    for name, part in {} if spec.run.train_without_signal else recipe.roles().items():
-        role = spec.roles[name]
+    for name, part in {} if run.train_without_signal else recipe.roles().items():
+        role = roles[name]
         if not part.trained or ADVANTAGES not in loss_of(role).needs:
             continue
         alike = {"temperature = 0": role.sampling.temperature == 0, "top_k = 1": role.sampling.top_k == 1}
@@ -430,7 +441,7 @@ def _signal_problems(spec: RunSpec) -> Iterator[str]:
                 f"roles.{name}.sampling.{why[0]}: all {part.samples} samples of a problem are the same text, so that "
                 "no group has anything to learn from; draw them with temperature 1.0 and top_k 0"
             )
-        if part.samples * spec.run.prompts_per_iteration == 1 and "reinforce_pp" in estimator:
+        if part.samples * run.prompts_per_iteration == 1 and "reinforce_pp" in estimator:
             yield (
                 "run.prompts_per_iteration = 1 with one sample: the estimator compares the rollouts of a batch, and "
                 "there is one alone; raise run.prompts_per_iteration or recipe.args.group_size"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use, refusal_of
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
+from megatron_rl.config.data_sources import SOURCES, Source
 from megatron_rl.config.datasets import PromptSet
-from megatron_rl.config.evaluation import NO_SCALE, OF_CORRECT
-from megatron_rl.config.schema import HELD_OUT, SOURCES, Reward
-from megatron_rl.spec.run_spec import RunSpec, Spec
+from megatron_rl.config.evaluation import NO_SCALE, OF_CORRECT, Evaluation
+from megatron_rl.config.schema import HELD_OUT, Reward
+from megatron_rl.spec.evaluated_sets import EvaluatedSet
+from megatron_rl.spec.run_spec import DataSpec, RunSpec, Spec
 from megatron_rl.texts.text import read_template
 
 
@@ -21,27 +24,27 @@ def data_problems(spec: Spec) -> Iterator[str]:
     for name, source in spec.sets.items():
         yield from _set_problems(name, source)
     if isinstance(spec, RunSpec):
-        yield from _evaluation_problems(spec)
-        yield from _source_problems(spec)
-        yield from _overlaps(spec)
+        yield from _evaluation_problems(spec.data.held_out, spec.loop.evaluation, spec.recipe)
+        yield from _source_problems(spec.data.sources, spec.reward)
+        yield from _overlaps(spec.data)
 
 
-def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
+def _evaluation_problems(held_out: Sequence[EvaluatedSet], evaluation: Evaluation, recipe: Any) -> Iterator[str]:
     """Yields error messages about the problem sets of the evaluations, and about metrics in `best` and `early_stop`
     that no evaluation computes."""
-    settings, roles = spec.loop.evaluation, [] if spec.recipe is None else [*spec.recipe.roles()]
-    yield from settings.conflicts()
-    for dataset in spec.data.held_out:
+    roles = [] if recipe is None else [*recipe.roles()]
+    yield from evaluation.conflicts()
+    for dataset in held_out:
         if dataset.benchmark is not None and dataset.benchmark.judged:
             yield f"{HELD_OUT}: {dataset.name} has solutions to judge: evaluate on it with `megatron-rl eval`"
         yield from _grading_problems(f"{HELD_OUT}: {dataset.name}", dataset.reward, dataset.template)
-    names = [dataset.name for dataset in spec.data.held_out]
+    names = [dataset.name for dataset in held_out]
     if clash := sorted({*names} & {*roles}):
         yield f"{HELD_OUT}: {clash[0]} is also the name of a role: give the set another name"
-    followed = {"best": settings.best, "early_stop": settings.early_stop}
+    followed = {"best": evaluation.best, "early_stop": evaluation.early_stop}
     for place, metric in {name: setting.metric for name, setting in followed.items() if setting is not None}.items():
         role, *inner = metric.split("/")
-        of = [s for s in spec.data.held_out if s.name == inner[0]] or spec.data.held_out if inner else []
+        of = [s for s in held_out if s.name == inner[0]] or held_out if inner else []
         k = re.fullmatch(r"pass@(\d+)", inner[-1]) if inner else None
         if k is not None and any(int(k[1]) not in dataset.k or dataset.n == 1 for dataset in of):
             yield (
@@ -59,13 +62,13 @@ def _evaluation_problems(spec: RunSpec) -> Iterator[str]:
             yield f"evaluation.{place}.metric = {metric!r}: name a metric of one of the roles {', '.join(roles)}"
 
 
-def _source_problems(spec: RunSpec) -> Iterator[str]:
+def _source_problems(sources: Mapping[str, Source], run_reward: Reward) -> Iterator[str]:
     """Yields error messages about the reward functions and the prompt templates of the sources (data.sources)."""
-    for name, source in spec.data.sources.items():
-        place, reward = f"{SOURCES}.{name}", source.reward or spec.reward
+    for name, source in sources.items():
+        place, reward = f"{SOURCES}.{name}", source.reward or run_reward
         yield from _grading_problems(place, source.reward, source.template)
         for key in ("range", "max_failure_share"):
-            if (value := vars(reward)[key]) != (shared := vars(spec.reward)[key]):
+            if (value := vars(reward)[key]) != (shared := vars(run_reward)[key]):
                 yield (
                     f"{place}.reward.{key} = {value} with reward.{key} = {shared}: all rewards of a run have the same "
                     f"{key}; set both to one value"
@@ -105,14 +108,14 @@ def _set_problems(name: str, source: PromptSet) -> Iterator[str]:
         yield f"{path}: reasoning-gym is not installed; run `pip install reasoning-gym`"
 
 
-def _overlaps(spec: RunSpec) -> list[str]:
+def _overlaps(data: DataSpec) -> list[str]:
     """Returns an error message for each pair of a training set and an evaluation set that may have questions in common.
     Only sets that reasoning-gym generates are checked."""
     return [
         f"{HELD_OUT}.{held.name} may have questions of {name}: both are of {', '.join(sorted(common))}; set "
         f"{name}.split to {TRAIN} and the split of {held.name} to {TEST}, which have none in common"
-        for name, source in spec.data.training.items()
-        for held in spec.data.held_out
+        for name, source in data.training.items()
+        for held in data.held_out
         if (common := generated_names(source) & generated_names(held.source))
         and {source.split, held.source.split} != {TRAIN, TEST}
     ]

@@ -9,7 +9,7 @@ from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import num_elements, owners
-from megatron_rl.spec.run_spec import RunSpec, SftSpec, Spec
+from megatron_rl.spec.run_spec import RoleSpec, RunSpec, SftSpec, Spec
 
 
 def explain(spec: Spec) -> list[str]:
@@ -56,7 +56,8 @@ def explain_recipe(spec: RunSpec) -> list[str]:
     role whose training ends before the training of any other role begins."""
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
-    lines = [_update(spec, name, parts[name].samples) for name in trained]
+    prompts, ranks = spec.run.prompts_per_iteration, spec.cluster.ranks
+    lines = [_update(spec.roles[name], prompts, parts[name].samples, ranks) for name in trained]
     iterations = [iteration for cycle in spec.loop.schedule for iteration in cycle]
     for name in trained:
         first = next((i for i, iteration in enumerate(iterations) if set(iteration) & {*trained} - {name}), None)
@@ -84,17 +85,16 @@ def float32_notes(spec: Spec) -> list[str]:
     return [f"{place}model.dtype is float32: set bfloat16 for training on GPUs" for place in slow]
 
 
-def _update(spec: RunSpec, name: str, group_size: int) -> str:
+def _update(role: RoleSpec, prompts: int, group_size: int, ranks: int) -> str:
     """Returns a text about one update of a role: P prompts x G samples per prompt = S samples, S / B optimizer steps
     with B samples each, and the maximum number of tokens."""
-    role, prompts = spec.roles[name], spec.run.prompts_per_iteration
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
     longest = samples * (role.max_prompt_tokens + role.sampling.max_tokens)
-    replicas = spec.cluster.ranks // role.layout.model_ranks
+    replicas = ranks // role.layout.model_ranks
     steps, micro_batches = -(-samples // batch), -(-longest // (replicas * role.micro_batch_tokens))
     return (
-        f"{name}: {prompts} prompts x {group_size} samples = {samples} samples per update; {samples} / {batch} = "
+        f"{role.name}: {prompts} prompts x {group_size} samples = {samples} samples per update; {samples} / {batch} = "
         f"{steps} optimizer steps; at most {longest} tokens, that is up to {micro_batches} micro-batches of "
         f"{role.micro_batch_tokens} tokens on each of {replicas} data-parallel replicas "
         f"(tp {role.layout.tp}, pp {role.layout.pp})"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron_rl.algorithms.objectives import WORDS, Objective, find
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import CANDIDATES, inputs_of_rollouts
 from megatron_rl.config.model import RoleConfig
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import RoleSpec
 
 # {input of a loss: what gives it}, for error messages
 GIVERS = {
@@ -23,22 +24,22 @@ GIVERS = {
 ROWS = ({"targets", "rewards", "labels", "kl"}, {"pairs", "margin"}, {"step_label"})
 
 
-def loss_input_problems(spec: RunSpec) -> Iterator[str]:
+def loss_input_problems(recipe: Any, roles: Mapping[str, RoleSpec], target: str) -> Iterator[str]:
     """Yields an error message for each trained role whose loss needs other inputs than the recipe gives, or does not
     read everything that the recipe gives (RecipeRole.gives).
 
     The rollouts of a critic that shares a policy's model are added to the rollouts of the policy.
     """
-    parts = {name: part for name, part in spec.recipe.roles().items() if part.trained}
+    parts = {name: part for name, part in recipe.roles().items() if part.trained}
     shared: dict[str, frozenset[str]] = {}  # {policy: what its critics give}
-    for name in [name for name in parts if spec.roles[name].shares_as_critic]:
-        owner = spec.roles[name].owner
+    for name in [name for name in parts if roles[name].shares_as_critic]:
+        owner = roles[name].owner
         shared[owner] = shared.get(owner, frozenset()) | parts.pop(name).gives
     for name, part in parts.items():
-        owner = spec.roles[spec.roles[name].owner]
+        owner = roles[roles[name].owner]
         needs, gives = loss_of(owner).needs, part.gives | shared.get(owner.name, frozenset())
         if not _fits(needs, gives):
-            yield f"roles.{name}.{_problem(spec, owner, needs, gives)}"
+            yield f"roles.{name}.{_problem(recipe, target, owner, needs, gives)}"
 
 
 def row_problems(role: RoleConfig, needs: frozenset[str]) -> Iterator[str]:
@@ -61,16 +62,16 @@ def _fits(needs: frozenset[str], gives: frozenset[str]) -> bool:
     return inputs <= gives <= inputs | optional
 
 
-def _problem(spec: RunSpec, role: RoleConfig, needs: frozenset[str], gives: frozenset[str]) -> str:
+def _problem(recipe: Any, target: str, role: RoleConfig, needs: frozenset[str], gives: frozenset[str]) -> str:
     """Returns the error message about a role whose loss does not fit, without the role's name. The message says which
     objectives fit, and what gives the inputs that are missing."""
-    target, name, inputs = spec.settings["recipe"]["target"], role.loss.objective, inputs_of_rollouts(needs)
+    name, inputs = role.loss.objective, inputs_of_rollouts(needs)
     place = f"loss.objective = {name!r}" if role.head is None else f"head = {role.head!r}"
     more = f" with loss.value_coef = {role.loss.value_coef:g}" if role.head is None and role.loss.value_coef else ""
     cures = []
     if role.head is None:
         beside = needs - find(name, role.loss.objective_args).needs  # what the role's loss reads besides its objective
-        fitting = [word for word, objective in _objectives(spec).items() if _fits(objective.needs | beside, gives)]
+        fitting = [word for word, objective in _objectives(recipe).items() if _fits(objective.needs | beside, gives)]
         cures += [f"take {_listed(fitting, 'or')}"] * bool(fitting)
     cures += [f"{word} can be had from {GIVERS[word]}" for word in sorted(inputs - gives) if word in GIVERS]
     if ":" in name or not target.startswith("megatron_rl."):
@@ -78,9 +79,9 @@ def _problem(spec: RunSpec, role: RoleConfig, needs: frozenset[str], gives: froz
     return f"{place}{more} needs {_listed(inputs)}, and recipe {target} gives {_listed(gives)}: {'; '.join(cures)}"
 
 
-def _objectives(spec: RunSpec) -> dict[str, Objective]:
+def _objectives(recipe: Any) -> dict[str, Objective]:
     """Returns the objectives that a config can name: the packaged ones, and those in the file of the recipe."""
-    module = type(spec.recipe).__module__
+    module = type(recipe).__module__
     members = vars(sys.modules[module]).items()
     beside = {f"{module}:{name}": member for name, member in members if isinstance(member, Objective)}
     return {word: find(word, {}) for word in WORDS} | beside

@@ -217,6 +217,16 @@ class SftSpec(TrainingSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """The parts of a run's specification that a recipe's method `check` compares with the recipe."""
+
+    roles: Mapping[str, RoleSpec]
+    data: DataSpec
+    rollouts: Rollouts
+    prompts_per_iteration: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSpec:
     """A part of a run (a stage) that overrides some of the run's settings."""
 
@@ -240,6 +250,14 @@ class RunSpec(TrainingSpec):
         """Returns the specification for an iteration, counted from 0: the specification of the iteration's stage, or
         this specification for iterations after all stages."""
         return next((stage.spec for stage in self.stages if iteration < stage.until), self)
+
+    @property
+    def checked(self) -> CheckedRun:
+        """Returns the parts that the recipe checks."""
+        return CheckedRun(
+            roles=self.roles, data=self.data, rollouts=self.loop.rollouts,
+            prompts_per_iteration=self.run.prompts_per_iteration,
+        )  # fmt: skip
 
     def prompt_limits(self, role: str) -> dict[str, int]:
         """Returns {name of the setting: value in tokens} of a role's setting `max_prompt_tokens`: one entry for the run

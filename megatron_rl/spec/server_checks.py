@@ -4,22 +4,22 @@ servers apply, and servers that share the trainer's GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.base import refusal_of
-from megatron_rl.config.engines import Servers
+from megatron_rl.config.engines import Embedded, Servers
 from megatron_rl.config.model import CorrectionConfig
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import EngineSpec, RoleSpec
 
 
-def low_precision_problems(spec: RunSpec) -> Iterator[str]:
+def low_precision_problems(roles: Mapping[str, RoleSpec], settings: Embedded | Servers) -> Iterator[str]:
     """Yields an error message for each role that is trained without importance weights, although its engine has
     quantised weights or a quantised KV cache. Roles with a loss per rollout, such as DPO, are not checked, because such
     losses have no importance weights.
     """
-    for name, role in spec.roles.items() if spec.engine.settings.low_precision else ():
+    for name, role in roles.items() if settings.low_precision else ():
         uncorrected = role.has_policy and role.head is None and role.loss.correction == CorrectionConfig(kind="none")
         if not uncorrected or refusal_of(loss_of, role):  # skipped: another check reports an invalid objective
             continue
@@ -31,11 +31,12 @@ def low_precision_problems(spec: RunSpec) -> Iterator[str]:
             )
 
 
-def served_adapter_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
+def served_adapter_problems(
+    roles: Mapping[str, RoleSpec], opened: Mapping[str, RoleSpec], settings: Servers, *, ahead: int
+) -> Iterator[str]:
     """Yields error messages about settings that are invalid if servers apply LoRA adapters at inference
-    (engine.adapters = 'served')."""
-    ahead = spec.loop.rollouts.ahead
-    if all(role.lora is None for role in spec.roles.values()):
+    (engine.adapters = 'served'). `opened`: the roles whose engines the run opens. `ahead`: see Rollouts.ahead."""
+    if all(role.lora is None for role in roles.values()):
         yield ("engine.adapters = 'served', and no role has lora: set it to merged")
     if settings.urls:
         yield (
@@ -47,19 +48,21 @@ def served_adapter_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
             f"engine.pause = 'keep' with engine.adapters = 'served' and rollouts.max_staleness = {ahead}: answers "
             "under way would need adapters that are gone; set engine.pause to abort or wait"
         )
-    sharing = [name for name, role in spec.engine.opened.items() if role.servers != name]
+    sharing = [name for name, role in opened.items() if role.servers != name]
     if sharing and ahead > 1:
         yield (
-            f"roles.{sharing[0]} and roles.{spec.roles[sharing[0]].servers} share servers (engine.adapters = "
+            f"roles.{sharing[0]} and roles.{roles[sharing[0]].servers} share servers (engine.adapters = "
             f"'served'), and rollouts.max_staleness = {ahead}: a refit does not cut answers of shared servers short, "
             "and they would need adapters that are gone; set it to 1, or engine.adapters to merged"
         )
 
 
-def colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
+def colocation_problems(
+    roles: Mapping[str, RoleSpec], engine: EngineSpec, settings: Servers, *, ahead: int, ranks: int
+) -> Iterator[str]:
     """Yields error messages about settings that are invalid if servers share the trainer's GPUs (engine.colocate =
     true)."""
-    ranks, sets, place = spec.cluster.ranks, len(spec.engine.server_roles), "engine.colocate = true with"
+    sets, place = len(engine.server_roles), "engine.colocate = true with"
     if not settings.start or settings.urls:
         yield (
             f"{place} engine.start = false or engine.urls: each of the trainer's nodes starts the servers in its own "
@@ -80,14 +83,14 @@ def colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
             f"{place} engine.memory_share = {settings.memory_share}: servers of {sets} roles stand in each GPU and "
             f"would take {shares:g} of it; lower it to {0.9 / sets:.2g}"
         )
-    if spec.loop.rollouts.ahead:
+    if ahead:
         yield (
-            f"{place} rollouts.max_staleness = {spec.loop.rollouts.ahead}: servers in the trainer's GPUs sleep "
+            f"{place} rollouts.max_staleness = {ahead}: servers in the trainer's GPUs sleep "
             "while it trains, so that no iteration can be written beside training; set one of them to its default"
         )
-    if spec.engine.refit.staging != "off":
-        yield f"{place} refit.staging = {spec.engine.refit.staging!r}: these servers sleep till a refit; set it to auto"
-    if spec.engine.refit.delta:
+    if engine.refit.staging != "off":
+        yield f"{place} refit.staging = {engine.refit.staging!r}: these servers sleep till a refit; set it to auto"
+    if engine.refit.delta:
         yield (
             f"{place} refit.delta = true: servers that drop their weights have nothing that a difference could be "
             "added to; set refit.delta to false"
@@ -95,6 +98,6 @@ def colocation_problems(spec: RunSpec, settings: Servers) -> Iterator[str]:
     yield from [
         f"{place} roles.{name}.lora: roles with adapters may share one model in the trainer, which does not leave the "
         "GPU; set engine.colocate to false"
-        for name, role in spec.roles.items()
+        for name, role in roles.items()
         if role.lora is not None
     ]

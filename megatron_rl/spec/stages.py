@@ -9,7 +9,6 @@ from typing import Any
 from megatron_rl.config import files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.spec.run_spec import RunSpec
 
 # Patterns of setting names: a stage may change a setting if the name matches CHANGING and does not match FIXED
 CHANGING = (
@@ -69,7 +68,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def recipe_differences(spec: RunSpec, stage_spec: RunSpec) -> Iterator[str]:
+def recipe_differences(recipe: Any, stage_recipe: Any) -> Iterator[str]:
     """Yields an error message if a stage's recipe differs from the run's recipe in its roles, scores or schedule."""
 
     def fixed(recipe: Any) -> tuple[object, ...]:
@@ -77,5 +76,5 @@ def recipe_differences(spec: RunSpec, stage_spec: RunSpec) -> Iterator[str]:
         kinds = sorted({roles for cycle in recipe.schedule() for roles in cycle})
         return roles, recipe.schedule(), [recipe.scores_of(roles) for roles in kinds]
 
-    if None not in (spec.recipe, stage_spec.recipe) and fixed(spec.recipe) != fixed(stage_spec.recipe):
+    if None not in (recipe, stage_recipe) and fixed(recipe) != fixed(stage_recipe):
         yield "recipe.args: the recipe then has other roles, scores or iterations, which cannot change during a run"

@@ -16,7 +16,7 @@ from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.engines.protocol import Engine, Sampling, Session
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.run.metrics import Stopwatch
-from megatron_rl.spec.run_spec import RunSpec
+from megatron_rl.spec.run_spec import CheckedRun
 from megatron_rl.types import Prompt, Rollout
 
 # function that grades responses: ([B] responses, [B] payloads of their problems) -> [B] gradings
@@ -290,9 +290,9 @@ class Recipe(ABC):
         """
         return ""
 
-    def check(self, spec: RunSpec) -> None:
+    def check(self, run: CheckedRun) -> None:
         """Raises ConfigError if the method does not support a setting of the run (other than the recipe's arguments,
-        which the constructor checks). `spec` has the roles that the method `roles` returns.
+        which the constructor checks). `run` has the roles that the method `roles` returns.
         """
         return None
 

@@ -57,7 +57,7 @@ VOCAB = 97
 ALONE = ("counting", "programs", "cuda_ipc", "kit_benchmark", "kit_quick", "kit_smoke", "kit_tests")
 
 
-class Recorder:
+class Recorder(cuda_graphs.GraphRecorder):
     """Stands in for captures of CUDA graphs: a replay runs the step again, on the same memory, as a part whose waits
     nothing allows."""
 

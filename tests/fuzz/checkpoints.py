@@ -14,8 +14,8 @@ from damaged_runs import damaged
 from fuzzing import Tally, tally
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.conversion.dist_writer import DistWriter
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, refuse_code
-from megatron_rl.weights.dist_writer import DistWriter
 
 CALLS = [os.mkdir, os.makedirs, os.system, eval, exec, __import__, getattr, torch.load, pickle.loads, shutil.rmtree]
 

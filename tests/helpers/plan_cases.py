@@ -10,7 +10,7 @@ from megatron_rl.config.schema import TrainConfig
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.hardware import parse_cluster
-from megatron_rl.planning.workload import cycle_work, models_of
+from megatron_rl.planning.workload import IterationWork, cycle_work, models_of
 from megatron_rl.spec.resolve import specify
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training.iteration import Recipe
@@ -36,4 +36,8 @@ def spec_of(config: TrainConfig, recipe: Any = None) -> RunSpec:
 def case_of(config: TrainConfig, cluster: str, recipe: Any = None, models: Mapping[str, Shape] | None = None) -> Case:
     spec = spec_of(config, recipe)
     shapes = models_of(spec.roles, []) if models is None else models
-    return Case(spec=spec, cluster=parse_cluster(cluster), models=shapes, work=cycle_work(spec))
+    return Case(spec=spec, cluster=parse_cluster(cluster), models=shapes, work=work_of_run(spec))
+
+
+def work_of_run(spec: RunSpec, **options: Any) -> list[IterationWork]:
+    return cycle_work(spec.recipe, spec.roles, spec.run.prompts_per_iteration, **options)

@@ -390,7 +390,10 @@ def test_recipes_play_with_the_settings_of_the_config():
         rollouts=Rollouts(labels="votes"),
     )
     engine, watch = object(), Stopwatch()
-    context = builders.context(spec_of(config), {"a": engine}, {"a": TOKENIZER, "b": TOKENIZER}, len, watch)
+    spec, tokenizers = spec_of(config), {"a": TOKENIZER, "b": TOKENIZER}
+    context = builders.context(
+        spec.roles, spec.reward, spec.loop.rollouts, {"a": engine}, tokenizers, len, watch, seed=spec.run.seed
+    )
     assert context.engines == {"a": engine, "b": engine} and context.max_prompt_tokens == {"a": 7, "b": 9}
     assert context.partner_weights == {"a": 0.125} and context.grade is len and context.watch is watch
     assert (context.seed, context.threshold, context.max_failure_share, context.voted) == (11, 1.5, 0.75, True)

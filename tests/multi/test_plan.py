@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment
-from plan_cases import Unscored, case_of, spec_of
+from plan_cases import Unscored, case_of, spec_of, work_of_run
 from ranks import run_ranks
 from tiny_models import make_model
 
@@ -26,7 +26,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB
 from megatron_rl.planning.memory import Precision
-from megatron_rl.planning.workload import cycle_work, draws_of, fills_of
+from megatron_rl.planning.workload import draws_of, fills_of
 from megatron_rl.training.iteration import RecipeRole
 from megatron_rl.weights import parameter_mapping
 from megatron_rl.weights.counting import Parallel
@@ -150,12 +150,12 @@ def test_host_memory_in_which_servers_receive_weights_is_counted(capsys):
 def test_mean_lengths_of_a_config_are_what_is_planned_with():
     config = load("roles.verifier.mean_tokens={prompt: 900, answer: 600}")
     verifier = next(
-        iteration for iteration in cycle_work(spec_of(config, Duet())) if iteration.role == "verifier"
+        iteration for iteration in work_of_run(spec_of(config, Duet())) if iteration.role == "verifier"
     ).trained[0]
     assert (verifier.prompt, verifier.response) == (900, 600)
     said = fills_of(config.roles, ["0.25"])
     verifier = next(
-        iteration for iteration in cycle_work(spec_of(config, Duet()), fills=said) if iteration.role == "verifier"
+        iteration for iteration in work_of_run(spec_of(config, Duet()), fills=said) if iteration.role == "verifier"
     ).trained[0]
     assert (verifier.prompt, verifier.response) == (1024, 1024)
 
@@ -201,7 +201,7 @@ def test_a_prompt_is_shared_by_the_samples_that_fit_into_a_micro_batch():
 )  # fmt: skip
 def test_recipes_say_which_samples_have_one_prompt(example, settings, alike):
     config = config_files.load(TrainConfig, [ROOT / f"examples/{example}.yaml"], settings)
-    iterations = cycle_work(spec_of(config))
+    iterations = work_of_run(spec_of(config))
     assert {
         iteration.role: {draw.role: draw.per_prompt for draw in iteration.draws} for iteration in iterations
     } == alike
@@ -365,7 +365,7 @@ def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
 def test_a_long_warm_up_is_not_taken_for_the_middle_of_the_run():
     """40 warm-up cycles of one iteration stand before 33 cycles of ten."""
     config = load("recipe.args.generator_iterations=9")
-    iterations = {iteration.role: iteration.times for iteration in cycle_work(spec_of(config))}
+    iterations = {iteration.role: iteration.times for iteration in work_of_run(spec_of(config))}
     assert iterations == {"generator": 9, "verifier": 1}
 
 
@@ -373,9 +373,9 @@ def test_lengths_and_counts_of_one_role_can_be_said():
     """Half of the solutions are verified, and verifications are a quarter of the longest; the verifier's iteration
     stays."""
     spec = spec_of(load())
-    usual = {iteration.role: iteration for iteration in cycle_work(spec)}
+    usual = {iteration.role: iteration for iteration in work_of_run(spec)}
     fills, draws = fills_of(spec.roles, ["verifier=0.25", "0.4"]), draws_of(spec.roles, ["generator.verifier=2.5"])
-    said = {iteration.role: iteration for iteration in cycle_work(spec, fills=fills, draws=draws)}
+    said = {iteration.role: iteration for iteration in work_of_run(spec, fills=fills, draws=draws)}
     own, review = said["generator"].draws
     assert (own.samples, own.response) == (1280, pytest.approx(0.4 * 2048))
     assert (review.samples, review.response) == (640, pytest.approx(0.25 * 4096))
@@ -391,7 +391,7 @@ def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
         def schedule(self):
             return [[("generator",)]]
 
-    [work] = cycle_work(spec_of(load(), Plain()))
+    [work] = work_of_run(spec_of(load(), Plain()))
     assert work.trained[0].samples == 7 * 256
 
 

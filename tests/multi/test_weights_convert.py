@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_rl.commands import conversions
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion import convert, parity, reshard
+from megatron_rl.conversion.dist_writer import DistWriter
 from megatron_rl.conversion.weight_source import find, read_sizes
 from megatron_rl.main import main
 from megatron_rl.models.registry import families
@@ -35,7 +36,6 @@ from megatron_rl.session.output_directory import fresh
 from megatron_rl.weights import hf_model
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, places
-from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.hf_writer import HfWriter
 from megatron_rl.weights.rank_layouts import TrainerLayout
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, environment
 from limits import RUN_S
 
-from megatron_rl.cluster import slurm_commands as slurm_commands
+from megatron_rl.jobs import slurm_commands
 
 # Stands for the profile's interpreter: a rank writes its environment, and the run is stopped then. Nothing else is
 # imported, so that a start takes no time.

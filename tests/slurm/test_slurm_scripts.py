@@ -16,13 +16,13 @@ from docs_pages import blocks
 from tiny_models import make_model
 
 from megatron_rl.cluster import job_slices, profile
-from megatron_rl.cluster.batch_script import ScriptShape, common_settings, script
 from megatron_rl.cluster.host_address import own_address
 from megatron_rl.cluster.job_slices import NextAction
 from megatron_rl.cluster.slurm_job import SlurmJob
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, TrainConfig
 from megatron_rl.jobs import submit
+from megatron_rl.jobs.batch_script import ScriptShape, common_settings, script
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints, write_json
 from megatron_rl.run.run_directory import RunDirectory

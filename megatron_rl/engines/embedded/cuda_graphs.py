@@ -59,6 +59,11 @@ class GraphRecorder:
         # torch 2.12), and all graphs share one stream and this workspace (pytorch issue 193402).
         self._failed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
+    @property
+    def growth(self) -> int:
+        """Number of columns by which the KV cache of recorded steps grows."""
+        return GROWTH
+
     def rehearse(self, step: Callable[[], None]) -> None:
         """Runs a step for the first time, on the capture stream. cuBLAS then allocates its workspace for this stream
         outside the graphs' memory pool; otherwise the pool could not be freed (until torch 2.11).
@@ -76,6 +81,10 @@ class GraphRecorder:
                 step()
         finally:
             current.wait_stream(self._stream)
+
+    def steps(self, decoder: Decoder, state: Tensor, sampling: Sampling) -> Steps:
+        """Returns the decoding steps of one batch, which this recorder captures."""
+        return Steps(decoder, state, sampling, self)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None] | None:
         """Captures a step that `rehearse` has run before, without running the step again. Returns the graph's replay
@@ -215,6 +224,10 @@ class Steps:
     def clear(self) -> None:
         """Drops all steps, because each step holds references to the KV cache."""
         self._steps.clear()
+
+    def slots(self, rows: int) -> int:
+        """Returns the number of slots that a step of `rows` rows uses."""
+        return min(padded_rows(rows), self._state.shape[1])
 
     def draw(self, layers: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Samples the next token of each of the first `rows` rows. Returns the tokens, their log-probs under the

@@ -16,7 +16,6 @@ from megatron_rl.algorithms.tandem_authors import boundaries
 from megatron_rl.devices.host_to_device import upload
 from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.batched_session import BatchedSession, Row
-from megatron_rl.engines.embedded import cuda_graphs as graphs
 from megatron_rl.engines.embedded.decoder import Decoder
 from megatron_rl.engines.embedded.engine_weights import QuantisedSlots, WeightSlots, gather_weights, storage
 from megatron_rl.engines.embedded.scheduler import ContinuousBatch
@@ -24,6 +23,7 @@ from megatron_rl.engines.embedded.stop_conditions import Ends
 from megatron_rl.engines.embedded.tandem_writers import Writers, pens_of
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, EngineError, SampleLog, Sampling, Tokens, TopScores
+from megatron_rl.lib.leaf_modules import leaf
 from megatron_rl.weights import hf_model
 from megatron_rl.weights.quantisation import FORMATS
 
@@ -66,7 +66,9 @@ class EmbeddedEngine:
         self._tells_experts = tells_experts
         self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._recorder = graphs.GraphRecorder() if cuda_graphs and self._device.type == "cuda" else None
+        self._recorder = None
+        if cuda_graphs and self._device.type == "cuda":
+            self._recorder = leaf("engines.embedded.cuda_graphs", "engine.cuda_graphs = true").GraphRecorder()
         self._eos = hf_model.eos_tokens(self._directory, self.arch.config, tokenizer)
         self._decoder: Decoder | None = None
         self._landing: tuple[Decoder, WeightSlots] | None = None

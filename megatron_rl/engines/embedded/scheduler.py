@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from megatron_rl.devices.host_to_device import upload
 from megatron_rl.engines import sampling_seeds
 from megatron_rl.engines.batched_session import Row
-from megatron_rl.engines.embedded import cuda_graphs as graphs
 from megatron_rl.engines.embedded import kv_cache
 from megatron_rl.engines.embedded import token_sampling as drawing
 from megatron_rl.engines.embedded.decoder import Decoder
@@ -67,7 +67,8 @@ class ContinuousBatch:
     `writers`: for Tandem RL with two decoders. Both decoders process every token, each with a separate cache; the
     logits of the next token come from the model whose turn it is.
     `tells_experts`: completions contain the experts that the first decoder chose.
-    `recorder`: replays the steps of a single dense decoder as CUDA graphs (cuda_graphs.py); None runs steps directly.
+    `recorder`: a cuda_graphs.GraphRecorder, which replays the steps of a single dense decoder as CUDA graphs; None runs
+    steps directly.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ContinuousBatch:
         max_batch: int,
         writers: Writers | None = None,
         tells_experts: bool = False,
-        recorder: graphs.GraphRecorder | None = None,
+        recorder: Any = None,
     ) -> None:
         self._decoders, self._ends, self._writers = decoders, ends, writers
         self._device, self._sampling = decoders[0].device, rows[0].sampling
@@ -101,7 +102,7 @@ class ContinuousBatch:
         self._slots, self._size = min(max_batch, len(requests)), 0
         if writers is not None or decoders[0].arch.experts:
             recorder = None
-        growth = kv_cache.GROWTH if recorder is None else graphs.GROWTH
+        growth = kv_cache.GROWTH if recorder is None else recorder.growth
         self._caches = [kv_cache.Cache(decoder, self._slots, growth=growth) for decoder in decoders]
         state = torch.zeros(3, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
@@ -113,7 +114,7 @@ class ContinuousBatch:
         self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
         self._drawn: list[_Draw] = []
         self._choices = ExpertChoices(len(rows)) if tells_experts else None
-        self._steps = None if recorder is None else graphs.Steps(decoders[0], state, self._sampling, recorder)
+        self._steps = None if recorder is None else recorder.steps(decoders[0], state, self._sampling)
 
     def run(self) -> list[Completion]:
         """Samples all completions. Returns [R] completions in the order of the [R] rows. Raises FloatingPointError if
@@ -249,7 +250,7 @@ class ContinuousBatch:
         """Makes the KV caches at least `width` columns wide. If a cache grows, slots that no row will use are
         dropped.
         """
-        rows = self._size if self._steps is None else min(self._slots, graphs.padded_rows(self._size))
+        rows = self._size if self._steps is None else self._steps.slots(self._size)
         slots = self._slots if self._waiting else rows
         if self._steps is not None and width > self._caches[0].width:
             # Drop the steps first: their references would keep the old cache in memory beside the new cache.

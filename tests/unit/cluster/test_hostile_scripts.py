@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cluster.batch_script import ScriptShape, script
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.cluster.slurm_job import Leave, SlurmJob
 from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import Run
+from megatron_rl.jobs.batch_script import ScriptShape, script
 
 EVIL = ["a\nrm -rf /tmp/x", "a\r#SBATCH --uid=0", "a\n#SBATCH --comment=x", "\x00", "a\x1b[2J", "a\u2028b", "\n"]
 

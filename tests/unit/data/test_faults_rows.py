@@ -62,7 +62,9 @@ def train_config(rows, *words):
 
 def read_for_a_run(config):
     """Reads prompts as every rank of a run does."""
-    return builders.prompts(spec_of(config), {"generator": characters()})
+    spec, tokenizers = spec_of(config), {"generator": characters()}
+    limits = spec.prompt_limits("generator")
+    return builders.prompts(spec.recipe, spec.data, spec.roles, tokenizers, limits, seed=spec.run.seed)
 
 
 @pytest.mark.parametrize("held_out", [False, True])

@@ -41,7 +41,7 @@ def loaded(directory, **settings):
     return engine
 
 
-class Recorder:
+class Recorder(cuda_graphs.GraphRecorder):
     """Stands in for captures. A replay runs the step again, and looks whether shapes and addresses are as recorded."""
 
     def __init__(self):

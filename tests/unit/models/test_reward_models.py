@@ -240,12 +240,12 @@ def test_reward_models_of_steps_are_refused_where_they_would_be_ignored():
     settings += ["roles.reward={model: {path: m}, head: score, max_prompt_tokens: 100000}"]
     spec = specify(load(TrainConfig, [example], [*settings, "recipe.args.estimator=w_reinforce"]), 8)[0]
     with pytest.raises(ConfigError, match=r"step_weight = 0.5, and the estimator w_reinforce has no rule for rewards"):
-        spec.recipe.check(spec)
+        spec.recipe.check(spec.checked)
     recipe = Tango(reward_model=RewardModel(step_weight=0.5))
     spec = specify(load(TrainConfig, [example], settings), 8)[0]
-    spec.recipe.check(spec)
+    spec.recipe.check(spec.checked)
     with pytest.raises(ConfigError, match=r"step_weight = 0.5: Tango's verifier scores the steps already"):
-        recipe.check(spec)
+        recipe.check(spec.checked)
 
 
 def test_reward_models_that_read_less_than_the_generator_writes_are_refused():
@@ -254,4 +254,4 @@ def test_reward_models_that_read_less_than_the_generator_writes_are_refused():
     settings += ["roles.reward={model: {path: m}, head: score, max_prompt_tokens: 10, sampling: {max_tokens: 5}}"]
     spec = specify(load(TrainConfig, [example], settings), 8)[0]
     with pytest.raises(ConfigError, match=r"roles.reward.max_prompt_tokens \+ sampling.max_tokens = 15 is less than"):
-        spec.recipe.check(spec)
+        spec.recipe.check(spec.checked)

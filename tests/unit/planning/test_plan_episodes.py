@@ -213,7 +213,8 @@ def test_settings_stand_over_what_the_recipe_says():
             }
 
     config = config_files.load(TrainConfig, [Path(TANGO)], [])
-    found = episodes_of(spec_of(config, Talk()), ["generator.told=20", "generator.tool_s=1", "verifier.answers=2"])
+    spec = spec_of(config, Talk())
+    found = episodes_of(spec.recipe, spec.roles, ["generator.told=20", "generator.tool_s=1", "verifier.answers=2"])
     assert found == {
         "generator": EpisodeEstimate(answers=4, told=20, tool_s=1.0), "verifier": EpisodeEstimate(answers=2)
     }  # fmt: skip
@@ -236,7 +237,7 @@ def test_settings_stand_over_what_the_recipe_says():
 def test_episodes_that_cannot_be_are_refused(setting, says):
     config = config_files.load(TrainConfig, [Path(TANGO)], [])
     with pytest.raises(ConfigError) as error:
-        episodes_of(spec_of(config), [setting])
+        episodes_of(spec_of(config).recipe, config.roles, [setting])
     assert f"--episode {setting}: " in str(error.value) or "--episode of generator: " in str(error.value)
     assert says in str(error.value)
 

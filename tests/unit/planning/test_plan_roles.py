@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plan_cases import Unscored, case_of, spec_of
+from plan_cases import Unscored, case_of, spec_of, work_of_run
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -17,7 +17,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search
 from megatron_rl.planning.case import own_cluster, server_gpus
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.workload import cycle_work, draws_of
+from megatron_rl.planning.workload import draws_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHARED, THREE = "published/self_play_ssp_qwen2.5_7b", "published/evolve_three_qwen2.5_3b"
@@ -119,11 +119,11 @@ def test_a_reward_models_pass_and_the_reference_of_a_loss_on_pairs_are_counted()
 )
 def test_what_is_drawn_beyond_an_update_is_not_trained_on(example, role, drawn, trained):
     spec = spec_of(load(example))
-    [work] = [iteration for iteration in cycle_work(spec) if role in iteration.roles]
+    [work] = [iteration for iteration in work_of_run(spec) if role in iteration.roles]
     assert {d.role: d.samples for d in work.draws}[role] == drawn
     assert {d.role: d.samples for d in work.trained}[role] == trained
     half = f"{role}.{role}={drawn / spec.run.prompts_per_iteration / 2}"
-    [less] = cycle_work(spec, draws=draws_of(spec.roles, [half]))
+    [less] = work_of_run(spec, draws=draws_of(spec.roles, [half]))
     assert {d.role: d.samples for d in less.trained}[role] == trained / 2, "as large a share of what is drawn"
 
 

@@ -40,8 +40,9 @@ LAYERS = [
 LEAVES = (
     *("api", "contrib", "conversion", "jobs", "planning", "report"),
     *("commands.cluster", "commands.conversions", "commands.plan", "commands.report", "commands.watch"),
-    *("engines.sglang", "session.drift"),
-    *("environments.search_tool", "environments.token_route", "environments.verifiers"),
+    *("engines.embedded.cuda_graphs", "engines.sglang", "session.drift"),
+    *("environments.line_process", "environments.search_tool", "environments.token_route"),
+    *("environments.verifiers", "environments.verifiers_host"),
 )
 SIDE_BY_SIDE = (("engines", "megatron"), ("cluster", "engines"), ("cluster", "megatron"))  # neither imports the other
 # The package that only some packages may import whole, those packages, and what of it the other packages may import.

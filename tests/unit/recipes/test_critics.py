@@ -299,7 +299,7 @@ def test_a_critic_shares_the_policy_of_the_role_that_it_reads_without_a_warm_up(
     config = load(TrainConfig, [EXAMPLES / example], [*changes, "roles.generator.loss.value_coef=0.5"])
     spec = specify(config, 8)[0]
     with pytest.raises(ConfigError, match=re.escape(says)):
-        spec.recipe.check(spec)
+        spec.recipe.check(spec.checked)
 
 
 def test_faults_a_critic_logs_no_rewards_of_the_role_that_it_reads():

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_rl.config.base import ConfigError
+from megatron_rl.conversion.dist_writer import DistWriter
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints, known_digests, read_json, sum_up
 from megatron_rl.run.file_checksums import SUMS, write_sums, wrong, wrong_of
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, refuse_code
-from megatron_rl.weights.dist_writer import DistWriter
 
 
 class Planted:

@@ -181,7 +181,9 @@ def test_faults_every_setting_of_a_stage_reaches_what_runs(name):
     spec = resolved((3, tree))
     before, own = spec.at(3), spec.at(0)
     made = builders.trainee(own.roles["generator"], own.run, None, None)
-    context = builders.context(own, {}, {"generator": None}, None, Stopwatch())
+    context = builders.context(
+        own.roles, own.reward, own.loop.rollouts, {}, {"generator": None}, None, Stopwatch(), seed=own.run.seed
+    )
     match path:
         case ["data", *_, source]:
             assert (before.data.weights[source.replace("a/b", "a.b")], spec.at(0).data.weights) != (3.0, None)
