@@ -42,53 +42,73 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NVT
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `train`, `drift`, `sft`, `generate` or `eval` and returns the exit status. If this function starts
-    ranks as child processes, each rank calls the function again.
+    """Runs `train`, `drift`, `sft`, `generate` or `eval` and returns the exit status. If there is no launcher, starts
+    the ranks as child processes.
 
     Raises ConfigError for an invalid config before any work begins. Later errors of the types in errors.EXPECTED are
     printed, and are not raised.
     """
-    if not args.settings:
-        raise configs.ConfigError("give a config: model.path=..., sets=[gsm8k] and where their data is, or a YAML file")
-    files, overrides = settings.split(args.settings)
-    schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
-    config = config_files.load(schema, files, overrides)
-    with refusing(str, ValueError):
-        place = launch_ranks.place_from(os.environ)
+    config = read(args)
     if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
         print(f"{config.output} is there: nothing to do")
         return 0
-    if args.command == "drift":
-        # the drift test needs engines, so the setting debug.replay, which trains on saved rollouts, is removed
-        config = dataclasses.replace(config, debug=configs.Debug())
-    host = None
-    if place is None or place.rank == 0:
-        host = Host(
-            launch_ranks.ranks_on_host(place, config.launch.nproc, os.environ), launch_ranks.has_gpu(os.environ)
-        )
-    ranks = place.world_size if place else config.launch.nproc
-    config = staleness.chosen(config, ranks, say=lambda text: host and tell(args.command, text))
-    spec = resolve(config, ranks, host=host)
-    if host is not None:
-        if isinstance(spec, TrainingSpec):  # checks the run directory now, because later imports take half a minute
-            job = job_from(os.environ)
-            check_start(spec.run, config_files.dump_tree(spec.settings))
-            with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
-                pass
-        if "torch" not in sys.modules:  # false in a forked rank, because the parent has imported torch
+    with refusing(str, ValueError):
+        place = launch_ranks.place_from(os.environ)
+    first = place is None or place.rank == 0
+    spec = specify(config, place, say=lambda text: first and tell(args.command, text))
+    if first:
+        claim(spec)
+        if "torch" not in sys.modules:
             tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        # with a GPU, ranks are not forked: a GPU driver that is initialized before a fork does not work after the fork
-        fork = not has_driver()
-        if fork:
-            _command(args)  # imports the modules once, before the fork, for all ranks
-        tell(args.command, f"starting {config.launch.nproc} ranks")
-        return launch_ranks.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
-    if isinstance(spec, TrainingSpec) and spec.run.deterministic:
-        os.environ.update(DETERMINISTIC)
-    place = place or launch_ranks.Place(0, 1, 0, "127.0.0.1", 0, job_from(os.environ))
-    return _run_on_rank(args, spec, place)
+        return launch(spec, args)
+    return run_rank(spec, args, place or launch_ranks.Place(0, 1, 0, launch_ranks.LOCAL, 0, job_from(os.environ)))
+
+
+def read(args: argparse.Namespace) -> Any:
+    """Returns the config that the command's files and settings give. Raises ConfigError if it is invalid."""
+    if not args.settings:
+        raise configs.ConfigError("give a config: model.path=..., sets=[gsm8k] and where their data is, or a YAML file")
+    schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
+    config = config_files.load(schema, *settings.split(args.settings))
+    # the drift test needs engines, so the setting debug.replay, which trains on saved rollouts, is removed
+    return dataclasses.replace(config, debug=configs.Debug()) if args.command == "drift" else config
+
+
+def specify(config: Any, place: launch_ranks.Place | None, say: Callable[[str], object] = lambda text: None) -> Spec:
+    """Returns the specification of the run, after all checks. Rank 0, or the process that starts the ranks, also checks
+    this host. `place`: this process's rank; None if there is no launcher. `say`: see `staleness.chosen`."""
+    nproc, host = config.launch.nproc, None
+    if place is None or place.rank == 0:
+        host = Host(launch_ranks.ranks_on_host(place, nproc, os.environ), launch_ranks.has_gpu(os.environ))
+    ranks = place.world_size if place else nproc
+    return resolve(staleness.chosen(config, ranks, say=say), ranks, host=host)
+
+
+def claim(spec: Spec) -> None:
+    """Checks that a training run may start in its directory: now, because later imports take half a minute. Raises
+    RunError if another process trains there, and ConfigError if the directory holds a run with other settings."""
+    if isinstance(spec, TrainingSpec):
+        job = job_from(os.environ)
+        check_start(spec.run, config_files.dump_tree(spec.settings))
+        with only_one(spec.directory, job="" if job is None else job.id, restart=job.restart if job else 0):
+            pass
+
+
+def launch(spec: Spec, args: argparse.Namespace) -> int:
+    """Starts the run's ranks as child processes of this one, and returns their exit status. With a GPU they are not
+    forked, as a driver that is initialized before a fork does not work after it: each reads the config again."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    fork, nproc = not has_driver(), spec.cluster.launch.nproc
+    if fork:
+        _command(args)  # imports the modules once, before the fork, for all ranks
+    tell(args.command, f"starting {nproc} ranks")
+    rank = functools.partial(run_rank, spec, args) if fork else functools.partial(_spawned, args)
+    return launch_ranks.start_ranks(rank, nproc, fork=fork)
+
+
+def _spawned(args: argparse.Namespace) -> int:
+    return run_rank(specify(read(args), launch_ranks.place_from(os.environ)), args)
 
 
 def has_driver() -> bool:
@@ -96,7 +116,12 @@ def has_driver() -> bool:
     return any(driver.exists() for driver in DRIVERS)
 
 
-def _run_on_rank(args: argparse.Namespace, spec: Spec, place: launch_ranks.Place) -> int:
+def run_rank(spec: Spec, args: argparse.Namespace, place: launch_ranks.Place | None = None) -> int:
+    """Runs the command on this rank, and returns its exit status. `place`: None if the environment says it."""
+    place = place or launch_ranks.place_from(os.environ)
+    assert place is not None, "start_ranks sets the rank of a child"
+    if isinstance(spec, TrainingSpec) and spec.run.deterministic:
+        os.environ.update(DETERMINISTIC)
     command = _command(args)
     from megatron_rl import errors
 

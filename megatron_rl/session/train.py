@@ -6,25 +6,18 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.config import sources
-from megatron_rl.config.base import ConfigError, refusing
-from megatron_rl.data.mixed_sources import MixedReader
-from megatron_rl.data.problems import Draw, PromptReader
+from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.lib.leaf_modules import leaf
-from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.messages.world import World
 from megatron_rl.rewards.source_grading import GradePools
-from megatron_rl.run.checkpoint import STATE
 from megatron_rl.run.console import before_after
-from megatron_rl.run.input_digests import Input
-from megatron_rl.run.json_lines import UNREADABLE, DiskError
+from megatron_rl.run.json_lines import DiskError
 from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session import builders, evaluations
@@ -32,34 +25,22 @@ from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.open_engines import RunEngines, open_engines
 from megatron_rl.session.parent_events import Listener, listening
 from megatron_rl.session.run_checkpoints import RunCheckpoints
+from megatron_rl.session.run_collection import open_collector, open_store
 from megatron_rl.session.run_observer import run_observer
-from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
+from megatron_rl.session.run_parts import RunParts, open_parts
+from megatron_rl.session.run_setup import Saver, open_driver, open_world_for
 from megatron_rl.session.run_stages import in_stages
 from megatron_rl.session.trained import export_model
 from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
-from megatron_rl.texts.chat_template import tokenizer_of
-from megatron_rl.texts.text import decode
 from megatron_rl.training import loop
-from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
-from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.every_rank import EveryRank
 from megatron_rl.training.held_out_sets import Examiner, stopped_early
-from megatron_rl.training.iteration import RolloutContext
-from megatron_rl.training.iteration_engines import GradeTurns, OpenSessions
+from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.lessons import CreditDesk
 from megatron_rl.training.progress import Plan, Progress, never_learned
-from megatron_rl.training.prompts import check_juniors, overlaps
 from megatron_rl.training.start import start
-from megatron_rl.training.store import ROLLOUTS, IterationStore, fingerprint, open_replay
-from megatron_rl.types import Prompt
-from megatron_rl.weights.dist_checkpoint import refuse_code
-
-# Settings in the config's section `run` that do not affect rollouts. Stored rollouts are reused even if they changed.
-FREE_RUN_SETTINGS = (
-    "iterations", "keep", "save_every", "async_save", "save_rollouts_every", "resume", "hang_after_s", "profile",
-)  # fmt: skip
 
 
 def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
@@ -86,28 +67,12 @@ def run(spec: RunSpec, place: Place, *, fresh: bool = False, events: str | None 
             driver.say(line)
         if world.rank == 0:
             driver.summary({"schedule": _predicted_schedule(spec)})
-        parts = _open_parts(spec, world, driver, interrupts)
+        parts = open_parts(spec, world, driver, interrupts)
         return _train(parts, pools, stack, fresh=fresh, listener=listener)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """The parts of a training run that are opened before the engines, and the progress from which the run continues."""
-
-    spec: RunSpec
-    world: World
-    driver: Driver
-    interrupts: Interrupts
-    tokenizers: Mapping[str, Any]
-    readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
-    held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
-    policies: Mapping[str, MegatronPolicy]
-    progress: Progress
-    recipe_states: list[dict[str, Any]]  # the recipe's states in the checkpoint (CreditStage.states); [] in a new run
-
-
 def _train(
-    parts: _Parts, pools: GradePools, stack: contextlib.ExitStack, *, fresh: bool, listener: Listener | None
+    parts: RunParts, pools: GradePools, stack: contextlib.ExitStack, *, fresh: bool, listener: Listener | None
 ) -> int:
     """Opens the engines, runs the training loop, and exports the trained models. Returns the exit status: 0 if the run
     is done, 130 if it was asked to exit. Collective."""
@@ -136,7 +101,7 @@ def _train(
     )
 
     def drive() -> bool:
-        collector = _collector(parts, context, _store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
+        collector = open_collector(parts, context, open_store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
         stack.callback(collector.close)
         served = run_engines.served
         examiner = Examiner(recipe=spec.recipe, sets=sets, context=context, rollouts=collector, served=served)
@@ -167,7 +132,7 @@ def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
     return {"cluster": cluster, "predicted": [dataclasses.asdict(one) for one in found]}
 
 
-def _drive(parts: _Parts, memory: DeviceMemory, drive: Callable[[], bool], listener: Listener | None) -> int:
+def _drive(parts: RunParts, memory: DeviceMemory, drive: Callable[[], bool], listener: Listener | None) -> int:
     """Runs the training loop and exports the trained models. Returns the exit status, see `_train`. Collective.
 
     `drive`: runs the training loop on the driver (rank 0), and returns whether all iterations are done."""
@@ -178,7 +143,7 @@ def _drive(parts: _Parts, memory: DeviceMemory, drive: Callable[[], bool], liste
     driver.leave.begin()
     if listener is not None:
         listener.tell("begin", iterations=iterations, iteration=progress.number)
-    with freeze_garbage_collector():
+    with freeze_garbageopen_collector():
         finished = parts.world.from_driver(drive)
         driver.summary(_summary(progress, time.monotonic() - started))
         stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
@@ -195,63 +160,7 @@ def _drive(parts: _Parts, memory: DeviceMemory, drive: Callable[[], bool], liste
     return 0 if finished or stopped else 130
 
 
-def _open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrupts) -> _Parts:
-    """Loads the tokenizers, data sets and policies, and restores the newest checkpoint if there is one. Collective."""
-    driver.say(f"reading tokenizers and data: {', '.join(one.path for one in spec.data.training.values())}")
-    tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
-    check_juniors(spec.roles, tokenizers)
-    limits = spec.prompt_limits(next(iter(spec.recipe.roles())))
-    readers, held_out, rows = builders.prompts(
-        spec.recipe, spec.data, spec.roles, tokenizers, limits, seed=spec.run.seed
-    )
-    texts = (text for reader in dict.fromkeys(readers.values()) for text in reader.questions)
-    held = {name: [prompt.payload for prompt in own] for name, own in held_out.items()}
-    for line in overlaps(texts, held, spec.loop.evaluation):
-        driver.say(line)
-    world.from_driver(driver.compare, spec.models, rows)
-    driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
-    driver.checkpoints.reference_every = tuple(spec.reference_resets.values())
-    policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
-    progress, recipe_states = Progress(), list[dict[str, Any]]()
-    if driver.resumed is not None:
-        place = driver.resumed.path / STATE
-        for name in spec.trained_policies:
-            _restore(policies[name], name, world, driver, spec.reference_resets.get(name))
-        cure = "remove this checkpoint to go on from an earlier one, or give another run.name"
-        with refusing(lambda error: f"{place} is not the state of this run ({error!r}): {cure}", *UNREADABLE):
-            state = driver.resumed.read_state()
-            recipe_states = state["recipe"]
-            for name, reader in readers.items():
-                reader.load_state_dict(state["data"][name])
-            progress = Progress(**state["progress"])
-        driver.checkpoints.protected = frozenset(number for number, _ in progress.best)
-    return _Parts(
-        spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
-        held_out=held_out, policies=policies, progress=progress, recipe_states=recipe_states,
-    )  # fmt: skip
-
-
-def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, reset_every: int | None) -> None:
-    """Restores a policy from the checkpoint from which the run resumes. If the policy's reference model was replaced
-    during the run, restores the reference model from the checkpoint of its last replacement. `reset_every`: iterations
-    between two replacements; None if the reference model is never replaced. Collective."""
-    assert driver.resumed is not None, "the run resumes"
-    paths, number = [driver.resumed.path / name], driver.resumed.number
-    if reset_every is not None and (last := number - number % reset_every) not in (0, number):
-        paths.insert(0, driver.checkpoints.path(last) / name)
-    for path in paths:
-        if not path.is_dir():
-            raise ConfigError(
-                f"{path} is missing, from which the reference of {name} is read: set roles.{name}.loss."
-                "reset_reference_every to its value when the run was stopped"
-            )
-        world.from_driver(refuse_code, path)
-        policy.state.load(path)
-        if path != paths[-1]:
-            policy.keep_reference()
-
-
-def _finish(parts: _Parts, *, finished: bool) -> None:
+def _finish(parts: RunParts, *, finished: bool) -> None:
     """Exports the trained models at the end of a run, and prints the paths of the outputs. Collective.
 
     `finished`: True if all iterations are done, False if the parent program stopped the run early."""
@@ -272,7 +181,7 @@ def _finish(parts: _Parts, *, finished: bool) -> None:
         driver.say(_report(run))
 
 
-def _export(parts: _Parts, place: Path) -> None:
+def _export(parts: RunParts, place: Path) -> None:
     """Exports the trained models to the directory `place`/models, and LoRA adapters to `place`/adapters. Collective."""
     for name in parts.spec.trained_policies:
         policy = parts.policies[name]
@@ -291,7 +200,7 @@ def _report(run: Path) -> str:
 
 
 @contextlib.contextmanager
-def freeze_garbage_collector() -> Iterator[None]:
+def freeze_garbageopen_collector() -> Iterator[None]:
     """Context manager that excludes existing objects, such as libraries and models, from garbage collection.
 
     Otherwise the garbage collector would scan these objects at least once per iteration, which blocks all threads for
@@ -305,85 +214,7 @@ def freeze_garbage_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _collector(
-    parts: _Parts, context: RolloutContext, store: IterationStore, *, turns: GradeTurns, idle: Callable[[], None]
-) -> Collector:
-    """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
-
-    `turns`: the grader of `context`, which one thread uses at a time; the waiting thread with the earliest iteration is
-    next. `idle`: function that the collector calls while it waits."""
-    spec, driver = parts.spec, parts.driver
-    recipe, ahead = spec.recipe, spec.loop.rollouts.ahead
-    kinds = {roles for cycle in spec.loop.schedule for roles in cycle}
-    scored = any(recipe.scores_of(roles) for roles in kinds)
-    credit = CreditStage(recipe, lag=ahead, after_scores=scored, recipe_at=lambda number: spec.at(number).recipe)
-    if parts.recipe_states:
-        credit.restore(parts.recipe_states, parts.progress.number)
-    maker: IterationMaker
-    if spec.data.replay is not None:
-        recorded = open_replay(spec.data.replay, own=driver.directory.path)
-        maker = ReplayMaker(readers=parts.readers, recorded=recorded)
-    else:
-        sessions, makers = OpenSessions(), dict[int, RolloutMaker]()
-        for own in (spec, *(stage.spec for stage in spec.stages)):
-            longest = own.roles[next(iter(recipe.roles()))].max_prompt_tokens
-            of_stage = builders.context(
-                own.roles, own.reward, own.loop.rollouts, context.engines, parts.tokenizers, context.grade,
-                context.watch, seed=own.run.seed,
-            )  # fmt: skip
-            makers[id(own)] = RolloutMaker(
-                recipe=own.recipe, readers=parts.readers, prompts_per_iteration=own.run.prompts_per_iteration,
-                context=of_stage,
-                draw=Draw(weights=own.data.weights or None, max_prompt_tokens=longest), max_staleness=ahead,
-                sessions=sessions, turns=turns, ahead=store.ahead,
-            )  # fmt: skip
-        maker = dataclasses.replace(makers[id(spec)], at=lambda number: makers[id(spec.at(number))])
-    iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())
-    return Collector(maker, credit, iterations, store, max_staleness=ahead, watch=driver.watch, idle=idle)
-
-
-def _store(parts: _Parts, *, fresh: bool) -> IterationStore:
-    """Opens the store of rollouts, grouped by training iteration, and prints how many iterations are reused. Used on
-    the driver (rank 0).
-
-    Rollouts are not reused if they were stored in another file format, or generated with different settings, code,
-    prompts or data. Settings that only describe the machine may differ. If `fresh` is True, no rollouts are reused.
-    """
-    driver = parts.driver
-    store = IterationStore(
-        driver.directory.path / ROLLOUTS, _fingerprint(parts.spec.settings, driver.record.inputs),
-        keep_every=parts.spec.run.save_rollouts_every,
-        decode=lambda role, tokens: decode(parts.tokenizers[role], tokens),
-    )  # fmt: skip
-    left = store.clean(parts.progress.number, fresh=fresh)
-    if left.kept:
-        driver.say(
-            f"{left.kept} iterations come from the store, where the run collected them before it stopped; --fresh "
-            "collects them again"
-        )
-    if left.begun:
-        driver.say(f"{left.begun} iterations continue with the samples that were finished when the run stopped")
-    if left.dropped:
-        driver.say(
-            f"{left.dropped} iterations that the run collected before it stopped are collected again: "
-            + ("--fresh asks for it" if fresh else "its settings, code, prompts or data have changed since")
-        )
-    return store
-
-
-def _fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
-    """Returns a fingerprint (digest) of everything that may affect rollouts.
-
-    The fingerprint covers the settings (except settings about the machine or about saving), the `inputs` that the run
-    reads, and the code of this package.
-    """
-    plain = {name: section for name, section in settings.items() if name not in ("launch", "sinks", "job")}
-    plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
-    plain["roles"] = {name: {**role, "mean_tokens": None} for name, role in settings["roles"].items()}
-    return fingerprint(f"{plain}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")
-
-
-def _plan(parts: _Parts) -> Plan:
+def _plan(parts: RunParts) -> Plan:
     spec, settings = parts.spec, parts.spec.loop
     reader, evaluation = parts.readers[next(iter(spec.recipe.roles()))], settings.evaluation
     preflight = builders.preflight_plan(
@@ -397,7 +228,7 @@ def _plan(parts: _Parts) -> Plan:
     )  # fmt: skip
 
 
-def _fleet(parts: _Parts, memory: DeviceMemory, run_engines: RunEngines) -> EveryRank:
+def _fleet(parts: RunParts, memory: DeviceMemory, run_engines: RunEngines) -> EveryRank:
     """Returns the fleet of the run's policies, with the settings of the run's stages. Every rank calls it."""
     spec, rank, directory = parts.spec, parts.world.rank, parts.driver.directory.path
     begin = in_stages(spec.stages, spec.roles, spec.reference_resets, parts.policies, memory, parts.driver.say)
@@ -411,7 +242,7 @@ def _fleet(parts: _Parts, memory: DeviceMemory, run_engines: RunEngines) -> Ever
 
 
 def _loop_parts(
-    parts: _Parts, fleet: EveryRank, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None
+    parts: RunParts, fleet: EveryRank, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None
 ) -> loop.Parts:
     """Returns the components of the training loop. Used on the driver (rank 0)."""
     spec, driver, progress = parts.spec, parts.driver, parts.progress

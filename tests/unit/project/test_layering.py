@@ -39,7 +39,15 @@ LAYERS = [
 # through the door lib.leaf_modules.leaf.
 LEAVES = (
     *("api", "contrib", "conversion", "jobs", "planning", "report"),
-    *("commands.cluster", "commands.conversions", "commands.plan", "commands.report", "commands.watch"),
+    *(
+        "commands.cluster",
+        "commands.conversions",
+        "commands.fetch",
+        "commands.plan",
+        "commands.report",
+        "commands.watch",
+    ),
+    "data.hub_fetch",
     *("engines.embedded.cuda_graphs", "engines.sglang", "session.drift"),
     *("environments.line_process", "environments.search_tool", "environments.token_route"),
     *("environments.verifiers", "environments.verifiers_host"),
