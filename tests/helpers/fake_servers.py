@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def expected(
     seed = sampling_seeds.stream_key(sampling.seed, index, 0) & (1 << 62) - 1
     places = range(first, sampling.max_tokens if tokens is None else tokens)
     return [[token_at(prompt, seed + j, place) for place in places] for j in range(sampling.n)]
+
+
+def failed_at(pool: Pool, replica: int, failed_s: float) -> None:
+    """Moves the time at which the last weight sync to a server failed."""
+    state = pool.members.state
+    server = replace(state.servers[replica], failed_s=failed_s)
+    pool.members.state = replace(state, servers={**state.servers, replica: server})
 
 
 def seed_of(sampling: Sampling, index: int) -> int:

@@ -9,9 +9,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_rl.config.schema import Servers
+from megatron_rl.engines.pool.states import Action, Alive, Event, Gone, Listed, Phase, PoolState, ServerState, step
 from megatron_rl.engines.protocol import EngineError
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_log import newest_error
@@ -22,7 +23,6 @@ LOOK_S = 0.5
 # seconds until the first log line about waiting for servers, and between later log lines
 FIRST_SAY_S, SAY_S = 5.0, 30.0
 _log = logging.getLogger(__name__)
-Address = tuple[str, int, str]  # address of a refit store: host, port, and the key that signs messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +57,29 @@ class Limits:
 
 @dataclass(eq=False)
 class Member:
-    """One server of a pool. The server gets requests if it is not lost and its `version` equals the version of the
-    pool. Only the monitoring thread changes `listing` and `seen`; the other fields are changed under the members' lock.
+    """One start of a server of a pool. Only the monitoring thread changes `listing` and `seen`; the other fields are
+    changed under the members' lock, and `state` by `Members.post` alone.
     """
 
     listing: Listing
     server: Server
     seen: float  # value of time.monotonic() when the server's heartbeat last changed
-    lost: str | None = None  # reason why the server is considered dead; None if alive
-    version: int | None = None  # version of the server's weights; None if unknown or invalid
-    joined: Address | None = field(default=None, repr=False)  # refit store that the server has joined
+    state: ServerState
     load: int = 0  # number of sequences in progress on the server
     requests: int = 0  # number of requests in progress on the server, including requests of a weight sync (refit)
     failed: float = -math.inf  # value of time.monotonic() when the server last failed a request
-    trouble: str | None = None  # reason why the server's last weight sync (refit) failed; None if it succeeded
-    troubled: float = -math.inf  # value of time.monotonic() when the server's last weight sync (refit) failed
+
+    @property
+    def lost(self) -> str | None:
+        """Returns the reason why the server is considered dead, or None if it is alive."""
+        return self.state.why if self.state.phase is Phase.LOST else None
 
 
 class Members:
     """The servers of one role, by replica. In this base class the set of servers never changes and all servers are
     considered alive: if a server fails a request, the request is sent to another server.
 
+    `state`: the states of all servers, which `post` replaces; a snapshot is never changed.
     `change`: lock that guards every member.
     `changed`: called, from any thread, when a server becomes available or unavailable.
     `waits`: called repeatedly while a caller waits because no server is available, so that the run's watchdog knows
@@ -88,28 +90,57 @@ class Members:
     """
 
     def __init__(self, role: str, limits: Limits, *, fixed: bool = True, servers: Sequence[Server] = ()) -> None:
-        self.role, self.limits, self.fixed, self.version = role, limits, fixed, 0 if fixed else -1
-        self.change = threading.RLock()
+        self.role, self.limits, self.fixed = role, limits, fixed
+        self.state = PoolState(version=0 if fixed else -1)
+        self.change = threading.Lock()
         # Callback set by the dispatcher: makes the requests in the queue look for a free server.
         self.changed: Callable[[], None] = lambda: None
         self.waits: Callable[[], None] = lambda: None
         self.hopeless: Callable[[], str | None] = lambda: None
-        self.refitting = False  # True while servers receive new weights (a refit) and will serve soon
         self.closing = threading.Event()
         # `_occupied_s`: the result of `occupied_s` at its last update; `_counted`: time.monotonic() of this update
         self._occupied_s, self._counted = 0.0, time.monotonic()
-        self.sleep_count = 0  # number of times that all servers were put to sleep, which aborts their requests
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
             listing = Listing(role=role, replica=replica, url=server.url, incarnation="", log="")
-            self.by_replica[replica] = Member(listing, server, seen=0.0, version=self.version)
+            self.by_replica[replica] = Member(listing, server, 0.0, ServerState(incarnation=""))
+            self.post(Listed(replica, ""))
+            self.post(Alive(replica, "", self.version))
+
+    @property
+    def version(self) -> int:
+        """The version of the weights with which requests are answered; -1 before the first weight sync (refit)."""
+        return self.state.version
+
+    @property
+    def refitting(self) -> bool:
+        """Returns whether servers receive new weights (a refit) and will serve soon."""
+        return any(server.ticket for server in self.state.servers.values())
+
+    def post(self, event: Event) -> list[Action]:
+        """Handles an event. Returns the actions that it causes. Thread-safe: events are handled one at a time."""
+        with self.change:
+            before = self.state
+            self.state, actions = step(before, event)
+            for replica, member in self.by_replica.items():
+                server = self.state.servers.get(replica)
+                if server is not None and server.incarnation == member.listing.incarnation:
+                    member.state = server
+        if self.state is not before:
+            self.changed()
+        return actions
 
     def living(self) -> list[Member]:
         with self.change:
             return [m for m in self.by_replica.values() if m.lost is None]
 
     def serving(self) -> list[Member]:
-        return [m for m in self.living() if m.version == self.version >= 0]
+        return self.serving_version()[0]
+
+    def serving_version(self) -> tuple[list[Member], int]:
+        """Returns the servers that get requests, and the version of their weights."""
+        with self.change:
+            return [m for m in self.by_replica.values() if m.state.phase is Phase.READY], self.version
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Returns {name of a server: state of the server}. The name is ROLE@NAME if the server is listed under another
@@ -120,8 +151,8 @@ class Members:
             return {
                 (m.listing.name if m.listing.role == self.role else f"{self.role}@{m.listing.name}"): {
                     "lives": float(m.lost is None),
-                    "serves": float(m.lost is None and m.version == self.version >= 0),
-                    "version": float(-1 if m.version is None else m.version),
+                    "serves": float(m.state.phase is Phase.READY),
+                    "version": float(-1 if m.state.version is None else m.state.version),
                     "sequences": float(m.load),
                     "requests": float(m.requests),
                 }
@@ -131,7 +162,7 @@ class Members:
     def count_load(self, member: Member, sequences: int, requests: int) -> None:
         """Adds to the numbers of sequences and requests in progress on a server."""
         with self.change:
-            self.occupied_s()
+            self._add_occupied()
             member.load, member.requests = member.load + sequences, member.requests + requests
 
     def occupied_s(self) -> float:
@@ -139,15 +170,17 @@ class Members:
         over all slots. A server has one slot for each sequence that it can decode at once.
         """
         with self.change:
-            now, most = time.monotonic(), self.limits.max_batch or self.limits.at_once
-            self._occupied_s += (now - self._counted) * sum(min(m.load, most) for m in self.by_replica.values())
-            self._counted = now
+            self._add_occupied()
             return self._occupied_s
+
+    def _add_occupied(self) -> None:
+        now, most = time.monotonic(), self.limits.max_batch or self.limits.at_once
+        self._occupied_s += (now - self._counted) * sum(min(m.load, most) for m in self.by_replica.values())
+        self._counted = now
 
     def serves(self, member: Member, version: int) -> bool:
         """Returns whether the server is alive and its weights have this version."""
-        with self.change:
-            return member.lost is None and member.version == version
+        return member.state.version == version
 
     def check_open(self) -> None:
         """Raises EngineError if the pool is closed."""
@@ -163,8 +196,7 @@ class Members:
         """Returns a description of the state of all servers, for the messages of a caller that waits."""
         with self.change:
             known = [
-                f"{m.listing.name}: {m.lost or m.trouble or 'it has no current weights yet'}"
-                for m in self.by_replica.values()
+                f"{m.listing.name}: {m.state.why or 'it has no current weights yet'}" for m in self.by_replica.values()
             ]
         return "; ".join(known) or f"no {self.role} engine is known"
 
@@ -243,26 +275,26 @@ class ListedMembers(Members):
     def _look_at(self, listing: Listing, now: float) -> None:
         member = self.by_replica.get(listing.replica)
         if member is None or member.listing.incarnation != listing.incarnation:
-            # The server may have died with its host: send it no request before its first heartbeat.
-            new = Member(listing, self._connect(listing), seen=now, lost="it has given no sign of life yet")
-            with self.change:
-                self.by_replica[listing.replica] = new
             if member is not None:
                 self._lose(member, "it was started anew")
+            # The server may have died with its host: send it no request before its first heartbeat.
+            new = ServerState(incarnation=listing.incarnation)
+            started = Member(listing, self._connect(listing), now, new)
+            with self.change:
+                self.by_replica[listing.replica] = started
+            self.post(Listed(listing.replica, listing.incarnation))
+            if member is not None:
                 member.server.close()
         elif listing.beat != member.listing.beat:
             member.listing, member.seen = listing, now
             if member.lost is not None and member.server.ready():
-                with self.change:  # the server's weights are unknown: it must receive weights again
-                    member.lost, member.version, member.joined = None, 0 if self.fixed else None, None
-                    self.changed()
+                # unless they never change, the server's weights are unknown: it must receive weights again
+                self.post(Alive(listing.replica, listing.incarnation, self.version if self.fixed else None))
 
     def _lose(self, member: Member, why: str) -> None:
-        with self.change:
-            if member.lost is None:
-                member.lost, member.version = why, None
-                self.changed()
-                _log.warning("%s is lost: %s", member.listing.name, why)
+        if member.lost is None:
+            self.post(Gone(member.listing.replica, member.listing.incarnation, why))
+            _log.warning("%s is lost: %s", member.listing.name, why)
 
 
 class Waiting:

@@ -170,7 +170,7 @@ class PoolSession(SessionBase):
         members = self._dispatcher.members
 
         async def ask(member: Member, version: int) -> list[Completion]:
-            timeout_s, sleep_count = members.limits.request_timeout_s, members.sleep_count
+            timeout_s, sleep_count = members.limits.request_timeout_s, members.state.sleeps
             answers = await member.server.generate(
                 prompt, sampling, seed=seed, timeout_s=timeout_s, priority=self._priority
             )
@@ -198,7 +198,7 @@ class PoolSession(SessionBase):
             problem = f"answered with version {min(told)} of the weights, not {version}"
         elif max(told) > members.version:
             problem = f"answered with version {max(told)} of the weights, and the newest is {members.version}"
-        elif answer.stop is Stop.ABORTED and members.serves(member, version) and members.sleep_count == sleep_count:
+        elif answer.stop is Stop.ABORTED and members.serves(member, version) and members.state.sleeps == sleep_count:
             problem = "ended a request early, though no refit had begun"
         if problem is not None:
             raise ServerLost(f"{member.server.url} {problem}")

@@ -104,31 +104,28 @@ class RequestQueue:
 
     def admit(self) -> None:
         """Assigns waiting requests to servers as long as a server has free capacity."""
-        with self._members.change:
-            serving = self._members.serving()
-            for waiter in [*self._again]:
-                if self._join_member(waiter, serving):
-                    self._again.remove(waiter)
-            open_lines = {n: line for n, line in self._first.items() if line}
-            while open_lines:
-                n, line = min(open_lines.items(), key=lambda item: item[1][0])
-                if not self._join_member(line[0], serving):
-                    # No server has the capacity that all requests of this heap need, so leave the whole heap waiting.
-                    # Less urgent requests in other heaps wait too, or they would take the capacity that becomes free.
-                    open_lines = {
-                        k: own for k, own in open_lines.items() if k != n and own[0].priority <= line[0].priority
-                    }
-                    continue
-                heapq.heappop(line)
-                if not line:
-                    del open_lines[n], self._first[n]
+        serving, version = self._members.serving_version()
+        for waiter in [*self._again]:
+            if self._join_member(waiter, serving, version):
+                self._again.remove(waiter)
+        open_lines = {n: line for n, line in self._first.items() if line}
+        while open_lines:
+            n, line = min(open_lines.items(), key=lambda item: item[1][0])
+            if not self._join_member(line[0], serving, version):
+                # No server has the capacity that all requests of this heap need, so leave the whole heap waiting.
+                # Less urgent requests in other heaps wait too, or they would take the capacity that becomes free.
+                open_lines = {k: own for k, own in open_lines.items() if k != n and own[0].priority <= line[0].priority}
+                continue
+            heapq.heappop(line)
+            if not line:
+                del open_lines[n], self._first[n]
 
     def _check(self, waiter: Waiter) -> None:
         self._members.check_open()
         if waiter.over():
             raise EngineError("nobody waits for this request any more")
 
-    def _join_member(self, waiter: Waiter, serving: list[Member]) -> bool:
+    def _join_member(self, waiter: Waiter, serving: list[Member], version: int) -> bool:
         """Assigns a request to a server if a server has free capacity. Returns whether the request can be removed from
         the queue (assigned or cancelled).
         """
@@ -141,7 +138,7 @@ class RequestQueue:
             return False
         member = _best(free, waiter.prefer, at_once)
         self._members.count_load(member, waiter.sequences, 1)
-        waiter.place.set_result((member, self._members.version))
+        waiter.place.set_result((member, version))
         return True
 
 

@@ -15,9 +15,21 @@ import numpy as np
 from megatron_rl.config.schema import Servers
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
-from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members, Waiting
+from megatron_rl.engines.pool.membership import LOOK_S, Limits, ListedMembers, Member, Members, Waiting
 from megatron_rl.engines.pool.pool_session import PoolSession
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.pool.states import (
+    Action,
+    Address,
+    Asleep,
+    Awake,
+    Failed,
+    Joined,
+    Loaded,
+    Paused,
+    Phase,
+    Refit,
+)
 from megatron_rl.engines.protocol import SampleLog, Tokens, TopScores
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
@@ -124,11 +136,11 @@ class Pool(ServerEngine):
         # Callback that is set only if the servers use the trainer's GPUs.
         # It puts all servers to sleep, sends the current weights to servers that lack them, and wakes all servers.
         self.sleep_all: Callable[[], None] | None = None
-        self._colocated, self._away = settings.colocate, False  # _away: True between `sleep` and `wake`
+        self._colocated = settings.colocate
         self._owner = threading.get_ident()
         members = ListedMembers(role, settings, registry, connect, fixed=fixed, look_s=look_s, listed=listed)
         self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{role}")
-        self._updates: dict[Member, concurrent.futures.Future[None]] = {}
+        self._loads: dict[Member, concurrent.futures.Future[list[Action]]] = {}  # servers that load weights
         self._staging: list[Member] = []  # servers that take part in a refit while they generate
         # `_paused`: perf_counter() when the current refit paused the servers; `pause_s`: seconds of the last pause
         self._paused, self.pause_s = 0.0, 0.0
@@ -148,22 +160,21 @@ class Pool(ServerEngine):
         """
         waiting = None if self._colocated else Waiting(self.members)
         if waiting is None and only is None:
-            with self.members.change:
-                # Servers that join later need this weight version, even if no server is alive now.
-                self.members.version = version
+            # Servers that join later need this weight version, even if no server is alive now.
+            self.members.post(Refit(version, (), everyone=True))
         while True:
             members = [m for m in self.members.living() if only is None or m.listing.replica in only]
-            new = [m for m in members if m.joined != address]
+            new = [m for m in members if m.state.joined != address]
             for member in self._each(
                 new, "cannot join the trainer", lambda m: m.server.join(*address, m.listing.replica)
             ):
-                member.joined = address
-            joined = [m for m in members if m.joined == address]
+                self.members.post(Joined(member.listing.replica, member.listing.incarnation, address))
+            joined = [m for m in members if m.state.joined == address]
             begun = joined
             if staged:
                 self._staging = joined
             elif joined:
-                begun = self._pause(version, joined, all_stale=only is None, wait_s=wait_s)
+                begun = self._pause(version, joined, everyone=only is None, wait_s=wait_s)
             if begun or only is not None or waiting is None:
                 break
             waiting.on()
@@ -174,48 +185,64 @@ class Pool(ServerEngine):
         """Pauses the servers that take part in a staged refit, and makes them replace their weights by the weights of
         `version`, all of which the trainer has sent. `end_refit` waits for them.
         """
-        self._pause(version, self._staging, all_stale=True, wait_s=SWAP_S)
+        self._pause(version, self._staging, everyone=True, wait_s=SWAP_S)
 
-    def _pause(self, version: int, members: Sequence[Member], *, all_stale: bool, wait_s: float) -> list[Member]:
+    def _pause(self, version: int, members: Sequence[Member], *, everyone: bool, wait_s: float) -> list[Member]:
         """Pauses the servers `members` and starts their updates to `version`. Returns the servers that could be paused.
 
-        `all_stale`: whether the other servers of the pool get no requests either, because they lack this version too.
-        `wait_s`: maximum seconds until the weights begin to arrive.
+        `everyone`: see states.Refit. `wait_s`: maximum seconds until the weights begin to arrive.
         """
-        self._paused = time.perf_counter()
-        with self.members.change:
-            self.members.refitting, self.members.version = True, version
-            for member in self.members.by_replica.values() if all_stale else members:
-                member.version = None
-        paused = self._each(members, "could not be paused for a refit", lambda m: m.server.pause(), hang_up=True)
-        self.members.refitting = bool(paused)
-        self._updates = {m: self._threads.submit(self._update, m, version, wait_s) for m in paused}
-        return paused
+        self._paused, by_replica = time.perf_counter(), {m.listing.replica: m for m in members}
+        pauses = self.members.post(Refit(version, [*by_replica], everyone))
+        self._loads = {}
+        for loads in self._threads.map(lambda pause: self._do(by_replica[pause.replica], pause, wait_s), pauses):
+            for load in loads:
+                member = by_replica[load.replica]
+                self._loads[member] = self._threads.submit(self._do, member, load, wait_s)
+        return [*self._loads]
+
+    def _do(self, member: Member, action: Action, wait_s: float) -> list[Action]:
+        """Does an action of a weight sync at a server. Returns the actions that follow."""
+        replica, ticket, version = action.replica, action.ticket, action.version
+
+        def load(_: Member) -> None:
+            member.server.update(version, wait_s)
+            member.server.resume()
+
+        if action.verb == "pause":
+            well = self._step(
+                member, "could not be paused for a refit", lambda m: m.server.pause(), ticket=ticket, hang_up=True
+            )
+            return self.members.post(Paused(replica, ticket)) if well else []
+        if self._step(member, f"is out until it takes version {version}", load, ticket=ticket, hang_up=True):
+            self.members.post(Loaded(replica, ticket, version))
+        return []
 
     def end_refit(self) -> int:
         """Waits until the servers have finished the weight sync (refit) that the trainer has finished. Servers with the
         new weights get requests again. Other servers get no requests until they receive the weights. Returns the number
         of servers that get requests.
         """
-        for future in self._updates.values():
-            future.result()
-        updated, self._updates, self.members.refitting = self._updates, {}, False
+        for load in self._loads.values():
+            load.result()
+        loaded, self._loads = self._loads, {}
         self.pause_s = time.perf_counter() - self._paused
-        return sum(m in updated for m in self.members.serving())
+        return sum(member in loaded for member in self.members.serving())
 
     def tend(self) -> None:
         """Sends the current weights to servers that do not have them. A no-op in threads other than the owner thread,
         and during a weight sync (refit).
         """
-        if self.refresh is None or self.version < 0 or self.members.refitting or threading.get_ident() != self._owner:
+        if self.refresh is None or self.version < 0 or self._loads or threading.get_ident() != self._owner:
             return
         # A server whose last weight sync failed recently is left alone for a while.
         latest = time.monotonic() - min(AGAIN_S, self.members.limits.wait_s / 4)
-        stale = [m.listing.replica for m in self.members.living() if m.version is None and m.troubled < latest]
+        states = self.members.state.servers.items()
+        stale = [replica for replica, s in states if s.phase is Phase.STALE and s.failed_s < latest]
         if not stale:
             return
         # The GPUs have no memory for the trainer's weights while the servers' KV caches are allocated.
-        if self._colocated and not self._away:
+        if self._colocated and not self.members.state.asleep:
             if self.sleep_all is not None and not self.members.serving():
                 self.sleep_all()
             return
@@ -231,16 +258,9 @@ class Pool(ServerEngine):
         end = time.monotonic() + LISTED_S
         while not {*expected} <= {m.listing.incarnation for m in self.members.living()} and time.monotonic() < end:
             self.members.closing.wait(self._look_s)
-        self._away = True
-        with self.members.change:
-            self.members.sleep_count += 1
+        self.members.post(Asleep(discard))
         living = self.members.living()
         asleep = self._each(living, "could not be put to sleep", lambda m: m.server.sleep(discard=discard))
-        if discard:
-            with self.members.change:
-                for member in self.members.by_replica.values():
-                    member.version = None
-                self.members.changed()
         return [member.listing.incarnation for member in asleep]
 
     def wake(self) -> None:
@@ -248,53 +268,40 @@ class Pool(ServerEngine):
         the weights again.
         """
         self._each(self.members.living(), "could not be woken", lambda m: m.server.wake())
-        self._away = False
-        with self.members.change:
-            self.members.changed()
+        self.members.post(Awake())
 
     def close(self) -> None:
         """Aborts the requests in progress, also those of weight syncs. Their callers get EngineError."""
         super().close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _each(
-        self, members: Sequence[Member], failing: str, verb: Callable[[Member], None], *, hang_up: bool = False
-    ) -> list[Member]:
+    def _each(self, members: Sequence[Member], failing: str, verb: Callable[[Member], None]) -> list[Member]:
         """Runs `_step` on several servers at once. Returns the servers for which `_step` succeeded."""
-        done = self._threads.map(lambda member: self._step(member, failing, verb, hang_up=hang_up), members)
+        done = self._threads.map(lambda member: self._step(member, failing, verb), members)
         return [member for member, well in zip(members, done, strict=True) if well]
 
-    def _update(self, member: Member, version: int, wait_s: float) -> None:
-        def update(_: Member) -> None:
-            member.server.update(version, wait_s)
-            member.server.resume()
-
-        if self._step(member, f"is out until it takes version {version}", update, hang_up=True):
-            with self.members.change:
-                member.version, member.trouble = version, None
-                self.members.changed()
-
-    def _step(self, member: Member, failing: str, verb: Callable[[Member], None], *, hang_up: bool) -> bool:
+    def _step(
+        self, member: Member, failing: str, verb: Callable[[Member], None], *, ticket: int | None = None,
+        hang_up: bool = False,
+    ) -> bool:  # fmt: skip
         """Runs one request of a weight sync, sleep or wake-up on a server. Returns whether the request succeeded. A
         server that fails this request gets no further requests until it has received the weights again.
 
-        `failing`: what the server failed to do, for the log. `hang_up`: whether a failure also aborts the server's
-        requests in progress, so that these requests are sent to other servers.
+        `failing`: what the server failed to do, for the log. `ticket`, `hang_up`: see states.Failed.
         """
         with self.members.change:
             member.requests += 1
         try:
             verb(member)
         except (ServerLost, RequestRefused) as error:
-            trouble = f"it {failing}: {error}"
+            why, listing = f"it {failing}: {error}", member.listing
             # A repeated failure is logged only once, because a waiting caller may retry twice a second.
-            if trouble != member.trouble and not self.members.closing.is_set():
-                _log.warning("%s %s: %s", member.listing.name, failing, error)
-            with self.members.change:
-                member.version, member.joined, member.trouble, member.troubled = None, None, trouble, time.monotonic()
-                self.members.changed()
+            if why != member.state.why and not self.members.closing.is_set():
+                _log.warning("%s %s: %s", listing.name, failing, error)
+            failed = Failed(listing.replica, listing.incarnation, ticket, why, time.monotonic(), hang_up)
+            hang_ups = self.members.post(failed)
             self.members.look_after(member, str(error))
-            if hang_up:
+            for _ in hang_ups:
                 member.server.hang_up()
             return False
         finally:

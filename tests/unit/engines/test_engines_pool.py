@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from fake_servers import ADDRESS, ROLE, TOKEN, Asked, RunEngines, engines_in, expected, until
+from fake_servers import ADDRESS, ROLE, TOKEN, Asked, RunEngines, engines_in, expected, failed_at, until
 from fake_vllm import CAUSE, GENERATE, JOIN, SAID, FakeVllm, logprob_of
 
 from megatron_rl.config.schema import ConfigError
@@ -375,11 +375,11 @@ def test_a_server_that_cannot_join_does_not_stop_the_others(run_engines: RunEngi
     assert run_engines.refit(1) == 1
     refreshes = run_engines.refreshes()
     for ago, tries in ((1.0, []), (16.0, [[1]])):  # a quarter of engine.wait_s is 15 s
-        pool.members.by_replica[1].troubled = time.monotonic() - ago
+        failed_at(pool, 1, time.monotonic() - ago)
         assert all(right(complete(pool, PROMPTS, SAMPLING)) for _ in range(3))
         assert refreshes == tries, "it is tried again after a while, not all the time"
     assert fakes[1].count(JOIN) == 2 and fakes[1].count(GENERATE) == 0
-    assert "it cannot join the trainer" in (pool.members.by_replica[1].trouble or "")
+    assert "it cannot join the trainer" in (pool.members.by_replica[1].state.why or "")
 
 
 def test_a_first_refit_says_once_why_it_waits(run_engines: RunEngines, caplog):

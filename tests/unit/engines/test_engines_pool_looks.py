@@ -13,6 +13,7 @@ from one_process import OneProcess
 from megatron_rl.engines.pool.membership import Limits, Member, Members
 from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
+from megatron_rl.engines.pool.states import Alive, Gone
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.session.colocated_servers import ColocatedServers
 
@@ -27,12 +28,12 @@ def test_a_request_that_a_server_failed_stays_in_the_queue_until_a_server_is_bac
     async def served() -> tuple[Member, int]:
         members = Members(ROLE, Limits(servers=1, at_once=4), servers=[SimpleNamespace(url="")])
         queue, [member] = RequestQueue(members, SharedGpus()), members.living()
-        member.lost = "away"
+        members.post(Gone(0, "", "away"))
         waiter = Waiter(sequences=1, failed={member}, prefer=None, over=lambda: False)
         waiting = asyncio.create_task(queue.wait(waiter))
         await asyncio.sleep(0)
         queue.look()
-        member.lost = None
+        members.post(Alive(0, "", 0))
         queue.look()
         assert (await asyncio.wait_for(waiting, 5.0)) == (member, 0)
         return member.load, member.requests

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_servers import ADDRESS, Asked, RunEngines, engines_in, expected, seed_of, until
+from fake_servers import ADDRESS, Asked, RunEngines, engines_in, expected, failed_at, seed_of, until
 from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, FakeVllm, logprob_of, token_at
 
 from megatron_rl.engines.pool.continuation import joined, seed_after, spans
@@ -266,7 +266,7 @@ def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(run_engine
     before = fakes[1].count(GENERATE)
     assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) == before
     assert (
-        "it is out until it takes version 2" in (pool.members.by_replica[1].trouble or "")
+        "it is out until it takes version 2" in (pool.members.by_replica[1].state.why or "")
         and len(pool.members.living()) == 2
     )
     assert run_engines.refit(3) == 2 and fakes[1].count(JOIN) == 2, "it joins anew"
@@ -313,10 +313,13 @@ def test_a_replica_that_was_silent_is_stale_until_a_refit(run_engines: RunEngine
     pool = run_engines.serving(replicas=1, lost_after_s=2.0)
     run_engines.beats[0].clear()
     run_engines.living(0)
-    assert pool.members.by_replica[0].version is None and pool.members.by_replica[0].lost == "no sign of life for 2 s"
+    assert (
+        pool.members.by_replica[0].state.version is None
+        and pool.members.by_replica[0].lost == "no sign of life for 2 s"
+    )
     run_engines.beats[0].set()
     run_engines.living(1)
-    assert pool.members.by_replica[0].version is None and pool.members.serving() == []
+    assert pool.members.by_replica[0].state.version is None and pool.members.serving() == []
     refreshes = run_engines.refreshes()
     assert right(complete(pool, PROMPTS, SAMPLING)) and set(map(tuple, refreshes)) == {(0,)} and fake.count(JOIN) >= 2
 
@@ -328,7 +331,7 @@ def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(run_engines:
     run_engines.living(2)
     fakes[1].fail(UPDATE, "error")
     run_engines.refit(1)
-    pool.members.by_replica[1].troubled = -1e9  # long ago
+    failed_at(pool, 1, -1e9)  # long ago
     refreshes = run_engines.refreshes()
     assert right(Asked(pool, PROMPTS, SAMPLING).result()) and refreshes == []
     pool.begin_refit(1, ADDRESS, [0], wait_s=5.0)

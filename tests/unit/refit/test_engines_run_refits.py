@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_servers import ADDRESS, RunEngines, engines_in, expected
+from fake_servers import ADDRESS, RunEngines, engines_in, expected, failed_at
 from fake_vllm import PAUSE, UPDATE
 from one_process import OneProcess
 from safetensors.torch import save_file
@@ -86,7 +86,7 @@ def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_th
     fakes[1].fail(UPDATE, "error", "error")
     refit(8)
     assert fakes[1].version == "7" and driver.lines[2]["version"] == 8
-    pool.members.by_replica[1].troubled = -1e9  # long ago
+    failed_at(pool, 1, -1e9)  # long ago
     assert right(complete(pool, PROMPTS, SAMPLING)) and len(side.calls) == 4
     assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
 
