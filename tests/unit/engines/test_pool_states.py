@@ -89,10 +89,10 @@ class Servers:
         server = self.state.servers.get(replica)
         start = server.incarnation if server is not None and self.random.random() < 0.8 else "an earlier start"
         match self.random.randrange(9):
-            case 0 if server is None or self.random.random() < 0.4:
-                self.apply(Listed(replica, f"start {number}"))
-            case 0:
+            case 0 if server is not None and self.random.random() < 0.6:
                 self.apply(Listed(replica, server.incarnation))
+            case 0:
+                self.apply(Listed(replica, f"start {number}"))
             case 1:
                 self.apply(Alive(replica, start, None))
             case 2 if self.random.random() < 0.5:
