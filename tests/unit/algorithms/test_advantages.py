@@ -172,6 +172,11 @@ def test_equal_rewards_give_exactly_zero_and_not_rounding_noise(estimator, rewar
         assert {a for t in steps for a in given(t)} == {0.0}
 
 
+def test_equal_rewards_give_exactly_zero_whatever_a_rollout_without_trained_tokens_got():
+    estimate = find_estimator("reinforce_pp")
+    assert not estimate(np.array([0.1, 0.1, 0.1, 1.0]), np.zeros(4), np.array([3, 3, 3, 0])).any()
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_order_of_rollouts_does_not_matter(estimator, seed):

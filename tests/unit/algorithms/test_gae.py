@@ -105,6 +105,17 @@ def test_gae_whitened_over_tokens_and_equal_values_give_0():
     assert not whiten(np.full(5, 0.1)).any() and whiten(np.array([3.0])) == [0.0]
 
 
+@pytest.mark.parametrize(("apart", "explained"), [(0.0, 0.0), (1e-7, 0.0), (4e-6, 1.0), (1.0, 1.0)])
+def test_gae_values_that_are_the_returns_explain_all_of_them_unless_these_differ_by_rounding_alone(apart, explained):
+    own = [rollout((1, Author.POLICY), value=[outcome], outcome=outcome) for outcome in (1.0, 1.0 + apart)]
+    assert assign_gae(own, Gae(), reward="outcome").metrics["explained_variance"] == pytest.approx(explained, abs=0.01)
+
+
+def test_gae_without_trained_tokens_nothing_is_explained():
+    own = [rollout((1, Author.ENVIRONMENT), value=[0.5])]
+    assert assign_gae(own, Gae(), reward="outcome").metrics["explained_variance"] == 0.0
+
+
 def test_gae_coefficient_is_fixed_without_a_target_and_a_target_needs_one():
     assert adapted(0.1, 5.0, 100, Gae(kl_coef=0.1)) == 0.1
     with pytest.raises(ConfigError, match="kl_target = 0.1 with kl_coef = 0"):

@@ -145,6 +145,17 @@ def test_texts_are_drawn_apart():
     assert switches(firsts) == pytest.approx(500, abs=60)
 
 
+SPLITMIX64 = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B)
+
+
+def test_draws_are_the_published_numbers_of_splitmix64():
+    """The authors of texts that were written before an update of this package must not change."""
+    for place, bits in enumerate(SPLITMIX64):
+        drawn = (bits >> 11) / 2**53
+        assert not replayed(Rule(strategy="bernoulli", p=drawn), NONE, 0, range(5))[place]
+        assert replayed(Rule(strategy="bernoulli", p=drawn + 2**-53), NONE, 0, range(5))[place]
+
+
 @pytest.mark.parametrize("wrong", [{"strategy": "words"}, {"p": 1.5}, {"max_gap": 0}, {"chunk_size": 0}])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValueError):

@@ -94,6 +94,16 @@ def test_a_batch_has_a_row_of_experts_for_each_token_and_says_where_nothing_is_k
     assert pack(made[1:2]).experts is None
 
 
+@pytest.mark.parametrize("absent", ["old_logprobs", "reference_logprobs"])
+def test_a_dummy_batch_has_the_log_probs_that_the_batch_has(absent):
+    batch = pack(rollouts(0))
+    whole = replace(batch, old_logprobs=batch.engine_logprobs, reference_logprobs=batch.engine_logprobs)
+    for each, there in ((whole, True), (replace(whole, **{absent: None}), False)):
+        dummy = each.dummy(3)
+        assert (getattr(dummy, absent) is not None) == there and not dummy.mask.any()
+        assert dummy.values.keys() == batch.values.keys() and dummy.experts is dummy.shared is None
+
+
 def test_sequence_sums_and_spread_are_per_rollout():
     made = rollouts(3)
     batch = pack(made)

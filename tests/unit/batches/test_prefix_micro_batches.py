@@ -124,6 +124,12 @@ def test_thousands_of_sequences_are_cut_in_no_time():
     assert shares.replica_imbalance < 0.02
 
 
+@pytest.mark.parametrize("count", [1, 2, 127, 129, 300])
+def test_there_are_no_more_micro_batches_than_the_budget_needs(count):
+    [share] = micro_batches([10] * 2 * count, max_tokens=20, replicas=1).sequences
+    assert len(share) == count
+
+
 def rollout(group, tokens, prompt):
     return Rollout(
         role="a",
