@@ -30,7 +30,7 @@ class Retokenised:
 
     def sums(self, chunks: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Sums the values [T] of tokens over each chunk. Returns [number of chunks] float64. `chunks`: [T]."""
-        size = 1 + max(self.chunks.max(initial=0), self.source_chunks.max(initial=0))
+        size = 1 + self.chunks.max(initial=0)  # the largest index is the same for both, see `align`
         return np.bincount(chunks[chunks >= 0], values[chunks >= 0].astype(np.float64), minlength=size)
 
 
@@ -44,12 +44,10 @@ def align(first: np.ndarray, second: np.ndarray, *, equal: int | None = None) ->
     common = np.intersect1d(first, second)
     common = common if equal is None else common[common <= equal]
     first_ids, second_ids = (np.searchsorted(common, np.append(0, ends)[:-1], side="right") for ends in (first, second))
-    shared, last = np.intersect1d(first_ids, second_ids), common.max(initial=-1)
-
-    def known(chunks: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        return np.where(np.isin(chunks, shared) & (ends <= last), chunks, -1)
-
-    return known(first_ids, first), known(second_ids, second)
+    last = common.max(initial=-1)
+    first_ids, second_ids = np.where(first <= last, first_ids, -1), np.where(second <= last, second_ids, -1)
+    shared = np.intersect1d(first_ids, second_ids)
+    return np.where(np.isin(first_ids, shared), first_ids, -1), np.where(np.isin(second_ids, shared), second_ids, -1)
 
 
 def retokenise(context: RolloutContext, rollout: Rollout, role: str, prompt: str) -> Retokenised | None:

@@ -95,11 +95,6 @@ class RequestQueue:
                 self._check(waiter)
             except EngineError as error:
                 waiter.place.set_exception(error)
-        self._again = [each for each in self._again if not each.place.done()]
-        left = {n: [each for each in line if not each.place.done()] for n, line in self._first.items()}
-        self._first = {n: line for n, line in left.items() if line}
-        for line in self._first.values():
-            heapq.heapify(line)
         self.admit()
 
     def admit(self) -> None:

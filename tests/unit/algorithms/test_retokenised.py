@@ -93,6 +93,13 @@ def test_chunks_are_those_of_a_walk_over_both_texts():
     assert [len(one) for one in align(nothing, np.array([1]))] == [0, 1]
 
 
+def test_a_token_without_bytes_before_unequal_texts_has_no_counterpart():
+    plain, empty = np.array([1, 2]), np.array([1, 1, 2])
+    assert [one.tolist() for one in align(plain, empty, equal=1)] == [[0, -1], [0, -1, -1]]
+    assert [one.tolist() for one in align(empty, plain, equal=1)] == [[0, -1, -1], [0, -1]]
+    assert [one.tolist() for one in align(empty, plain)] == [[0, 1, 1], [0, 1]]
+
+
 def test_a_rewritten_rollout_has_the_text_and_the_log_probs_of_its_source():
     tokenizers = {"a": merging(ALPHABET, "abcd"), "b": characters(ALPHABET)}
     context = context_of(tokenizers)

@@ -252,3 +252,34 @@ def test_a_function_is_looked_for_without_its_import(tmp_path, monkeypatch):
             plugins.look_at(use)
     with pytest.raises(ConfigError, match="nothing_of_this_name"):
         plugins.build(Use(target="mine_trust:grade"))
+
+
+@pytest.mark.parametrize("name", ["sin", "tangent", "math", "os", "counted", "Later"])
+def test_any_name_that_a_module_gives_something_is_found_without_its_import(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    Path("mine_names.py").write_text(
+        "import nothing_of_this_name\nfrom math import sin, tan as tangent\nimport math, os.path\n"
+        "counted: int = 3\nif counted:\n    class Later:\n        inner = 1\n"
+    )
+    plugins.look_at(Use(target=f"mine_names:{name}"))
+    with pytest.raises(ConfigError, match="has no 'inner'"):
+        plugins.look_at(Use(target="mine_names:inner"))
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        (b"from nothing_of_this_name import *", ConfigError),
+        (b"def grade(response, payload) return 1.0", SyntaxError),
+        (b"name = '\xff'", SyntaxError),
+        (b"name = '\0'", (SyntaxError, ValueError)),
+    ],
+)
+def test_a_module_whose_names_cannot_be_read_is_left_to_its_import(module, error, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    Path("mine_unread.py").write_bytes(module)
+    plugins.look_at(Use(target="mine_unread:grade"))
+    with pytest.raises(error):
+        plugins.build(Use(target="mine_unread:grade"))

@@ -41,10 +41,15 @@ def test_a_request_that_a_server_failed_stays_in_the_queue_until_a_server_is_bac
     assert asyncio.run(served()) == (1, 1)
 
 
-def test_servers_that_work_are_not_put_to_sleep_for_one_that_comes_back(run_engines: RunEngines):
+@pytest.mark.parametrize("slept", [False, True])
+def test_servers_that_work_are_not_put_to_sleep_for_one_that_comes_back(run_engines: RunEngines, slept: bool):
     first, second = run_engines.start(0), run_engines.start(1)
     pool = run_engines.serving(2, colocate=True, replicas=2)
-    ColocatedServers(OneProcess(), {ROLE: pool}, [], discarding=[ROLE], start_timeout_s=5.0)
+    servers = ColocatedServers(OneProcess(), {ROLE: pool}, [], discarding=[], start_timeout_s=5.0)
+    if slept:
+        servers.sleep([])
+        servers.wake()
+    first.seen.clear()
     calls = run_engines.refreshes()
     run_engines.beats[1].clear()
     run_engines.announce(second.url, 1)  # another incarnation

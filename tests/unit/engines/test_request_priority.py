@@ -80,6 +80,27 @@ def test_small_requests_of_a_later_iteration_do_not_take_what_a_large_one_of_an_
     assert asyncio.run(run()) == ["of the same iteration"]
 
 
+def test_requests_that_nobody_waits_for_leave_the_queue_and_the_others_keep_their_order():
+    async def run() -> tuple[list[str], list[bool]]:
+        own, over = Queue(1), [False]
+
+        async def abandon() -> None:
+            await own.queue.wait(Waiter(1, set(), None, lambda: over[0], 0))
+
+        await own.ask("running", 5)
+        left = [asyncio.create_task(abandon()) for _ in range(3)]
+        for priority in (9, 2, 8, 7, 3):
+            await own.ask(str(priority), priority)
+        over[0] = True
+        own.queue.look()
+        gone = await asyncio.gather(*left, return_exceptions=True)
+        for _ in range(5):
+            await own.leave()
+        return own.served, [isinstance(error, EngineError) for error in gone]
+
+    assert asyncio.run(run()) == (["running", "2", "3", "7", "8", "9"], [True] * 3)
+
+
 def test_a_request_costs_the_logarithm_of_those_that_wait():
     class Counted(Waiter):
         compared = 0

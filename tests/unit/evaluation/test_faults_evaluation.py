@@ -22,7 +22,7 @@ from megatron_rl.evaluation.answer_values import answer_values
 from megatron_rl.evaluation.completions import grade_file
 from megatron_rl.evaluation.draw import ProblemSet
 from megatron_rl.evaluation.solve import Solver
-from megatron_rl.recipes.answers import accuracies
+from megatron_rl.recipes.answers import accuracies, answers_of
 from megatron_rl.report.curves import thin, thin_clock
 from megatron_rl.report.reading import read_run
 from megatron_rl.report.run_comparison import arms, runs_table
@@ -162,3 +162,11 @@ def test_faults_a_first_evaluation_is_no_iteration(tmp_path):
     found = read_run(directory.path)
     assert "not begun" in str(runs_table([found], arms([found])))
     assert thin_clock(found.clock) == {"iteration": [-1], "cycle": [0], "hours": [0.0]}
+
+
+def test_an_answer_without_a_score_is_empty_wrong_and_unfinished():
+    [[answer]] = answers_of([Prompt(id=7, tokens=[1], payload={"question": "2 + 2", "answer": 4, "level": 1})], {}, 1)
+    assert answer == {
+        "id": 0, "row": 7, "sample": 0, "question": "2 + 2", "answer": "4", "response": "", "score": 0.0,
+        "correct": False, "outcome": Outcome.ERROR.value, "key": None, "finished": False, "tokens": 0,
+    }  # fmt: skip

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.data.rows import DataError
 from megatron_rl.recipes.curriculum import Curriculum, Record, success_rates
 from megatron_rl.recipes.dapo import Dapo
-from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, merged
+from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, draw_groups, merged
 from megatron_rl.recipes.hints import Hints
 from megatron_rl.recipes.length_rewards import Brevity, Overlong
 from megatron_rl.training import loop
@@ -108,6 +108,13 @@ def test_samples_that_could_not_be_graded_give_a_group_no_signal(template):
     context = context_of(lambda text, j, s: script(text, j, s) if s.n > 1 else "no", grade=graded(rule))
     rollouts, m = roll_out(recipe, reader_of(3), context)
     assert rows_of(rollouts) == [0, 2] and m["graded/timeout"] == 3
+
+
+@pytest.mark.parametrize(("dynamic", "rounds"), [(None, 1), (DynamicSampling(), 10), (DynamicSampling(rounds=1), 1)])
+def test_groups_that_a_recipe_leaves_out_are_replaced_by_dynamic_sampling_alone(dynamic, rounds):
+    reader = reader_of(100)
+    kept, m = draw_groups(ReaderSource(reader, 3), lambda number, prompts: ([], {}), dynamic)
+    assert kept == [] and m["rounds"] == rounds and reader.state_dict()["position"] == 3 * rounds
 
 
 def test_metrics_of_rounds_are_those_of_one_draw(template):

@@ -198,6 +198,12 @@ def test_modules_that_a_pickled_function_uses(tmp_path, here, monkeypatch):
     del sys.modules["mine_helper"]
 
 
+def test_a_text_of_a_pickled_function_that_is_no_name_is_not_taken_for_a_module(tmp_path, here, monkeypatch):
+    (here / "two words.py").write_text("VALUE = 1\n")
+    section, _ = reward_settings(lambda response, payload: response == "two words", tmp_path / "inputs")
+    assert "module two words" not in sources({"reward": section})
+
+
 def test_answers_of_another_model_or_reward_are_not_gone_on_with(here):
     """`generate` and `eval` knew their answers by settings and prompts: those of the former weights were kept."""
     reward = configs.Reward(target="mine_rewards:grade")
