@@ -23,6 +23,14 @@ def test_a_delta_that_is_cheaper_whole_is_read_whole_though_some_values_are_as_t
     assert torch.equal(delta.decode(message[:length], old.clone()), new)
 
 
+@pytest.mark.parametrize(("changed", "size"), [(0, 0), (1, 4 + 2), (10, 10 * (4 + 2))])
+def test_values_that_did_not_change_cost_nothing(changed, size):
+    old = torch.zeros(1000, dtype=torch.int16)
+    new, message = old.clone(), torch.zeros(delta.HEADER + 2000, dtype=torch.uint8)
+    new[:changed] = 1
+    assert delta.encode(new, old, message) == delta.HEADER + size
+
+
 def test_bytes_are_copied_only_where_they_do_not_lie_at_a_multiple_of_their_width():
     data = torch.arange(16, dtype=torch.uint8)
     there = delta._as_numbers(data[4:12], torch.int32)

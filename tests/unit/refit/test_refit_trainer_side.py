@@ -1,0 +1,51 @@
+"""What a trainer says of a refit, and which engines it sends differences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hostile_engines import refits
+from refit_worker import Engine, shards, whole_model
+from test_faults_refit_weights import SIZES, group, topology
+
+from megatron_rl.config.schema import RefitConfig
+from megatron_rl.refit.trainer_side import TrainerSide
+
+__all__ = ["group"]
+
+
+def test_an_engine_that_is_left_out_is_named_with_the_reason_in_one_warning(caplog):
+    with refits() as run:
+        run.refit()
+        assert not caplog.records
+        run.refit(hello="odd", ready=5)
+    [warning] = caplog.records
+    assert "engine 1 is left out: it did not come to version 2 (engine rank 1 answered" in warning.getMessage()
+
+
+def test_no_refit_is_faster_than_the_floor_that_it_is_measured_against(group):
+    own = topology(None)
+    side = TrainerSide(own, RefitConfig(), shards(own, 0, whole_model(SIZES, 0)), group=group, endpoint=Engine(own, 0))
+    found = side(0)
+    side.close()
+    assert 0 < found["refit/floor_seconds"] < max(1.0, found["refit/seconds"])
+    assert found["refit/ratio_to_floor"] == found["refit/seconds"] / found["refit/floor_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("pays", "fresh", "base"),
+    [(True, False, {0: 3}), (True, True, {}), (False, False, {}), (False, True, {})],
+)
+@pytest.mark.parametrize("kinds", [None, {"tcp"}, {"tcp", "nccl"}])
+def test_differences_go_to_connected_engines_that_answered_with_a_version_and_not_over_nccl(pays, fresh, base, kinds):
+    side: Any = SimpleNamespace(
+        _delta_pays=pays, _wiring=kinds and SimpleNamespace(kinds=kinds), _settings=RefitConfig(verify="full"),
+        _device=torch.device("cpu"),
+    )  # fmt: skip
+    call: Any = SimpleNamespace(versions={0: 3, 1: None, 2: 3}, locations=dict.fromkeys([0, 1]))
+    order = TrainerSide._order(side, call, 4, fresh=fresh)
+    assert (order.version, order.verify, order.sums_on, order.base) == (4, "full", "host", base)
+    assert order.keeps_sent == (pays and kinds != {"tcp", "nccl"})
