@@ -8,7 +8,10 @@ import threading
 from itertools import islice
 
 import pytest
+import torch
+from fake_engines import TableEngine
 
+from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
@@ -461,3 +464,22 @@ def test_a_replay_gives_the_same_rollouts_and_moves_readers_and_recipe(tmp_path)
         maker.make(Iteration(cycle=0, index=0, roles=("b",), number=0), {})
     with pytest.raises(FileNotFoundError, match="iteration 9"):
         maker.make(Iteration(cycle=9, index=0, roles=("b",), number=9), {})
+
+
+def test_the_end_of_a_run_ends_an_evaluation_beside_it(tmp_path):
+    collector, begun, ended = make(tmp_path, Counting(), k=1), threading.Event(), threading.Event()
+    engine = TableEngine(vocab=5, eos=0)
+    engine.load([("table", torch.zeros(25, 5))], version=0)
+    context = RolloutContext(engines={"a": engine}, tokenizers={}, samplings={}, max_prompt_tokens={}, grade=None)
+
+    def evaluate(own):
+        begun.set()
+        assert ended.wait(30)
+        return complete(own.engines["a"], [[1, 2]], Sampling(max_tokens=1))
+
+    result = collector.beside(context, 0, evaluate, lambda: True)
+    assert begun.wait(30)
+    collector.close()
+    ended.set()
+    with pytest.raises(EngineError, match="the run ends"):
+        result()

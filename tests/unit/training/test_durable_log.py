@@ -144,6 +144,25 @@ def test_durable_a_full_disk_is_told_and_leaves_whole_records(tmp_path):
     assert readable(path, 5) == [0, 3]
 
 
+def test_durable_a_log_whose_directory_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(DiskError, match=r"taken/log cannot be written \(File exists\): .*free some space"):
+        LogFile(tmp_path / "taken/log", "same")
+
+
+def test_durable_a_flush_that_failed_is_told_by_the_next_write(tmp_path, monkeypatch):
+    def fails(file):
+        raise OSError(28, "No space left on device")
+
+    file = LogFile(tmp_path / "log", "same")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        file._flush()
+    with pytest.raises(DiskError, match=r"log cannot be written \(No space left on device\): .*free some space"):
+        file.add([(address(0), completion(0))])
+    file.close()
+
+
 def test_durable_writes_of_a_moment_are_flushed_together(tmp_path, monkeypatch):
     flushed, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(descriptor) or sync(descriptor))
