@@ -104,6 +104,11 @@ def test_a_dummy_batch_has_the_log_probs_that_the_batch_has(absent):
         assert dummy.values.keys() == batch.values.keys() and dummy.experts is dummy.shared is None
 
 
+def test_nothing_is_packed_of_no_rollouts():
+    with pytest.raises(ValueError, match="cannot pack an empty list of rollouts"):
+        pack([])
+
+
 def test_sequence_sums_and_spread_are_per_rollout():
     made = rollouts(3)
     batch = pack(made)

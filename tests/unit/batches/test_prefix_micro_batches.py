@@ -130,6 +130,26 @@ def test_there_are_no_more_micro_batches_than_the_budget_needs(count):
     assert len(share) == count
 
 
+@pytest.mark.parametrize("kind", ["groups", "prefixes", "alone"])
+def test_a_sequence_that_exceeds_the_budget_is_refused_with_both_numbers(kind):
+    lengths, prefixes = make([(5, [5]), (5, [16])])
+    more = {"groups": {"groups": np.array([0, 1])}, "prefixes": {"prefixes": prefixes}, "alone": {}}[kind]
+    with pytest.raises(ValueError, match="a sequence of 21 tokens exceeds micro_batch_tokens = 20: raise it or"):
+        micro_batches(lengths, max_tokens=20, replicas=1, **more)
+    assert micro_batches(lengths, max_tokens=21, replicas=1, **more).sequences
+
+
+def test_groups_that_begin_with_one_prompt_each_compute_it():
+    """Other groups may lie between them in a micro-batch, or they in other micro-batches."""
+    lengths, prefixes = make([(10, [5, 5, 5, 5])])
+    groups = np.array([0, 0, 1, 1])
+    for budget, count in ((20, 2), (39, 2), (40, 1)):
+        shares = micro_batches(lengths, max_tokens=budget, replicas=1, prefixes=prefixes, groups=groups)
+        assert len(shares.sequences[0]) == count
+    with pytest.raises(ValueError, match="20 tokens of rollouts that are compared"):
+        micro_batches(lengths, max_tokens=19, replicas=1, prefixes=prefixes, groups=groups)
+
+
 def rollout(group, tokens, prompt):
     return Rollout(
         role="a",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import nullcontext
 
 import pytest
 
@@ -87,3 +88,29 @@ def test_hostile_number_of_ranks_is_refused(nproc):
     """A million processes were about to be started."""
     with pytest.raises(ConfigError, match=r"nproc = \d+: give a (value|number)"):
         files.load(Launch, (), [f"nproc={nproc}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("a: " + "[" * 63 + "]" * 63, ""),
+        ("a: " + "[" * 64 + "]" * 64, "values are nested more than 64 deep"),
+        ("a: &a [*a]", "an alias lies in what it names"),
+        ("a: &a {b: {c: *a}}", "an alias lies in what it names"),
+    ],
+)
+def test_hostile_values_may_be_nested_64_deep_and_not_in_themselves(text, refused, tmp_path):
+    (tmp_path / "nested.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        files.read_yaml(tmp_path / "nested.yaml")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_hostile_config_has_at_most_50000_values_with_its_aliases_written_out(more, tmp_path):
+    lists = {"a": ["&a [", ["0"] * 99], "b": ["[", ["*a"] * 498], "c": ["[", ["0"] * (94 + more)]}
+    values = 1 + (1 + 1 + 99) + (1 + 1 + 498 * 100) + (1 + 1 + 94 + more)  # the mapping, and its keys and lists
+    assert values == files.MAX_VALUES + more
+    text = "".join(f"{key}: {begin}{', '.join(items)}]\n" for key, (begin, items) in lists.items())
+    (tmp_path / "many.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="more than 50000 values") if more else nullcontext():
+        files.read_yaml(tmp_path / "many.yaml")

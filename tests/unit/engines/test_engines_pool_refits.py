@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from fake_servers import ADDRESS, Asked, RunEngines, engines_in, expected, failed_at, seed_of, until
 from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, FakeVllm, logprob_of, token_at
 
+from megatron_rl.engines.http import ServerLost
 from megatron_rl.engines.pool.continuation import joined, seed_after, spans
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, complete
 from megatron_rl.types import Stop
@@ -256,6 +258,37 @@ def test_faults_a_server_with_a_version_that_nobody_made_is_failing(run_engines:
     fake.version = told
     with pytest.raises(EngineError, match=f"answered with version {told} of the weights, and the newest is 3"):
         complete(pool, PROMPTS, SAMPLING)
+
+
+def whole(count, **settings):
+    return Completion(tokens=[1] * count, logprobs=[-1.0] * count, stop=Stop.EOS, **settings)
+
+
+@pytest.mark.parametrize(
+    ("versions", "problem"),
+    [
+        ([(0, 3)], ""),
+        ([(0, 2)], "answered with version 2 of the weights, not 3"),
+        ([(0, 3), (1, 4)], "answered with version 4 of the weights, and the newest is 3"),
+        ([(0, 2), (1, 3)], "answered with version 2 of the weights, not 3"),
+    ],
+)
+def test_every_version_of_an_answer_is_between_that_which_was_asked_and_the_newest(
+    run_engines: RunEngines, versions, problem
+):
+    run_engines.start(0)
+    pool = run_engines.serving(1, version=3)
+    [member], answer = pool.members.living(), whole(2, versions=versions)
+    with pytest.raises(ServerLost, match=problem) if problem else nullcontext():
+        assert pool.session()._checked(member, 3, answer, 0).versions == versions
+
+
+def test_an_answer_that_arrives_when_its_session_is_closed_is_not_kept(run_engines: RunEngines):
+    run_engines.start(0)
+    session = run_engines.serving(1).session()
+    session.ask(0, PROMPTS[0], SAMPLING)
+    session.close()
+    assert session._take_in(0, {0: whole(1)}) is None and not session._asked
 
 
 def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(run_engines: RunEngines):

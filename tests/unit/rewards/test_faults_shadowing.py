@@ -48,3 +48,10 @@ def test_faults_a_plugin_that_an_installed_package_hides_is_refused(here):
         with pytest.raises(ConfigError, match=r"sympy.py is hidden by the installed .*: rename it"):
             look("sympy:grade")
     assert not Path("ran").exists()
+
+
+def test_faults_a_plugin_that_a_module_hides_is_refused_before_that_module_is_imported(here):
+    Path("tabnanny.py").write_text(PLANTED)
+    with pytest.raises(ConfigError, match=r"tabnanny.py is hidden by the installed .*: rename it"):
+        plugins.look_at(Use(target="tabnanny:check"))
+    assert "tabnanny" not in sys.modules and not Path("ran").exists()
