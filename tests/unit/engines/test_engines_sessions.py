@@ -12,9 +12,10 @@ import pytest
 from fake_servers import TOKEN, RunEngines, engines_in, expected, until
 from fake_vllm import GENERATE, SCORE, logprob_of, top_of
 
+from megatron_rl.engines.http import RequestRefused
 from megatron_rl.engines.kind import ModelFacts
-from megatron_rl.engines.pool.membership import Limits
-from megatron_rl.engines.pool.server_pool import given
+from megatron_rl.engines.pool.membership import Limits, Members
+from megatron_rl.engines.pool.server_pool import ServerEngine, given
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.vllm.client import VllmServer
 from megatron_rl.engines.vllm.settings import Vllm
@@ -195,6 +196,27 @@ def test_scores_are_of_one_version_of_the_weights(run_engines: RunEngines):
     go.set()
     thread.join(30)
     assert asked == ["1", "2"] and found[0].tolist() == scores_of([1, 2])
+
+
+def test_texts_of_a_call_that_was_refused_are_not_scored_any_more(run_engines: RunEngines):
+    asked, go = list[int](), threading.Event()
+
+    class Refusing(VllmServer):
+        async def score(self, sequences, k, *, timeout_s):
+            asked.append(int(sequences[0][0]))
+            if len(asked) == 1:
+                raise RequestRefused("it is too long")
+            assert await asyncio.to_thread(go.wait, 30)
+            return await super().score(sequences, k, timeout_s=timeout_s)
+
+    server = Refusing(run_engines.start().url, TOKEN, Vllm(), 5, ModelFacts(vocab=97))
+    engine = ServerEngine(Members("judge", Limits(servers=3, at_once=1), servers=[server]), look_s=30.0)
+    with pytest.raises(RequestRefused, match="it is too long"):
+        engine.score([[1, 2], [2, 2], [3, 2]])
+    go.set()
+    engine.score([[4, 2]])
+    assert asked == [1, 2, 4], "the second text was sent before the caller knew that the first was refused"
+    engine.close()
 
 
 def test_servers_with_fixed_weights_serve_without_a_refit_also_when_they_come_back(run_engines: RunEngines):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,34 @@ def test_requests_that_nobody_waits_for_leave_the_queue_and_the_others_keep_thei
         return own.served, [isinstance(error, EngineError) for error in gone]
 
     assert asyncio.run(run()) == (["running", "2", "3", "7", "8", "9"], [True] * 3)
+
+
+@pytest.mark.parametrize(
+    ("loads", "failed_s_ago", "server"),
+    [
+        ((2, 0), None, 0),  # the server that has the prefix, unless it has a quarter more of what it takes at once
+        ((3, 0), None, 1),
+        ((3, 1), None, 0),
+        ((3, 0), 4.0, 0),  # the other failed just now
+        ((3, 0), 6.0, 1),
+        ((8, 1), None, 1),  # the first is full
+    ],
+)
+def test_a_request_goes_to_the_server_that_has_its_prefix_unless_another_has_much_less_to_do(
+    loads, failed_s_ago, server
+):
+    async def run() -> int:
+        servers: list[Any] = [SimpleNamespace(url=""), SimpleNamespace(url="")]
+        members = Members("generator", Limits(servers=2, at_once=8), servers=servers)
+        for member, load in zip(members.living(), loads, strict=True):
+            member.load = load
+        first, second = members.living()
+        if failed_s_ago is not None:
+            second.failed = time.monotonic() - failed_s_ago
+        member, _ = await RequestQueue(members, SharedGpus()).wait(Waiter(1, set(), first, lambda: False))
+        return [first, second].index(member)
+
+    assert asyncio.run(run()) == server
 
 
 def test_a_request_costs_the_logarithm_of_those_that_wait():
