@@ -2,8 +2,14 @@
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+from hostile_engines import TOPOLOGY, staged_engine
+from refit_worker import Engine
+
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.exchange import RefitOrder
+from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.store_messages import Go
 from megatron_rl.refit.transport import RefitError
 
@@ -46,3 +52,24 @@ def test_an_engine_whose_weights_were_half_written_holds_no_version():
 
 def refuses():
     raise RefitError("busy")
+
+
+@pytest.fixture
+def store():
+    made, _ = RefitStore.host("127.0.0.1")
+    return made
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_an_engine_rank_that_the_trainer_does_not_expect_is_refused_and_not_registered(store, rank):
+    store.put("setup", {"topology": TOPOLOGY.to_json(), "settings": {}})
+    with pytest.raises(ValueError, match=f"engine rank {rank}: the trainer expects 2 engine ranks"):
+        EngineSide(store, rank, Engine(TOPOLOGY, 0), torch.device("cpu"))
+    assert not store.has(f"hello/{rank}", 0)
+
+
+def test_a_staged_engine_that_is_closed_has_ended_its_thread_and_its_connections(store):
+    side, closed = staged_engine(store), []
+    side._wiring = SimpleNamespace(close=lambda: closed.append(side._thread.is_alive()))
+    side.close()
+    assert closed == [False] and side._wiring is None
