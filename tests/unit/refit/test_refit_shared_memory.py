@@ -73,6 +73,14 @@ def test_a_slot_is_at_most_an_eighth_larger_than_its_message():
     slots.close()
 
 
+def test_a_slot_that_the_memory_cannot_hold_is_refused_before_anything_is_written_to_it():
+    """A write to it would end the process by a bus error."""
+    medium = SharedMemory()
+    with pytest.raises(TransportError, match="no 1073741824 MiB of shared memory are free in .*: lower refit.bucket"):
+        medium.allocate(1 << 50, CPU)
+    assert not medium._held
+
+
 def test_no_slot_of_cuda_ipc_is_in_an_expandable_segment(monkeypatch):
     """The receiver cannot open such a segment unless it may trace the sender, which containers forbid."""
     told: list[str] = []

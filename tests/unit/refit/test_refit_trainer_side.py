@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from test_faults_refit_weights import SIZES, group, topology
 
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.weights.rank_layouts import TrainerLayout
 
 __all__ = ["group"]
 
@@ -49,3 +51,21 @@ def test_differences_go_to_connected_engines_that_answered_with_a_version_and_no
     order = TrainerSide._order(side, call, 4, fresh=fresh)
     assert (order.version, order.verify, order.sums_on, order.base) == (4, "full", "host", base)
     assert order.keeps_sent == (pays and kinds != {"tcp", "nccl"})
+
+
+@pytest.mark.parametrize("wrong", ["lacks", "has more", "another size"])
+def test_a_trainer_whose_ranks_or_parameters_are_not_those_of_its_layout_is_refused(group, wrong):
+    own = topology(None)
+    parameters = shards(own, 0, whole_model(SIZES, 0))
+    last = sorted(parameters)[-1]
+    if wrong == "lacks":
+        del parameters[last]
+        said = rf"rank 0 of .* lacks \['{last}'\], and has \[\] beyond its layout"
+    elif wrong == "has more":
+        parameters["odd"] = parameters[last]
+        said = r"rank 0 of .* lacks \[\], and has \['odd'\] beyond its layout"
+    else:
+        own = replace(own, trainer=TrainerLayout(tp=2))
+        said = "has 2 ranks, but the group has 1"
+    with pytest.raises(ValueError, match=said):
+        TrainerSide(own, RefitConfig(), parameters, group=group)

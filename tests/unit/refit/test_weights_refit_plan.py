@@ -120,6 +120,18 @@ def test_messages_between_processes_on_one_gpu_are_larger(case):
     assert len(large.local) < len(small.buckets) or len(small.buckets) == engine.world
 
 
+@pytest.mark.parametrize("elements", [0, 1, 2, 3, 100])
+def test_a_message_holds_what_its_size_allows_and_at_least_one_value(elements):
+    least = Sizes(
+        family="qwen2", num_layers=1, hidden=1, heads=1, kv_heads=1, head_dim=1, ffn=1, vocab=1, tied=True
+    )  # of parameters of a single value
+    topology = Topology(sizes=least, trainer=TrainerLayout(), engines=EngineLayout(), dtype="float32")
+    locations = RankLocations([RankLocation("a", "trainer", "cpu")], {0: RankLocation("a", "engine", "cpu")})
+    made = topology.plan(locations, elements * 4 / 2**20)
+    total = sum(bucket.elements for bucket in made.buckets)
+    assert total > 10 and max(bucket.elements for bucket in made.buckets) == min(total, max(1, elements))
+
+
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from([apart, together]), st.sampled_from([40, 64 << 20]))
 def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, bucket):
