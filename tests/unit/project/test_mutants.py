@@ -6,14 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
 import yaml
 from limits import PROCESS_S
-
-TOOLS = Path(__file__).parents[3] / "tools"
-sys.path.append(str(TOOLS))  # at the end: nothing else takes its modules from there
-
-import mutants  # noqa: E402
-from mutants_places import Finder  # noqa: E402
+from mutants_places import Finder
 
 SOURCE = b'''
 LIMIT = 3
@@ -54,7 +50,7 @@ def test_every_kind_of_change_is_found_with_its_place():
 
 
 def test_changes_and_notes_leave_python_and_what_is_listed_is_in_the_code(capsys):
-    listed = yaml.safe_load((TOOLS / "mutants_equivalent.yaml").read_text()) or {}
+    listed = yaml.safe_load(Path(mutants.__file__).with_name("mutants_equivalent.yaml").read_text()) or {}
     chosen = mutants.sample(0, 150, set(listed))
     assert len(chosen) == 150 and "Take out of" not in capsys.readouterr().out
     assert all(isinstance(reason, str) and reason for reason in listed.values())
@@ -90,7 +86,7 @@ def test_a_change_is_killed_only_by_tests_that_hold_without_it(tmp_path):
     (tmp_path / "clean").mkdir()
     (tmp_path / "clean/core.py").write_text("LIMIT = 3\n")
     (tmp_path / "clean/test_core.py").write_text(TESTS)
-    command = [sys.executable, "-c", JUDGE.format(tools=str(TOOLS), home=str(tmp_path))]
+    command = [sys.executable, "-c", JUDGE.format(tools=str(Path(mutants.__file__).parent), home=str(tmp_path))]
     done = subprocess.run(
         [*command, "by_chance", "by_chance,of_the_limit", "on_a_slow_machine"],
         capture_output=True, text=True, timeout=PROCESS_S, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},

@@ -15,4 +15,4 @@ def test_rewards_labels_and_pass_at_k_are_those_of_released_code(row):
 
 def test_the_table_of_released_code_stands_in_the_docs():
     page = Path(__file__).parents[3] / "docs/reference/methods.md"
-    assert oracles_released.table(measured=False) in page.read_text(), "put the output of tools/oracles/table.py there"
+    assert oracles_released.table(measured=False) in page.read_text(), "put the output of tests/oracles/table.py there"

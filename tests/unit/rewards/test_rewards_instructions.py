@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.rewards.instructions import checks, followed, grade, loosened
 
 ORACLE = oracles.ifeval()
-PUBLISHED = os.environ.get("IFEVAL_VERDICTS")  # published.json of tools/oracles/ifeval.py
+PUBLISHED = os.environ.get("IFEVAL_VERDICTS")  # published.json of tests/oracles/ifeval.py
 
 
 @pytest.mark.parametrize("kind", checks())

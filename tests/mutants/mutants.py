@@ -31,7 +31,7 @@ import pytest
 import yaml
 from mutants_places import Finder, Mutant
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CORE = ("training", "batches", "recipes", "engines/pool", "refit", "config", "algorithms")
 ELSEWHERE = ("nixl_transport.py",)  # files whose tests need packages that .venv lacks (make test-more ONLY=nixl)
 RANKS = [f"tests/multi/test_{name}.py" for name in ("loop", "scatter", "refit", "refit_tcp", "world")]
@@ -98,7 +98,7 @@ def tested(tree: Path, words: Sequence[str], log: Path, limit_s: float, **variab
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
         os.chdir(tree)
-        sys.path[:0] = paths = [str(tree), str(tree / "tools")]
+        sys.path[:0] = paths = [str(tree), str(tree / "tests/mutants")]
         os.environ.update(variables, PYTHONPATH=os.pathsep.join(paths))
         sys.modules["__main__"] = ModuleType("__main__")  # processes that the tests start would import this file
         os._exit(pytest.main(["-q", "-p", "no:cacheprovider", f"--basetemp={log}.tmp", *words]))
@@ -228,7 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in PRELOADED:
         importlib.import_module(name)
-    equivalent = yaml.safe_load((ROOT / "tools/mutants_equivalent.yaml").read_text()) or {}
+    equivalent = yaml.safe_load((ROOT / "tests/mutants/mutants_equivalent.yaml").read_text()) or {}
     mutants = sample(options.seed, options.count, set(equivalent))
     with tempfile.TemporaryDirectory() as home, ProcessPoolExecutor(options.workers, get_context("fork")) as pool:
         reached = who_reaches(mutants, Path(home), pool)

@@ -1,6 +1,6 @@
 """Writes the losses of reward models on fixed scores, with gradients and metrics, to a JSON file.
 
-    .venv-oracles/bin/python tools/oracles/trl_rewards.py OUT.json
+    .venv-oracles/bin/python tests/oracles/trl_rewards.py OUT.json
 
 The losses on pairs are computed by TRL's own RewardTrainer, in float64. What a model would compute, the score of every
 text, is a table here. Process reward models are trained with the loss of transformers' token classifiers, which TRL's

@@ -30,7 +30,7 @@ COMMANDS = ("train", "sft", "generate", "eval")
 # metrics that depend on time where rollouts are made ahead of training
 TIMING = {"staleness", "version_lag", "mixed_versions", *(f"trained_late/{age}" for age in range(1, 5))}
 AHEAD = "staleness"  # the run with servers
-TABLE = Path("tools/golden/renames.yaml")
+TABLE = Path("tests/golden/renames.yaml")
 RENAMES: dict[str, dict[str, str]] = yaml.safe_load((ROOT / TABLE).read_text())
 
 

@@ -1,8 +1,8 @@
 """Compares numbers of other people's code, written anew, with those in tests/oracles, and ours with both, in one table.
 
-    python tools/oracles/table.py [FOLDER]
+    python tests/oracles/table.py [FOLDER]
 
-FOLDER holds what trl_losses.py, trl_run.py and verl_functions.py in tools/oracles have just written. Fails when these
+FOLDER holds what trl_losses.py, trl_run.py and verl_functions.py in tests/oracles have just written. Fails when these
 numbers differ from those in tests/oracles. Without FOLDER, prints the tables of docs/reference/methods.md.
 tests/helpers must be on PYTHONPATH.
 """

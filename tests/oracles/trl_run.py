@@ -1,6 +1,6 @@
 """Records two optimizer steps of TRL's GRPOTrainer on a tiny Qwen2 on one CPU, for replaying them elsewhere.
 
-    .venv-oracles/bin/python tools/oracles/trl_run.py OUT_DIRECTORY
+    .venv-oracles/bin/python tests/oracles/trl_run.py OUT_DIRECTORY
 
 Writes model/ (the start), after_1.safetensors and after_2.safetensors (the weights after each step) and record.json:
 settings, rollouts with TRL's rewards, advantages and log-probs, and which of them each step trained on. TRL samples

@@ -1,7 +1,7 @@
 """Writes verdicts of IFEval's public checkers on texts made here to a JSON file, and, where the published prompts and
 responses are given, the verdicts on them.
 
-    NLTK_DATA=FOLDER .venv-oracles/bin/python tools/oracles/ifeval.py OUT.json [DATA]
+    NLTK_DATA=FOLDER .venv-oracles/bin/python tests/oracles/ifeval.py OUT.json [DATA]
 
 The checkers are those of google-research/instruction_following_eval, in the package if-verifiable. The folder NLTK_DATA
 has tokenizers/punkt_tab. The folder DATA is instruction_following_eval/data of that repository, with input_data.jsonl

@@ -1,6 +1,6 @@
 """Writes what verl's functions for PPO with a critic give on fixed rollouts, and its majority votes, to a JSON file.
 
-    .venv-oracles/bin/python tools/oracles/verl_functions.py OUT.json
+    .venv-oracles/bin/python tests/oracles/verl_functions.py OUT.json
 
 The functions' source is taken from the installed verl and run unchanged, in float64. verl itself is not imported, which
 would need Ray. All inputs are multiples of 1/1024: float32 holds them exactly.

@@ -1,6 +1,6 @@
 """Writes TRL's losses, their gradients and TRL's advantages on fixed rollouts to a JSON file.
 
-    .venv-oracles/bin/python tools/oracles/trl_losses.py OUT.json
+    .venv-oracles/bin/python tests/oracles/trl_losses.py OUT.json
 
 Everything from rewards and log-probs to the loss is computed by TRL's own GRPOTrainer and RLOOTrainer, in float64.
 What a model would compute, the log-prob and the entropy of every token, is a table here, so that ratios lie on both

@@ -1,4 +1,4 @@
-"""Finds the changes that tools/mutants.py can make in a file, and where a note shows that tests reach them."""
+"""Finds the changes that tests/mutants/mutants.py can make in a file, and where a note shows that tests reach them."""
 
 import ast
 import copy

@@ -1,7 +1,7 @@
 """Writes how TRL's GOLD trainer aligns the tokens of two tokenizers, and its log-probs of the aligned parts, to a JSON
 file.
 
-    .venv-oracles/bin/python tools/oracles/trl_gold.py OUT.json
+    .venv-oracles/bin/python tests/oracles/trl_gold.py OUT.json
 
 Offsets, groups and merged probabilities are those of TRL's own functions, in float64. What two models would compute,
 the probabilities of the vocabularies at every place, are random tables here. Of a merged distribution the entry of the

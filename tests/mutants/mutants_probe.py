@@ -1,4 +1,4 @@
-"""A plugin of pytest that notes which tests reach a place: tools/mutants.py puts calls of it into a copy of the tree.
+"""A plugin of pytest that notes which tests reach a place: mutants.py puts calls of it into a copy of the tree.
 
 MUTANTS_HITS names a file for lines of place and test. Beside it .test has the test that runs now, also for processes
 that a test starts, and .times has lines of seconds, outcome and test.

