@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
-__all__ = ["group"]
+__all__ = ["group"]  # a fixture
 
 
 def test_an_engine_that_is_left_out_is_named_with_the_reason_in_one_warning(caplog):
