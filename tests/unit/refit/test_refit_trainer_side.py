@@ -14,6 +14,7 @@ from test_faults_refit_weights import SIZES, group, topology
 
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.refit.transport import Mismatch, RefitError, TransportError
 from megatron_rl.weights.rank_layouts import TrainerLayout
 
 __all__ = ["group"]  # a fixture
@@ -69,3 +70,25 @@ def test_a_trainer_whose_ranks_or_parameters_are_not_those_of_its_layout_is_refu
         said = "has 2 ranks, but the group has 1"
     with pytest.raises(ValueError, match=said):
         TrainerSide(own, RefitConfig(), parameters, group=group)
+
+
+def test_a_trainer_that_no_engine_joins_says_where_it_waited_and_how_long(group):
+    own = topology(None)
+    side = TrainerSide(own, RefitConfig(timeout_s=0.2), shards(own, 0, whole_model(SIZES, 0)), group=group)
+    with pytest.raises(RefitError, match=r"no engine has joined the store at 127\.0\.0\.1:\d+ in 0 s"):
+        side(0)
+    side.close()
+
+
+@pytest.mark.parametrize("kind", [RefitError, TransportError, Mismatch])
+def test_what_fails_on_the_first_rank_fails_as_the_same_error_on_all(group, kind):
+    own = topology(None)
+    side = TrainerSide(own, RefitConfig(), shards(own, 0, whole_model(SIZES, 0)), group=group)
+
+    def fails():
+        raise kind("the network is away")
+
+    with pytest.raises(RefitError, match="the network is away") as caught:
+        side._on_first_rank(fails)
+    assert type(caught.value) is kind and side._on_first_rank(lambda: 3) == 3
+    side.close()
