@@ -79,6 +79,12 @@ def test_faults_float32_weights_beyond_bfloat16_stop_a_refit():
     assert WeightLimits(topology(None, "float32"), 0, parameters(own, **{NORM: big})).check() == (None, 0)
 
 
+def test_faults_float32_weights_beyond_bfloat16_are_quantised_as_they_are():
+    own, big = topology("fp8"), 3.4e38
+    assert WeightLimits(own, 0, parameters(own, **{DOWN: big})).check() == (None, 0)
+    assert "overflow torch.bfloat16" in WeightLimits(own, 0, parameters(own, **{NORM: big})).check().non_finite
+
+
 @pytest.mark.parametrize("quantization", [*FORMATS])
 def test_faults_weights_that_a_format_clips_are_counted(quantization):
     """NVFP4 turned 24 into 10.5 without a word."""
