@@ -16,6 +16,7 @@ from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.iteration import Collected, Iteration, Recipe, RecipeRole, RolloutContext
+from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.store import IterationStore, StoreError
 from megatron_rl.types import Author, Prompt, Rollout, spans_of
 
@@ -483,3 +484,11 @@ def test_the_end_of_a_run_ends_an_evaluation_beside_it(tmp_path):
     ended.set()
     with pytest.raises(EngineError, match="the run ends"):
         result()
+
+
+def test_the_end_of_a_run_ends_sessions_and_gradings_of_iterations_ahead():
+    made = rollout_maker(turns=GradeTurns(lambda responses, payloads: []))
+    made.close()
+    for call in (lambda: made.turns.at(0)(["late"], [{}]), lambda: made.sessions.add(None)):
+        with pytest.raises(EngineError, match="the run ends"):
+            call()
