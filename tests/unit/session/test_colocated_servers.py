@@ -192,10 +192,12 @@ def test_engines_that_took_weights_sleep_again_while_another_policy_of_the_itera
     with memory.weights(G):  # for a checkpoint
         events.append(("save", []))
     memory.generate()
+    with memory.refit(G):  # without an update before it: the engines still generate
+        events.append((f"refit {G}", []))
     assert events == [
         ("sleep", [G, V]), (f"train {G}", []), (f"refit {G}", []),
         ("sleep", [V]), (f"train {V}", []), (f"refit {V}", []),
-        ("sleep", []), ("save", []), ("wake", []),
+        ("sleep", []), ("save", []), ("wake", []), ("sleep", []), (f"refit {G}", []),
     ]  # fmt: skip
 
 
