@@ -20,8 +20,12 @@ from rich.console import Console
 from megatron_rl.config import files as config_files
 from megatron_rl.config.base import refusing
 from megatron_rl.config.evaluation import NO_SCALE
+from megatron_rl.config.model import Model
 from megatron_rl.config.schema import EvalConfig
 from megatron_rl.data.rows import DataError
+from megatron_rl.engines.data_parallel_engine import DataParallelEngine
+from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.protocol import Engine
 from megatron_rl.evaluation import evaluation_page as report
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff
@@ -32,14 +36,15 @@ from megatron_rl.evaluation.sets import LoadedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
+from megatron_rl.messages.world import World
 from megatron_rl.rewards.grading_pool import check_failures
 from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run import input_digests
-from megatron_rl.session.eval_engines import OpenModels, open_models
 from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.open_engines import Direct, embedded_engine, open_engines
 from megatron_rl.session.run_setup import open_world_for, sampling_of
-from megatron_rl.spec.run_spec import EvalSpec
-from megatron_rl.texts.chat_template import ChatTokenizer
+from megatron_rl.spec.run_spec import EngineSpec, EvalSpec
+from megatron_rl.texts.chat_template import ChatTokenizer, tokenizer_of
 from megatron_rl.texts.text import read_template
 from megatron_rl.texts.vocabulary import check_vocabularies, vocabulary_of
 
@@ -60,9 +65,40 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
         config = spec.config
         read = [config.model, config.junior, config.base] if DRIFT in config.measures else []
         compared = [model for model in read if model is not None]
-        models = open_models(spec.engine, compared, world, stack, environment or {})
+        models = _open_models(spec.engine, compared, world, stack, Direct(environment or {}))
         world.from_driver(Evaluation(config, models).run, spec)
     return 0
+
+
+@dataclass(frozen=True)
+class OpenModels:
+    """The opened models of an evaluation. A model that has several roles is opened once. Used on the driver (rank 0)
+    only."""
+
+    engines: Mapping[Model, Engine]
+    readers: Mapping[Model, EmbeddedEngine]  # engines of the models whose token distributions are compared
+    tokenizers: Mapping[Model, Any]
+
+
+def _open_models(
+    engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack, servers: Direct
+) -> OpenModels:
+    """Opens the engines of the specification `engines`. On the driver (rank 0), also loads the models in `read`, whose
+    token distributions will be compared. Collective."""
+    models = {name: role.model for name, role in engines.opened.items()}
+    tokenizers = {model: tokenizer_of(model) for model in dict.fromkeys([*models.values(), *read])}
+    by_role = {name: tokenizers[model] for name, model in models.items()}
+    opened = open_engines(engines, by_role, world, stack, servers=servers).engines
+    by_model = {models[name]: engine for name, engine in opened.items()}
+    readers = dict[Model, EmbeddedEngine]()
+    for model in dict.fromkeys(read) if world.rank == 0 else []:
+        engine = by_model.get(model)
+        if isinstance(engine, DataParallelEngine):
+            readers[model] = engine.local
+        else:
+            readers[model] = embedded_engine(model, engines.settings, tokenizers[model])
+            readers[model].load_pretrained()
+    return OpenModels(by_model, readers, tokenizers)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
 from megatron_rl.run import input_digests
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.session import generation_progress
-from megatron_rl.session.eval_engines import open_fixed_engines
 from megatron_rl.session.launch_ranks import Place
+from megatron_rl.session.open_engines import Direct, open_engines
 from megatron_rl.session.run_setup import open_world_for, sampling_of
 from megatron_rl.spec.run_spec import GenerateSpec
 from megatron_rl.texts.chat_template import ASSISTANT, ChatError, problem_text, tokenizer_of
@@ -104,10 +104,8 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
         if world.from_driver(done):
             return 0
         [name], tokenizer = spec.engine.opened, tokenizer_of(config.model)
-        engines = open_fixed_engines(
-            spec.engine, {name: tokenizer}, world, stack, environment or {}, local_rank=place.local_rank
-        )
-
+        servers = Direct(environment or {}, place.local_rank)
+        engines = open_engines(spec.engine, {name: tokenizer}, world, stack, servers=servers).engines
         world.serve("generate/beat", lambda _: None)
 
         def work() -> None:

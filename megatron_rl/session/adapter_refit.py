@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.messages.world import World
 from megatron_rl.models.lora_targets import WEIGHTS
 from megatron_rl.refit.weight_limits import NonFiniteWeights
 from megatron_rl.weights.tensor_copies import all_finite
+
+if TYPE_CHECKING:  # `eval` and `generate` import this module, but not Megatron-core
+    from megatron_rl.megatron.policy import MegatronPolicy
 
 KEPT = 2  # adapter versions kept on disk: the newest, and the previous one, which running requests may still use
 

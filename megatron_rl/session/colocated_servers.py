@@ -4,7 +4,7 @@ while the trainer works."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -130,28 +130,23 @@ class ColocatedServers:
             ) from error
 
 
-def start_servers(
-    engines: EngineSpec, settings: Servers, rank: int, make: Callable[[str, int, Sequence[int]], Supervisor]
-) -> list[Supervisor]:
-    """Starts the servers whose first GPU is this rank's GPU, and returns their supervisors.
+def start_servers(engines: EngineSpec, settings: Servers, rank: int, supervisors: list[Supervisor]) -> None:
+    """Starts the servers whose first GPU is this rank's GPU, and appends their supervisors to `supervisors`.
 
     Servers of different roles start one after the other, because vLLM counts memory that other processes allocate on
-    the GPU during its start as its own. `make(role, replica, gpus)` starts one server on GPUs of this host. Raises
-    ConfigError for a server whose GPUs are not all on this host.
+    the GPU during its start as its own. Raises ConfigError for a server whose GPUs are not all on this host.
     """
-    started = []
+    # The first GPU of replica i is the GPU of trainer rank i * tp; the replica's other GPUs follow.
+    replica, offset = divmod(rank, settings.tp)
+    if offset or replica >= settings.replicas:
+        return
     for name in engines.server_roles:
-        # The first GPU of replica i is the GPU of trainer rank i * tp; the replica's other GPUs follow.
-        own = [replica for replica in range(settings.replicas) if replica * settings.tp == rank]
-        coming = [make(name, replica, _gpus(settings)) for replica in own]
-        for supervisor in coming:
-            supervisor.line.say(SETTLE)
-            # A timeout is ignored here: the later code that waits for the server reports the error.
-            with contextlib.suppress(TimeoutError):
-                supervisor.line.answer(settings.start_timeout_s + MARGIN_S)
-            supervisor.line.say(RELEASE)
-        started += coming
-    return started
+        supervisors.append(supervisor := Supervisor(engines.directory, name, replica, gpus=_gpus(settings)))
+        supervisor.line.say(SETTLE)
+        # A timeout is ignored here: the later code that waits for the server reports the error.
+        with contextlib.suppress(TimeoutError):
+            supervisor.line.answer(settings.start_timeout_s + MARGIN_S)
+        supervisor.line.say(RELEASE)
 
 
 def _gpus(settings: Servers) -> Sequence[int]:

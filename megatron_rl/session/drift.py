@@ -15,7 +15,7 @@ from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.run_directory import RunDirectory, RunError
 from megatron_rl.session import builders
 from megatron_rl.session.launch_ranks import Place
-from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.open_engines import Supervised, open_engines
 from megatron_rl.session.run_setup import Driver, open_driver, open_world_for
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec
 from megatron_rl.texts.chat_template import tokenizer_of
@@ -93,7 +93,7 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
         )
         policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
         quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
-        run_engines = open_engines(spec.engine, world, tokenizers, policies, quiet, stack)
+        run_engines = open_engines(spec.engine, tokenizers, world, stack, servers=Supervised(quiet), sources=policies)
         no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
         context = builders.context(
             spec.roles, spec.reward, spec.loop.rollouts, run_engines.engines, tokenizers, no_grades, driver.watch,

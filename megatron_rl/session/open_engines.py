@@ -1,6 +1,6 @@
-"""Opens the engines of a training run, and the refits that transfer the trainer's weights to the engines.
+"""Opens the engines of every command that generates text, and the refits that transfer the trainer's weights to them.
 
-An engine is embedded in the ranks, a pool of server processes, or a third-party endpoint.
+An engine is embedded in the ranks, a set of server processes, or a third-party endpoint.
 """
 
 from __future__ import annotations
@@ -9,48 +9,56 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from megatron_rl.algorithms.tandem_authors import boundaries
 from megatron_rl.cluster.host_address import address_among_ranks, own_address
-from megatron_rl.config.base import refuse
-from megatron_rl.config.schema import Embedded, Servers
+from megatron_rl.config.base import ConfigError, refuse
+from megatron_rl.config.engines import Embedded, Servers
+from megatron_rl.config.model import Model
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.openai import open_endpoint
-from megatron_rl.engines.pool.server_pool import Pool
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.server_pool import Pool, given
 from megatron_rl.engines.pool.shared_gpus import SharedGpus
 from megatron_rl.engines.protocol import Engine
-from megatron_rl.engines.server import Adapters
+from megatron_rl.engines.server import Adapters, Server
 from megatron_rl.engines.server_process import make_token
-from megatron_rl.engines.server_registry import ServerRegistry
+from megatron_rl.engines.server_registry import Listing, ServerRegistry
 from megatron_rl.engines.static_servers import Addresses
-from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.messages.world import World, all_gather
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.session.adapter_refit import AdapterFiles
 from megatron_rl.session.colocated_servers import ColocatedServers, start_servers
-from megatron_rl.session.eval_engines import embedded_engine, model_facts
+from megatron_rl.session.launch_ranks import LOCAL
 from megatron_rl.session.pool_refit import PoolRefit
-from megatron_rl.session.run_setup import Driver
-from megatron_rl.session.server_connection import ENGINES, check_gpus, connect, token_file
+from megatron_rl.session.server_connection import ENGINES, HostServer, check_gpus, connect, token_file
 from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
 from megatron_rl.spec.checks import quantisation_problems
 from megatron_rl.spec.run_spec import EngineSpec
-from megatron_rl.texts.text import load_tokenizer
-from megatron_rl.weights.hf_model import eos_tokens, local_directory
+from megatron_rl.weights.hf_model import eos_tokens, local_directory, read_architecture
 from megatron_rl.weights.rank_layouts import EngineLayout
+
+if TYPE_CHECKING:  # `eval` and `generate` do not import Megatron-core
+    from megatron_rl.megatron.policy import MegatronPolicy
+    from megatron_rl.session.run_setup import Driver
 
 
 @dataclass
 class RunEngines:
-    """The engines of a run, and the refits: functions that send a policy's weights to the policy's engine. `engines`
-    and `refits` are keyed by role.
+    """The engines of a command, and the refits: functions that send a policy's weights to the policy's engine.
+    `engines` and `refits` are keyed by role.
 
-    Server pools and endpoints are in `engines` on the driver (rank 0) only. Refits are collective.
+    Servers and endpoints are in `engines` on the driver (rank 0) only. Refits are collective.
     """
 
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -60,14 +68,14 @@ class RunEngines:
 
     def loads(self) -> dict[str, dict[str, float]]:
         """Returns the state of each server, such as the number of running requests, keyed by server name."""
-        return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
+        return {name: load for pool in self.pools.values() for name, load in pool.members.loads().items()}
 
     def occupied_s(self) -> float | None:
         """Returns for how many seconds a slot was occupied so far, averaged over all slots. A slot is the place of one
         sequence in a server's batch. Returns None if there are no servers."""
         members = [pool.members for pool in self.pools.values()]
-        places = sum(one.limits.places for one in members)
-        return sum(one.occupied_s() for one in members) / places if places else None
+        places = sum(each.limits.places for each in members)
+        return sum(each.occupied_s() for each in members) / places if places else None
 
     def served(self) -> bool:
         """Returns whether every server pool has a server that holds the pool's current weights. Pools that have not
@@ -81,189 +89,279 @@ class RunEngines:
             engine.tend()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Session:
-    """The parts of a training run that the functions of this module need to open the engines."""
+@dataclass(frozen=True)
+class Supervised:
+    """The servers of a training run. `megatron-rl serve` processes start and restart them: child processes of the run
+    if `engine.start` is set. The run uses the servers that the server registry lists, or those of `engine.urls`.
 
-    engines: EngineSpec
-    world: World
-    tokenizers: Mapping[str, Any]
-    policies: Mapping[str, MegatronPolicy]
+    `leave` returns True if the run was asked to exit and should not wait for servers."""
+
     driver: Driver
-    stack: contextlib.ExitStack  # closes the engines and servers when the run ends
-    leave: Callable[[], bool]  # returns True if the run was asked to exit and should not wait for servers
+    leave: Callable[[], bool] = lambda: False
 
-    def adapters(self, role: str) -> Path:
-        """Returns the directory from which the servers of a role load the versions of the role's LoRA adapter."""
-        return (self.driver.directory.path / ENGINES / "adapters" / role).resolve()
+
+@dataclass(frozen=True)
+class Direct:
+    """The servers of `eval` and `generate`: those of `engine.urls`, or servers that the ranks start with the variables
+    `environment` and do not restart.
+
+    If the servers are on several hosts (`engines.hosts`), the rank with `local_rank` 0 of each host starts an equal
+    share of them."""
+
+    environment: Mapping[str, str]
+    local_rank: int = 0
 
 
 def open_engines(
-    engines: EngineSpec, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
-    driver: Driver, stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
+    engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack, *,
+    servers: Supervised | Direct, sources: Mapping[str, MegatronPolicy] | None = None,
 ) -> RunEngines:  # fmt: skip
     """Opens an engine for each role that has a separate engine. Collective.
 
-    `stack` closes the engines. `leave` returns True if the run was asked to exit and should not wait for servers.
+    `tokenizers`: {role: tokenizer}. `sources`: {role: policy whose weights the refits of the role send}, in a training
+    run only. The engine of a role without a source keeps the weights of its model directory. Engines, and servers that
+    this function starts, end when `stack` closes. Raises ConfigError for invalid settings, and StartError for a direct
+    server that does not start.
     """
-    run_engines = RunEngines()
-    session = _Session(
-        engines=engines, world=world, tokenizers=tokenizers, policies=policies, driver=driver, stack=stack, leave=leave
-    )
+    opener = _Opener(engines, tokenizers, world, stack, sources or {}, RunEngines())
     settings = engines.settings
-    for name, policy in policies.items():
+    environment = servers.environment if isinstance(servers, Direct) else os.environ
+    for name, policy in opener.sources.items():
         if name in engines.opened:
             directory = local_directory(engines.opened[name].model.path)
             refuse(*quantisation_problems(engines, name, policy.arch, directory))
     if isinstance(settings, Embedded):
-        _open_embedded(session, settings, run_engines)
+        opener.open_embedded(settings, servers)
     elif engines.opened:
-        _open_servers(session, replace(settings, host=own_address(settings.host)), run_engines)
-    if world.rank == 0:
-        _open_endpoints(session, run_engines)
-    return run_engines
-
-
-def _open_endpoints(session: _Session, run_engines: RunEngines) -> None:
-    for name, role in session.engines.roles.items():
-        if role.endpoint is None:
-            continue
-        tokenizer = session.tokenizers[name]
-        ends = eos_tokens(local_directory(role.model.tokenizer or role.model.path), None, tokenizer)
-        engine = open_endpoint(name, role.endpoint, tokenizer, ends=ends, environment=os.environ)
-        session.stack.callback(engine.close)
-        run_engines.engines[name] = engine
-
-
-def _open_embedded(session: _Session, settings: Embedded, run_engines: RunEngines) -> None:
-    """Creates an embedded engine for each role, in every rank.
-
-    The engine of a role without a policy loads the weights of its model directory now and keeps them.
-    """
-    for name, role in session.engines.opened.items():
-        own = embedded_engine(
-            role.model, settings, session.tokenizers[name],
-            junior=None if role.tandem is None else role.tandem.junior or role.model.path,
-            tells_experts=name in session.policies and role.router_replay, quantization=settings.quantization,
-        )  # fmt: skip
-        run_engines.engines[name] = DataParallelEngine(session.world, name, own)
-        policy = session.policies.get(name)
-        if policy is None:
-            own.load_pretrained()
-            continue
-        world = policy.export.trainer_layout.world
-        layout = EngineLayout(replicas=world, whole=True, quantization=settings.quantization)
-        hosts = all_gather(socket.gethostname(), policy.groups.control)
-        # network address at which the other ranks reach rank 0
-        host = "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
-        side = _trainer_side(session, name, policy, layout, host, endpoint=own)
-
-        def refit(version: int, name: str = name, side: TrainerSide = side) -> None:
-            session.driver.refitted({"role": name, "version": version, **side(version)})
-
-        run_engines.refits[name] = refit
-
-
-def _trainer_side(
-    session: _Session, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str, *,
-    endpoint: EmbeddedEngine | None = None,
-) -> TrainerSide:  # fmt: skip
-    """Creates the object with which the trainer sends a role's weights to the role's engine. Collective.
-
-    `host`: address of the refit store, a key-value store through which the trainer and the engine find each other."""
-    topology = Topology(
-        sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
-        dtype=session.engines.roles[name].model.dtype,
-    )  # fmt: skip
-    side = TrainerSide(
-        topology, session.engines.refit, policy.export.shards(), group=policy.groups.control, endpoint=endpoint,
-        host=host, added=policy.export.added,
-    )  # fmt: skip
-    session.stack.callback(side.close)
-    return side
-
-
-def _open_servers(session: _Session, settings: Servers, run_engines: RunEngines) -> None:
-    """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0). For each
-    role with a policy, creates the refit, which sends the trainer's weights to the role's servers."""
-    engines, driver = session.engines, session.driver
-    started: dict[str, list[Supervisor]] = {name: [] for name in engines.server_roles}
-    if settings.start:
-        session.world.from_driver(check_gpus, engines, os.environ)
-    if settings.colocate:
-        _start_colocated(session, settings, started)
-    elif session.world.rank == 0 and settings.start:
-        session.stack.callback(end_supervisors, started)
-        for name in started:
-            started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
-    shared = SharedGpus() if settings.colocate else None
-    for name, role in engines.opened.items():
-        own = started[role.servers]
-        pool = _pool(session, settings, name, own, shared) if session.world.rank == 0 else None
-        if pool is not None:
-            run_engines.engines[name] = run_engines.pools[name] = pool
-        policy = session.policies.get(name)
-        if policy is None:
-            continue
-        if role.lora is not None and settings.serves_adapters:
-            side, present = AdapterFiles(session.world.work, policy, session.adapters(name)), contextlib.nullcontext
+        # if LOCAL is the default, the driver may be on another host, which cannot reach LOCAL
+        apart = settings.host == LOCAL and engines.hosts > 1
+        settings = replace(settings, host=address_among_ranks(environment) if apart else own_address(settings.host))
+        if isinstance(servers, Direct):
+            opener.open_direct(settings, servers)
         else:
-            layout = EngineLayout(
-                replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel,
-                quantization=settings.quantization,
-            )  # fmt: skip
-            side, present = _trainer_side(session, name, policy, layout, settings.host), policy.memory.present
-        run_engines.refits[name] = PoolRefit(session.world, name, side, pool, driver, engines.refit, present=present)
-    if settings.colocate:
-        # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
-        discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
-        own = [supervisor for each in started.values() for supervisor in each]
-        run_engines.colocated = ColocatedServers(
-            session.world, run_engines.pools, own, discarding=discarding, start_timeout_s=settings.start_timeout_s
-        )
+            opener.open_pools(settings, servers)
+    if world.rank == 0:
+        opener.open_endpoints(environment)
+    return opener.opened
 
 
-def _start_colocated(session: _Session, settings: Servers, started: dict[str, list[Supervisor]]) -> None:
-    """Moves all policies from the GPUs to host memory, and starts the servers whose first GPU is this rank's GPU.
-    Collective.
-
-    Appends the server supervisors of each role to `started[role]`."""
-    for policy in session.policies.values():
-        policy.memory.sleep(weights=True)
-    session.world.barrier()  # a server measures the free GPU memory at its start, so all policies must be gone
-    session.stack.callback(end_supervisors, started)
-    run = session.driver.directory.path
-
-    def make(role: str, replica: int, gpus: Sequence[int]) -> Supervisor:
-        started[role].append(Supervisor(run, role, replica, gpus=gpus))
-        return started[role][-1]
-
-    start_servers(session.engines, settings, session.world.rank, make)
-
-
-def _pool(
-    session: _Session, settings: Servers, name: str, started: list[Supervisor], shared: SharedGpus | None
-) -> Pool:
-    """Returns the pool of the servers that generate for a role. The role may share the servers with other roles.
-
-    Servers of a role without a policy keep the weights that they load at their start."""
-    engines, directory = session.engines, session.driver.directory.path / ENGINES
-    role = engines.roles[name]
-    token = make_token(token_file(engines, settings))
-    about = model_facts(role, load_tokenizer(role.model.tokenizer or role.model.path))
-    if role.lora is not None and settings.serves_adapters:
-        sharing = [other for other, own in engines.opened.items() if own.servers == role.servers]
-        about = replace(about, adapters=Adapters(session.adapters(name), sharing.index(name), len(sharing)))
-    client = connect(settings, token, engines.refit.timeout_s, about)
-    pool = Pool(
-        name, settings, ServerRegistry(directory), client, fixed=name not in session.policies,
-        listed=role.servers, shared=shared,
+def embedded_engine(model: Model, settings: Embedded | Servers, tokenizer: Any, **more: Any) -> EmbeddedEngine:
+    """Returns an embedded engine (an engine in this process) for a model. The engine's weights are not loaded yet.
+    `more`: further arguments of EmbeddedEngine."""
+    graphs = not isinstance(settings, Embedded) or settings.cuda_graphs
+    return EmbeddedEngine(
+        model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer,
+        cuda_graphs=graphs, **more,
     )  # fmt: skip
-    if settings.urls:
-        session.stack.callback(Addresses(ServerRegistry(directory), name, settings.urls[name], client).close)
-    # If other ranks started some of the servers, this rank cannot know whether those servers may still start.
-    known = started if len(started) == settings.replicas else []
-    pool.members.hopeless = functools.partial(hopeless, known, session.leave)
-    pool.members.waits = session.driver.watch.beat
-    session.stack.callback(pool.close)
-    return pool
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """The arguments of `open_engines`, and the engines that are open so far."""
+
+    engines: EngineSpec
+    tokenizers: Mapping[str, Any]
+    world: World
+    stack: contextlib.ExitStack
+    sources: Mapping[str, MegatronPolicy]
+    opened: RunEngines
+
+    def open_endpoints(self, environment: Mapping[str, str]) -> None:
+        """Opens the endpoints, on the driver (rank 0). The end tokens of an endpoint are those of an engine for the
+        role's model if the model's directory is on this host, otherwise those of the tokenizer's directory."""
+        for name, role in self.engines.roles.items():
+            if role.endpoint is None:
+                continue
+            path, tokenizer = role.model.path, self.tokenizers[name]
+            here = bool(path) and Path(path).is_dir()
+            directory = local_directory(path if here else role.model.tokenizer or path)
+            ends = eos_tokens(directory, None, tokenizer)
+            engine = open_endpoint(name, role.endpoint, tokenizer, ends=ends, environment=environment)
+            self.stack.callback(engine.close)
+            self.opened.engines[name] = engine
+
+    def open_embedded(self, settings: Embedded, servers: Supervised | Direct) -> None:
+        """Creates an embedded engine for each role, in every rank."""
+        for name, role in self.engines.opened.items():
+            policy = self.sources.get(name)
+            engine = embedded_engine(
+                role.model, settings, self.tokenizers[name],
+                junior=None if role.tandem is None else role.tandem.junior or role.model.path,
+                tells_experts=policy is not None and role.router_replay, quantization=settings.quantization,
+            )  # fmt: skip
+            self.opened.engines[name] = DataParallelEngine(self.world, name, engine)
+            if policy is None:
+                engine.load_pretrained()
+                continue
+            assert isinstance(servers, Supervised), "only a training run has sources"
+            replicas = policy.export.trainer_layout.world
+            layout = EngineLayout(replicas=replicas, whole=True, quantization=settings.quantization)
+            hosts = all_gather(socket.gethostname(), policy.groups.control)
+            # network address at which the other ranks reach rank 0
+            host = LOCAL if len({*hosts}) == 1 else address_among_ranks(os.environ)
+            side, refitted = self._trainer_side(name, policy, layout, host, engine), servers.driver.refitted
+
+            def refit(version: int, name: str = name, side: TrainerSide = side, refitted: Any = refitted) -> None:
+                refitted({"role": name, "version": version, **side(version)})
+
+            self.opened.refits[name] = refit
+
+    def open_pools(self, settings: Servers, servers: Supervised) -> None:
+        """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0). For
+        each role with a source, creates the refit, which sends the trainer's weights to the role's servers."""
+        engines, world = self.engines, self.world
+        supervisors = self._start_supervisors(settings)
+        shared = SharedGpus() if settings.colocate else None
+        for name in engines.opened:
+            pool = None
+            if world.rank == 0:
+                pool = self._pool(name, settings, supervisors, servers, shared)
+                self.opened.engines[name] = self.opened.pools[name] = pool
+            policy = self.sources.get(name)
+            if policy is None:
+                continue
+            if (adapters := self._adapter_files(name, settings)) is not None:
+                side, present = AdapterFiles(world.work, policy, adapters), nullcontext
+            else:
+                layout = EngineLayout(
+                    replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel,
+                    quantization=settings.quantization,
+                )  # fmt: skip
+                side, present = self._trainer_side(name, policy, layout, settings.host), policy.memory.present
+            refit = PoolRefit(world, name, side, pool, servers.driver, engines.refit, present=present)
+            self.opened.refits[name] = refit
+        if settings.colocate:
+            # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
+            discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
+            self.opened.colocated = ColocatedServers(
+                world, self.opened.pools, supervisors, discarding=discarding, start_timeout_s=settings.start_timeout_s
+            )
+
+    def _start_supervisors(self, settings: Servers) -> list[Supervisor]:
+        """Starts `megatron-rl serve` processes: on the driver (rank 0) for all servers, or on each rank for the servers
+        whose first GPU is the rank's GPU. Starts none if engine.start is not set. Collective."""
+        engines, world, supervisors = self.engines, self.world, list[Supervisor]()
+        self.stack.callback(end_supervisors, supervisors)
+        if settings.start:
+            world.from_driver(check_gpus, engines, os.environ)
+        if settings.colocate:
+            for policy in self.sources.values():
+                policy.memory.sleep(weights=True)
+            world.barrier()  # a server measures the free GPU memory at its start, so all policies must be gone
+            start_servers(engines, settings, world.rank, supervisors)
+        elif settings.start and world.rank == 0:
+            for role in engines.server_roles:
+                for replica in range(settings.replicas):
+                    supervisors.append(Supervisor(engines.directory, role, replica))
+        return supervisors
+
+    def _pool(
+        self, name: str, settings: Servers, supervisors: list[Supervisor], servers: Supervised,
+        shared: SharedGpus | None,
+    ) -> Pool:  # fmt: skip
+        """Returns the pool of the servers that generate for a role. The role may share the servers with other roles."""
+        registry, client = ServerRegistry(self.engines.directory / ENGINES), self._connect(name, settings)
+        listed, fixed = self.engines.roles[name].servers, name not in self.sources
+        pool = Pool(name, settings, registry, client, fixed=fixed, listed=listed, shared=shared)
+        if settings.urls:
+            self.stack.callback(Addresses(registry, name, settings.urls[name], client).close)
+        # If other ranks started some of the servers, this rank cannot know whether those servers may still start.
+        known = [supervisor for supervisor in supervisors if supervisor.role == listed]
+        known = known if len(known) == settings.replicas else []
+        pool.members.hopeless = functools.partial(hopeless, known, servers.leave)
+        pool.members.waits = servers.driver.watch.beat
+        self.stack.callback(pool.close)
+        return pool
+
+    def open_direct(self, settings: Servers, servers: Direct) -> None:
+        """Creates an engine for each role on the driver (rank 0), with servers at given addresses or servers that are
+        started now. Their weights never change."""
+        urls = settings.urls or self._start_on_hosts(settings, servers)
+        if self.world.rank != 0:
+            return
+        if wrong := set(urls) ^ self.engines.opened.keys():
+            raise ConfigError(
+                f"engine.urls: {', '.join(sorted(wrong))}: give servers for each of {', '.join(self.engines.opened)}"
+            )
+        for name in self.engines.opened:
+            client = self._connect(name, settings)
+            listings = [
+                Listing(role=name, replica=replica, url=url, incarnation="", log="")
+                for replica, url in enumerate(urls[name])
+            ]
+            limits = replace(Limits.of(settings), servers=len(listings))
+            self.opened.engines[name] = engine = given(name, [*map(client, listings)], limits)
+            self.stack.callback(engine.close)
+
+    def _start_on_hosts(self, settings: Servers, servers: Direct) -> dict[str, list[str]]:
+        """Starts an equal share of the servers on each host, one after the other. Returns {role: addresses of all its
+        servers} when all are ready. Collective.
+
+        Raises ConfigError on the driver (rank 0) if the ranks are not on exactly `engines.hosts` hosts."""
+        engines, world = self.engines, self.world
+        share = settings.replicas // engines.hosts
+
+        def start(role: str, replica: int) -> str:
+            server = HostServer(engines, settings, role, replica, servers.environment)
+            return self.stack.enter_context(server.running())[1].url
+
+        def start_share(host: int | None) -> dict[str, list[str]]:
+            replicas = () if host is None else range(host * share, (host + 1) * share)
+            return {role: [start(role, replica) for replica in replicas] for role in engines.server_roles}
+
+        def start_all() -> dict[str, list[str]]:
+            if engines.hosts == 1:
+                return start_share(0)
+            firsts = world.call_all("engines/first", [None] * world.size)
+            if sum(firsts) != engines.hosts:
+                raise ConfigError(
+                    f"job.nodes = {engines.hosts}, and the ranks are on {sum(firsts)} hosts (in so many is "
+                    "LOCAL_RANK 0): start one rank on each of job.nodes hosts"
+                )
+            hosts = [sum(firsts[:rank]) if first else None for rank, first in enumerate(firsts)]
+            shares = world.call_all("engines/start", hosts)
+            return {role: [url for urls in shares for url in urls[role]] for role in engines.server_roles}
+
+        world.serve("engines/first", lambda _: servers.local_rank == 0)
+        world.serve("engines/start", start_share)
+        return world.from_driver(start_all)
+
+    def _connect(self, name: str, settings: Servers) -> Callable[[Listing], Server]:
+        """Returns a function that creates a client with which a role's requests go to a server."""
+        role, tokenizer = self.engines.roles[name], self.tokenizers[name]
+        directory = local_directory(role.model.path)
+        architecture = read_architecture(directory)
+        facts = ModelFacts(
+            ends=eos_tokens(directory, architecture.config, tokenizer), vocab=architecture.vocab,
+            # the tokens at which Tandem RL may change the author
+            boundaries=None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer)),
+        )  # fmt: skip
+        if (adapters := self._adapter_files(name, settings)) is not None:
+            sharing = [other for other, each in self.engines.opened.items() if each.servers == role.servers]
+            facts = replace(facts, adapters=Adapters(adapters, sharing.index(name), len(sharing)))
+        return connect(settings, make_token(token_file(self.engines, settings)), self.engines.refit.timeout_s, facts)
+
+    def _adapter_files(self, name: str, settings: Servers) -> Path | None:
+        """Returns the directory from which the servers of a role load the versions of the role's LoRA adapter, or None
+        if a refit sends all weights of the role."""
+        serves_adapter = self.engines.roles[name].lora is not None and settings.serves_adapters
+        return (self.engines.directory / ENGINES / "adapters" / name).resolve() if serves_adapter else None
+
+    def _trainer_side(
+        self, name: str, policy: MegatronPolicy, layout: EngineLayout, host: str,
+        endpoint: EmbeddedEngine | None = None,
+    ) -> TrainerSide:  # fmt: skip
+        """Creates the object with which the trainer sends a role's weights to the role's engine. Collective.
+
+        `host`: address of the refit store, a key-value store through which the trainer and the engine find each
+        other."""
+        topology = Topology(
+            sizes=policy.arch, trainer=policy.export.trainer_layout, engines=layout,
+            dtype=self.engines.roles[name].model.dtype,
+        )  # fmt: skip
+        side = TrainerSide(
+            topology, self.engines.refit, policy.export.shards(), group=policy.groups.control, endpoint=endpoint,
+            host=host, added=policy.export.added,
+        )  # fmt: skip
+        self.stack.callback(side.close)
+        return side

@@ -14,15 +14,15 @@ from dataclasses import replace
 from megatron_rl.cluster.host_address import own_address
 from megatron_rl.cluster.job_slices import over
 from megatron_rl.cluster.slurm_job import job_from
-from megatron_rl.config.schema import ConfigError, Embedded, Servers
-from megatron_rl.engines.kind import kind_of
+from megatron_rl.config.schema import ConfigError, Embedded
+from megatron_rl.engines.server import Server
 from megatron_rl.engines.server_log import newest_error
-from megatron_rl.engines.server_process import StartError
+from megatron_rl.engines.server_process import ServerProcess, StartError
 from megatron_rl.engines.server_registry import Announcement, Listing, ServerRegistry
 from megatron_rl.run.run_directory import refuse_shared
 from megatron_rl.session.control_protocol import ControlChannel
 from megatron_rl.session.restart_policy import Restarts
-from megatron_rl.session.server_connection import ENGINES, cuda_variables, gpus_of, local_model, log_of, start_server
+from megatron_rl.session.server_connection import ENGINES, HostServer, local_model
 from megatron_rl.spec.model_gate import check_models, models_of_roles
 from megatron_rl.spec.run_spec import EngineSpec
 
@@ -55,21 +55,17 @@ def run(
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
-    if not with_parent:  # with a parent, the run that started this process has already checked its directory
+    if not with_parent:  # with a parent, the run that started this process has checked its directory and models
         refuse_shared(engines.directory)
-    settings = replace(settings, host=own_address(settings.host))
-    # Raises at once if the server's Python interpreter is missing. Without this check, every restart would fail.
-    kind_of(settings).interpreter(settings)
-    own = cuda_variables(gpus or gpus_of(engines, settings, role, replica), environment)
-    if not with_parent:  # with a parent, the run that started this process has already checked the models
         local_model(f"roles.{role}.model.path", engines.roles[role].model.path)
         check_models(models_of_roles([engines.roles[role]]))
-    server = _Serving(engines, settings, role, replica, {**environment, **own})
+    settings = replace(settings, host=own_address(settings.host))
     stop = _asked_to_leave(with_parent, functools.partial(over, engines.directory))
+    orders = ControlChannel(stop)
     if with_parent:
-        server.orders = ControlChannel(stop)
         # Reads the file descriptor directly, because a thread that reads sys.stdin would hold its lock at exit.
-        server.orders.listen(sys.stdin.fileno())
+        orders.listen(sys.stdin.fileno())
+    server = _Serving(HostServer(engines, settings, role, replica, environment, gpus), orders)
     return _keep_alive(server, Restarts(settings.restarts), stop, f"{role}-{replica}")
 
 
@@ -111,15 +107,10 @@ def _keep_alive(server: _Serving, restarts: Restarts, stop: threading.Event, nam
 
 
 class _Serving:
-    """One server of a run, identified by its role and replica index, across its restarts."""
+    """One server of a run across its restarts. `orders`: the orders of the run that started this process."""
 
-    def __init__(
-        self, engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
-    ) -> None:
-        self._engines, self._settings, self._role, self._replica = engines, settings, role, replica
-        self._environment = environment
-        self.log = log_of(engines, role, replica)
-        self.orders = ControlChannel(threading.Event())  # receives no orders; `run` replaces it if there is a parent
+    def __init__(self, server: HostServer, orders: ControlChannel) -> None:
+        self._server, self._orders, self.log = server, orders, server.log
 
     def serve(self, stop: threading.Event) -> float:
         """Starts the server, and runs it until it ends, `stop` is set, or it hangs.
@@ -127,36 +118,33 @@ class _Serving:
         Returns the seconds between the server's first and last answer. Raises StartError if the server cannot be
         started.
         """
-        with self.orders.start():
-            return 0.0 if stop.is_set() else self._serve(stop)
-
-    def _serve(self, stop: threading.Event) -> float:
-        process, client = start_server(self._engines, self._settings, self._role, self._replica, self._environment)
-        try:
-            if not process.wait_until(client.ready, self._settings.start_timeout_s, stop.is_set):
+        with self._orders.start():
+            if stop.is_set():
                 return 0.0
-            job = job_from(self._environment)
-            listing = Listing(
-                role=self._role, replica=self._replica, url=client.url, incarnation=uuid.uuid4().hex,
-                log=str(self.log), node="" if job is None else job.node, job="" if job is None else job.id,
-            )  # fmt: skip
-            print(f"{listing.name} serves at {client.url}", flush=True)
-            begin, registry = time.monotonic(), ServerRegistry(self._engines.directory.resolve() / ENGINES)
-            with Announcement(registry, listing, alive=lambda: process.ended() is None and client.ready()) as announced:
-                self.orders.serves(listing.incarnation)
-                while process.ended() is None and not stop.wait(POLL_S):
-                    silent_s, why = announced.silent_s(), None
-                    if silent_s > HUNG * self._settings.lost_after_s:
-                        why = f"lives, but has not answered for {silent_s:.0f} s"
-                    elif self.orders.unwanted:
-                        why = "does not sleep, and the trainer takes its GPU: it ends"
-                    if why is not None:
-                        print(f"{listing.name} {why}", file=sys.stderr, flush=True)
-                        break
-                return max(0.0, time.monotonic() - begin - announced.silent_s())
-        finally:
-            process.stop()
-            client.close()
+            with self._server.running(stop.is_set) as (process, client):
+                return 0.0 if stop.is_set() else self._answer(process, client, stop)
+
+    def _answer(self, process: ServerProcess, client: Server, stop: threading.Event) -> float:
+        """Registers the server while it answers. Returns as `serve` does."""
+        server, job = self._server, job_from(self._server.environment)
+        listing = Listing(
+            role=server.role, replica=server.replica, url=client.url, incarnation=uuid.uuid4().hex,
+            log=str(self.log), node="" if job is None else job.node, job="" if job is None else job.id,
+        )  # fmt: skip
+        print(f"{listing.name} serves at {client.url}", flush=True)
+        begin, registry = time.monotonic(), ServerRegistry(server.engines.directory.resolve() / ENGINES)
+        with Announcement(registry, listing, alive=lambda: process.ended() is None and client.ready()) as announced:
+            self._orders.serves(listing.incarnation)
+            while process.ended() is None and not stop.wait(POLL_S):
+                silent_s, why = announced.silent_s(), None
+                if silent_s > HUNG * server.settings.lost_after_s:
+                    why = f"lives, but has not answered for {silent_s:.0f} s"
+                elif self._orders.unwanted:
+                    why = "does not sleep, and the trainer takes its GPU: it ends"
+                if why is not None:
+                    print(f"{listing.name} {why}", file=sys.stderr, flush=True)
+                    break
+            return max(0.0, time.monotonic() - begin - announced.silent_s())
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:

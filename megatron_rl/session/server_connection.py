@@ -5,8 +5,9 @@ This module must be fast to import, because the supervisor process of every serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.cluster.host_address import free_port
@@ -29,11 +30,6 @@ def token_file(engines: EngineSpec, settings: Servers) -> Path:
     return Path(settings.token_file).resolve() if settings.token_file else engines.directory.resolve() / ENGINES / TOKEN
 
 
-def log_of(engines: EngineSpec, role: str, replica: int) -> Path:
-    """Returns the path of the log file of one server, identified by its role and replica index."""
-    return engines.directory.resolve() / "logs" / f"engine_{role}_{replica}.log"
-
-
 def connect(
     settings: Servers, token: str, refit_timeout_s: float, facts: ModelFacts | None = None
 ) -> Callable[[Listing], Server]:
@@ -42,39 +38,61 @@ def connect(
     return lambda listing: client(listing.url, token, settings, refit_timeout_s, known)
 
 
-def start_server(
-    engines: EngineSpec, settings: Servers, role: str, replica: int, environment: Mapping[str, str],
-    facts: ModelFacts | None = None,
-) -> tuple[ServerProcess, Server]:  # fmt: skip
-    """Starts a server of a role. Returns (process of the server, client of the server). The server may not be ready
-    yet.
+@dataclass(frozen=True)
+class HostServer:
+    """One server of a run that runs on this host, identified by its role and replica index."""
 
-    `settings`: the settings of `engines`, with `host` replaced by the address at which the server listens.
-    `environment`: the server's environment variables, including CUDA_VISIBLE_DEVICES. Raises ConfigError for invalid
-    settings, and StartError if the server cannot be started.
-    """
-    kind, own = kind_of(settings), engines.roles[role]
-    model = local_model(f"roles.{role}.model.path", own.model.path)
-    loras = [other.lora for other in engines.opened.values() if other.servers == role]
-    start = ServerStart(
-        python=kind.interpreter(settings), model=model, dtype=own.model.dtype, port=free_port(settings.host),
-        token_file=token_file(engines, settings), on_gpu=has_gpu(environment), tells_experts=own.router_replay,
-        by_priority=engines.by_priority,
-        quantization=settings.quantization if own.has_policy and engines.trains else None,
-        adapter_ranks=tuple(lora.rank for lora in loras if lora is not None and settings.serves_adapters),
-    )  # fmt: skip
-    if own.tandem is not None:
-        junior = local_model(f"roles.{role}.tandem.junior", own.tandem.junior or model)
-        tokenizer = local_model(f"roles.{role}.model.tokenizer", own.model.tokenizer or model)
-        start = replace(start, junior=junior, tokenizer=tokenizer)
-    url, token = f"http://{settings.host}:{start.port}", make_token(start.token_file)
-    client = kind.client(url, token, settings, engines.refit.timeout_s, facts or ModelFacts())
-    process = ServerProcess(
-        kind.command(settings, start), log_of(engines, role, replica),
-        {**environment, **user_families.variables(engines.families)},
-        imports=engines.directory.resolve() / ENGINES / "imports",
-    )  # fmt: skip
-    return process, client
+    engines: EngineSpec
+    settings: Servers  # the settings of `engines`, with `host` replaced by the address at which the server listens
+    role: str
+    replica: int
+    environment: Mapping[str, str]  # the server's environment variables
+    gpus: Sequence[int] = ()  # indices of the GPUs of this host that the server uses; if empty, those in engine.gpus
+
+    @property
+    def log(self) -> Path:
+        return self.engines.directory.resolve() / "logs" / f"engine_{self.role}_{self.replica}.log"
+
+    @contextlib.contextmanager
+    def running(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[ServerProcess, Server]]:
+        """Context manager that starts the server, waits until it is ready or `stop` returns True, and ends it on exit.
+        Yields (process of the server, client of the server); the client requests no completions.
+
+        Raises ConfigError for invalid settings, and StartError if the server does not start."""
+        engines, settings, kind = self.engines, self.settings, kind_of(self.settings)
+        gpus = self.gpus or gpus_of(engines, settings, self.role, self.replica)
+        environment = {**self.environment, **cuda_variables(gpus, self.environment)}
+        start = self._start(on_gpu=has_gpu(environment))
+        url, token = f"http://{settings.host}:{start.port}", make_token(start.token_file)
+        client = kind.client(url, token, settings, engines.refit.timeout_s, ModelFacts())
+        process = ServerProcess(
+            kind.command(settings, start), self.log, {**environment, **user_families.variables(engines.families)},
+            imports=engines.directory.resolve() / ENGINES / "imports",
+        )  # fmt: skip
+        try:
+            process.wait_until(client.ready, settings.start_timeout_s, stop)
+            yield process, client
+        finally:
+            process.stop()
+            client.close()
+
+    def _start(self, *, on_gpu: bool) -> ServerStart:
+        """Returns the properties of the server, with a port that is free now."""
+        engines, settings, role = self.engines, self.settings, self.engines.roles[self.role]
+        model = local_model(f"roles.{self.role}.model.path", role.model.path)
+        loras = [other.lora for other in engines.opened.values() if other.servers == self.role]
+        start = ServerStart(
+            python=kind_of(settings).interpreter(settings), model=model, dtype=role.model.dtype,
+            port=free_port(settings.host), token_file=token_file(engines, settings), on_gpu=on_gpu,
+            tells_experts=role.router_replay, by_priority=engines.by_priority,
+            quantization=settings.quantization if role.has_policy and engines.trains else None,
+            adapter_ranks=tuple(lora.rank for lora in loras if lora is not None and settings.serves_adapters),
+        )  # fmt: skip
+        if role.tandem is None:
+            return start
+        junior = local_model(f"roles.{self.role}.tandem.junior", role.tandem.junior or model)
+        tokenizer = local_model(f"roles.{self.role}.model.tokenizer", role.model.tokenizer or model)
+        return replace(start, junior=junior, tokenizer=tokenizer)
 
 
 def local_model(setting: str, path: str | Path) -> Path:

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl.engines import server_log
@@ -60,8 +60,7 @@ class Supervisor:
             self._process.wait()
 
 
-def end_supervisors(started: Mapping[str, Sequence[Supervisor]]) -> None:
-    supervisors = [supervisor for each in started.values() for supervisor in each]
+def end_supervisors(supervisors: Sequence[Supervisor]) -> None:
     for supervisor in supervisors:
         supervisor.ask_to_leave()
     end = time.monotonic() + LEAVE_S

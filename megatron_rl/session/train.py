@@ -22,7 +22,7 @@ from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session import builders, evaluations
 from megatron_rl.session.launch_ranks import Place
-from megatron_rl.session.open_engines import RunEngines, open_engines
+from megatron_rl.session.open_engines import RunEngines, Supervised, open_engines
 from megatron_rl.session.parent_events import Listener, listening
 from megatron_rl.session.run_checkpoints import RunCheckpoints
 from megatron_rl.session.run_collection import open_collector, open_store
@@ -79,7 +79,9 @@ def _train(
     spec, world, driver = parts.spec, parts.world, parts.driver
     leave = lambda: parts.interrupts.requested or driver.leave.asked()  # noqa: E731
     driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
-    run_engines = open_engines(spec.engine, world, parts.tokenizers, parts.policies, driver, stack, leave)
+    run_engines = open_engines(
+        spec.engine, parts.tokenizers, world, stack, servers=Supervised(driver, leave), sources=parts.policies
+    )
     if driver.tracker is not None:
         driver.tracker.watch(run_engines.loads)
     turns = GradeTurns(builders.grade_with(spec.data.sources, spec.reward, pools))

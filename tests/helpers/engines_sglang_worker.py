@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import urllib3
-from engines_worker import ROLE, Directory, Scenario, wait_for
+from engines_worker import ROLE, Directory, Scenario, open_supervised, wait_for
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import RefitConfig, TrainConfig
@@ -31,7 +31,6 @@ from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.topology import Topology
 from megatron_rl.session.launch_ranks import place_from
-from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 from megatron_rl.weights.rank_layouts import EngineLayout, TrainerLayout
@@ -108,7 +107,7 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, driver, stack)
+        run_engines = open_supervised(engine_of(config), world, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         pool = scenario.pool

@@ -43,9 +43,11 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.weight_limits import NonFiniteWeights
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session.launch_ranks import place_from
-from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.open_engines import RunEngines, Supervised, open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
+from megatron_rl.spec.run_spec import EngineSpec
+from megatron_rl.texts.text import load_tokenizer
 from megatron_rl.types import Stop
 from megatron_rl.weights.hf_writer import HfWriter
 
@@ -63,6 +65,15 @@ class Directory:
 
     def refitted(self, metrics: dict[str, Any]) -> None:
         self.refits.append(metrics)
+
+
+def open_supervised(
+    engines: EngineSpec, world: Any, policies: dict[str, MegatronPolicy], driver: Any, stack: contextlib.ExitStack
+) -> RunEngines:
+    """Opens the engines as a training run does."""
+    models = {name: role.model for name, role in engines.opened.items()}
+    tokenizers = {name: load_tokenizer(model.tokenizer or model.path) for name, model in models.items()}
+    return open_engines(engines, tokenizers, world, stack, servers=Supervised(driver), sources=policies)
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -302,7 +313,7 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_engines(engines, world, {}, {ROLE: policy}, driver, stack)
+        run_engines = open_supervised(engines, world, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         if sys.argv[3:] == ["update"]:

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from engines_worker import ROLE, Directory, Scenario
+from engines_worker import ROLE, Directory, Scenario, open_supervised
 
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config import files as config_files
@@ -22,7 +22,6 @@ from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.launch_ranks import place_from
-from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 from megatron_rl.texts.text import load_tokenizer
@@ -40,7 +39,8 @@ def main() -> None:
     samples = sft_rollouts(pairs, load_tokenizer(role.model.path), append_eos=True, max_tokens=256)
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         policy = MegatronPolicy(role, parallel.create(role.layout))
-        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        driver = Directory(config_path.parent)
+        run_engines = open_supervised(engine_of(config), world, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
         for version in (0, 1):
             if version:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines_worker import GREEDY, Directory, plain, prompts, wait_for
+from engines_worker import GREEDY, Directory, open_supervised, plain, prompts, wait_for
 from layouts_worker import learn
 from safetensors.torch import save_file
 
@@ -24,7 +24,6 @@ from megatron_rl.engines.server_registry import ServerRegistry
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.launch_ranks import place_from
-from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 
@@ -103,7 +102,7 @@ def main() -> None:
             policies[name] = MegatronPolicy(role, parallel.create(role.layout), seed=seed, base=base)
             base = base or policies[name]
         driver = Directory(config_path.parent)
-        run_engines = open_engines(engine_of(config), world, {}, policies, driver, stack)
+        run_engines = open_supervised(engine_of(config), world, policies, driver, stack)
         shared = Shared(world, policies, run_engines, answer.parent)
         for role in ROLES:
             learn(policies[role])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
-from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
+from engines_worker import GREEDY, ROLE, Directory, open_supervised, plain, prompts, wait_for
 from layouts_worker import learn
 from safetensors.torch import save_file
 
@@ -28,7 +28,6 @@ from megatron_rl.engines.protocol import Sampling, TandemSampling, complete
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.launch_ranks import place_from
-from megatron_rl.session.open_engines import open_engines
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
 
@@ -127,7 +126,8 @@ def main() -> None:
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
-        run_engines = open_engines(engine_of(config), world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        driver = Directory(config_path.parent)
+        run_engines = open_supervised(engine_of(config), world, {ROLE: policy}, driver, stack)
         scenario = Scenario(world, policy, run_engines, answer.parent)
         scenario.strategies(0)
         scenario.crowded()

@@ -169,10 +169,7 @@ def test_serve_tells_its_server_the_name(base, tmp_path):
         roles=roles, recipe=Use(target="x:y"), data=PromptSet(path="x"), engine=engine, families=(FAMILY,),
         run=Run(dir=str(tmp_path)),
     )  # fmt: skip
-    process, client = server_connection.start_server(
-        engine_of(config), engine, "generator", 0, {"PATH": os.environ["PATH"]}
-    )
-    with pytest.raises(StartError, match="ended with status 0"):
-        process.wait_until(lambda: False, 60)
-    client.close()
+    server = server_connection.HostServer(engine_of(config), engine, "generator", 0, {"PATH": os.environ["PATH"]})
+    with pytest.raises(StartError, match="ended with status 0"), server.running():
+        pass
     assert f"{user_families.VARIABLE}={FAMILY}\n" in (tmp_path / "environment").read_text()

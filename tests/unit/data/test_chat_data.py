@@ -41,7 +41,6 @@ from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import question_text
 from megatron_rl.recipes.tango import Tango
-from megatron_rl.session.eval_engines import OpenModels
 from megatron_rl.spec.evaluated_sets import evaluated_sets
 from megatron_rl.texts.chat_template import tokenize
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
@@ -339,11 +338,13 @@ def test_an_evaluation_asks_conversations_as_they_are(tmp_path):
     config = config_files.load(EvalConfig, [], ["model.path=models/x", f"sets=[{{path: {path}}}]"])
     tokenizer = chat_tokenizer()
     [source] = read_eval_sets(spec_of(config).evaluated)
-    asked = evaluate.Evaluation(config, OpenModels({}, {}, {config.model: tokenizer})).problems(source)
+    asked = evaluate.Evaluation(config, evaluate.OpenModels({}, {}, {config.model: tokenizer})).problems(source)
     assert asked.prompts == [tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)]
     texts = config_files.load(EvalConfig, [], ["model.path=models/x", f"sets=[{{path: {path}, chat: false}}]"])
     [source] = read_eval_sets(spec_of(texts).evaluated)
-    [prompt] = evaluate.Evaluation(texts, OpenModels({}, {}, {texts.model: tokenizer})).problems(source).prompts
+    [prompt] = (
+        evaluate.Evaluation(texts, evaluate.OpenModels({}, {}, {texts.model: tokenizer})).problems(source).prompts
+    )
     assert "<|im_start|>" not in tokenizer.decode(prompt, skip_special_tokens=False)
 
 
@@ -353,7 +354,7 @@ def test_a_verifier_of_an_evaluation_is_asked_in_its_chat_template():
         config = config_files.load(EvalConfig, [], [*words, f"verifier.chat={str(chat).lower()}"])
         assert config.verifier is not None
         judge, tokenizer = config.verifier.model, chat_tokenizer()
-        weigher = evaluate.Evaluation(config, OpenModels({judge: None}, {}, {judge: tokenizer})).weigher()
+        weigher = evaluate.Evaluation(config, evaluate.OpenModels({judge: None}, {}, {judge: tokenizer})).weigher()
         tokens = weigher._prompt("1 + 1?", "<step>2</step>")
         shown = tokenizer.decode(tokens, skip_special_tokens=False)
         assert shown.startswith("<|im_start|>user\n") == shown.endswith("<|im_start|>assistant\n") == chat

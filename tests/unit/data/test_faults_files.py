@@ -31,7 +31,6 @@ from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.main import main
 from megatron_rl.megatron import work_checks
 from megatron_rl.recipes.distil import Distil
-from megatron_rl.session.eval_engines import OpenModels
 from megatron_rl.texts.chat_template import tokenizer_of
 from megatron_rl.texts.vocabulary import vocabulary_of
 from megatron_rl.weights import hf_model
@@ -137,7 +136,7 @@ def test_cases_a_token_of_the_data_without_a_row_is_refused_by_check_and_others_
     tokenizer = tokenizer_of(Model(path=str(there)))
     with pytest.raises(DataError, match="a prompt has token|its prompt has token|cannot be used"):
         if schema is EvalConfig:
-            evaluate.Evaluation(bad, OpenModels({}, {}, {bad.model: tokenizer})).problems(
+            evaluate.Evaluation(bad, evaluate.OpenModels({}, {}, {bad.model: tokenizer})).problems(
                 read_sets(spec_of(bad).evaluated)[0]
             )
         elif schema is GenerateConfig:

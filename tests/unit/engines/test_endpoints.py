@@ -18,7 +18,7 @@ from megatron_rl.config.schema import ConfigError, Embedded, EndpointConfig, Mod
 from megatron_rl.engines.http import RequestRefused, ServerLost
 from megatron_rl.engines.openai import OpenAiServer, open_endpoint
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
-from megatron_rl.session.open_engines import open_engines
+from megatron_rl.session.open_engines import Direct, open_engines
 from megatron_rl.types import Stop
 from megatron_rl.weights.hf_model import eos_tokens
 
@@ -225,6 +225,6 @@ def test_twins_the_end_tokens_of_an_endpoint_are_those_of_an_engine_for_its_mode
     engines = SimpleNamespace(settings=Embedded(), opened={}, roles={"judge": role})
     tokenizers = {"judge": SimpleNamespace(eos_token_id=EOS)}
     with contextlib.ExitStack() as stack:
-        open_engines(engines, SimpleNamespace(rank=0), tokenizers, {}, None, stack)
+        open_engines(engines, tokenizers, SimpleNamespace(rank=0), stack, servers=Direct({}))
     config = SimpleNamespace(eos_token_id=9)  # as transformers would read it, had it the family
     assert opened == [{EOS, 7, 8, 9}] == [eos_tokens(tmp_path, config, tokenizers["judge"])]

@@ -463,7 +463,7 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
         and hopeless([], stay) is None
         and "asked to leave" in (hopeless(both, lambda: True) or "")
     )
-    end_supervisors({"generator": both[:1], "verifier": both[1:]})
+    end_supervisors(both)
     assert [s._process.returncode for s in both] == [0, 0] and not list((run / "engines").glob("*.json"))
     assert "and none is started again" in (hopeless(both, stay) or "") and "generator-0 serves at" in (
         hopeless(both, stay) or ""

@@ -32,7 +32,6 @@ from megatron_rl.evaluation.text_scores import Texts
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.main import main
 from megatron_rl.run.input_digests import read_files
-from megatron_rl.session.eval_engines import OpenModels
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.texts.vocabulary import check_vocabularies
 from megatron_rl.types import Stop
@@ -137,7 +136,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     whole, metrics = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
     tasks = [
-        evaluate.Evaluation(config, OpenModels({}, {}, {config.model: TOKENIZER})).problems(source)
+        evaluate.Evaluation(config, evaluate.OpenModels({}, {}, {config.model: TOKENIZER})).problems(source)
         for source in read_sets(spec_of(config).evaluated)
     ]
     digest = evaluate._digest(spec_of(config).settings, tasks, read_files(spec_of(config).settings))

@@ -31,7 +31,7 @@ from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.adapter_refit import AdapterFiles
-from megatron_rl.session.open_engines import PoolRefit
+from megatron_rl.session.pool_refit import PoolRefit
 from megatron_rl.spec.resolve import engine_of
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
