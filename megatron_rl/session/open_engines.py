@@ -133,9 +133,10 @@ def open_engines(
     if isinstance(settings, Embedded):
         opener.open_embedded(settings, servers)
     elif engines.opened:
-        # if LOCAL is the default, the driver may be on another host, which cannot reach LOCAL
-        apart = settings.host == LOCAL and engines.hosts > 1
-        settings = replace(settings, host=address_among_ranks(environment) if apart else own_address(settings.host))
+        # on several hosts, the driver cannot reach the servers of another host at LOCAL
+        unreachable = settings.host == LOCAL and engines.hosts > 1
+        host = address_among_ranks(environment) if unreachable else own_address(settings.host)
+        settings = replace(settings, host=host)
         if isinstance(servers, Direct):
             opener.open_direct(settings, servers)
         else:
@@ -173,9 +174,8 @@ class _Opener:
             if role.endpoint is None:
                 continue
             path, tokenizer = role.model.path, self.tokenizers[name]
-            here = bool(path) and Path(path).is_dir()
-            directory = local_directory(path if here else role.model.tokenizer or path)
-            ends = eos_tokens(directory, None, tokenizer)
+            is_local = bool(path) and Path(path).is_dir()
+            ends = eos_tokens(local_directory(path if is_local else role.model.tokenizer or path), None, tokenizer)
             engine = open_endpoint(name, role.endpoint, tokenizer, ends=ends, environment=environment)
             self.stack.callback(engine.close)
             self.opened.engines[name] = engine

@@ -212,19 +212,41 @@ def test_scores_are_those_of_the_echoed_prompt(opened):
         engine.score([[1, 2]])
 
 
-def test_twins_the_end_tokens_of_an_endpoint_are_those_of_an_engine_for_its_model(tmp_path, monkeypatch):
-    """generation_config.json names a further end token, as that of Llama's instruct models does."""
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    (tmp_path / "config.json").write_text('{"eos_token_id": 9, "model_type": "of_nobody"}')
-    opened = []
-    monkeypatch.setattr(
-        "megatron_rl.session.open_engines.open_endpoint",
-        lambda *_, ends, **more: opened.append(ends) or SimpleNamespace(close=lambda: None),
-    )
-    role = SimpleNamespace(endpoint="judge", model=Model(path=str(tmp_path)))
-    engines = SimpleNamespace(settings=Embedded(), opened={}, roles={"judge": role})
-    tokenizers = {"judge": SimpleNamespace(eos_token_id=EOS)}
-    with contextlib.ExitStack() as stack:
-        open_engines(engines, tokenizers, SimpleNamespace(rank=0), stack, servers=Direct({}))
+@pytest.fixture
+def ends_of(monkeypatch):
+    """Returns a function that opens an endpoint with the files of a model and returns the endpoint's end tokens."""
+
+    def opened_ends(model: Model) -> frozenset[int]:
+        told = []
+        monkeypatch.setattr(
+            "megatron_rl.session.open_engines.open_endpoint",
+            lambda *_, ends, **more: told.append(ends) or SimpleNamespace(close=lambda: None),
+        )
+        role = SimpleNamespace(endpoint="judge", model=model)
+        engines = SimpleNamespace(settings=Embedded(), opened={}, roles={"judge": role})
+        with contextlib.ExitStack() as stack:
+            tokenizers = {"judge": SimpleNamespace(eos_token_id=EOS)}
+            open_engines(engines, tokenizers, SimpleNamespace(rank=0), stack, servers=Direct({}))
+        return told[0]
+
+    return opened_ends
+
+
+def test_twins_the_end_tokens_of_an_endpoint_are_those_of_an_engine_for_its_model(tmp_path, ends_of):
+    """generation_config.json names a further end token, as that of Llama's instruct models does. The tokenizer of a
+    role may come from another directory, whose generation_config.json does not count."""
+    model, apart = tmp_path / "model", tmp_path / "tokenizer"
+    for directory, ends in ((model, "[7, 8]"), (apart, "6")):
+        directory.mkdir()
+        (directory / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    (model / "config.json").write_text('{"eos_token_id": 9, "model_type": "of_nobody"}')
     config = SimpleNamespace(eos_token_id=9)  # as transformers would read it, had it the family
-    assert opened == [{EOS, 7, 8, 9}] == [eos_tokens(tmp_path, config, tokenizers["judge"])]
+    expected = eos_tokens(model, config, SimpleNamespace(eos_token_id=EOS))
+    assert ends_of(Model(path=str(model))) == {EOS, 7, 8, 9} == expected
+    assert ends_of(Model(path=str(model), tokenizer=str(apart))) == expected
+
+
+@pytest.mark.parametrize("path", ["", "of/the_endpoint"])
+def test_without_files_of_its_model_an_endpoint_has_the_end_tokens_of_its_tokenizers_directory(path, tmp_path, ends_of):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert ends_of(Model(path=path, tokenizer=str(tmp_path))) == {EOS, 7, 8}

@@ -27,6 +27,12 @@ def test_blank_lines_comments_and_docstrings_are_no_code(house):
     assert house.code_lines(*sources(house, a=text)) == 4
 
 
+def test_a_module_that_creates_engines_is_found_outside_of_the_package_of_engines(house):
+    text = "engine = Pool(1)\ndef given(): Pooled(2)\n"
+    found = house.openers_of_engines(sources(house, run__a=text, engines__b=text, run__c="Pool\nself.given()"))
+    assert found == ["megatron_rl/run/a.py"]
+
+
 def test_a_config_is_found_by_its_class_and_by_its_name(house):
     text = (
         "def a(config): ...\ndef b(x: 'list[TrainConfig]'): ...\ndef c(config: Any): ...\ndef d(config: Model): ...\n"
