@@ -47,7 +47,7 @@ LEAVES = (
         "commands.report",
         "commands.watch",
     ),
-    "data.hub_fetch",
+    *("commands.init", "commands.split_data", "data.hub_fetch"),
     *("engines.embedded.cuda_graphs", "engines.sglang", "session.drift"),
     *("environments.line_process", "environments.search_tool", "environments.token_route"),
     *("environments.verifiers", "environments.verifiers_host"),
