@@ -73,9 +73,8 @@ class RunEngines:
     def occupied_s(self) -> float | None:
         """Returns for how many seconds a slot was occupied so far, averaged over all slots. A slot is the place of one
         sequence in a server's batch. Returns None if there are no servers."""
-        members = [pool.members for pool in self.pools.values()]
-        places = sum(each.limits.places for each in members)
-        return sum(each.occupied_s() for each in members) / places if places else None
+        places = sum(pool.members.limits.places for pool in self.pools.values())
+        return sum(pool.members.occupied_s() for pool in self.pools.values()) / places if places else None
 
     def served(self) -> bool:
         """Returns whether every server pool has a server that holds the pool's current weights. Pools that have not
@@ -266,9 +265,9 @@ class _Opener:
         if settings.urls:
             self.stack.callback(Addresses(registry, name, settings.urls[name], client).close)
         # If other ranks started some of the servers, this rank cannot know whether those servers may still start.
-        known = [supervisor for supervisor in supervisors if supervisor.role == listed]
-        known = known if len(known) == settings.replicas else []
-        pool.members.hopeless = functools.partial(hopeless, known, servers.leave)
+        of_pool = [supervisor for supervisor in supervisors if supervisor.role == listed]
+        starting = of_pool if len(of_pool) == settings.replicas else []
+        pool.members.hopeless = functools.partial(hopeless, starting, servers.leave)
         pool.members.waits = servers.driver.watch.beat
         self.stack.callback(pool.close)
         return pool
@@ -337,7 +336,7 @@ class _Opener:
             boundaries=None if role.tandem is None else functools.cache(functools.partial(boundaries, tokenizer)),
         )  # fmt: skip
         if (adapters := self._adapter_files(name, settings)) is not None:
-            sharing = [other for other, each in self.engines.opened.items() if each.servers == role.servers]
+            sharing = [user for user, spec in self.engines.opened.items() if spec.servers == role.servers]
             facts = replace(facts, adapters=Adapters(adapters, sharing.index(name), len(sharing)))
         return connect(settings, make_token(token_file(self.engines, settings)), self.engines.refit.timeout_s, facts)
 
