@@ -10,7 +10,7 @@ from specs import spec_of
 from megatron_rl.config import schema as configs
 from megatron_rl.config.sources import own_code, sources
 from megatron_rl.run.input_digests import read_files
-from megatron_rl.session import train
+from megatron_rl.session.run_collection import run_fingerprint
 from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.store import IterationStore, Waiting
 
@@ -46,7 +46,7 @@ def config(target: str = "mine_rewards:grade", **recipe) -> configs.TrainConfig:
 
 def _fingerprint(config):
     settings = spec_of(config).settings
-    return train._fingerprint(settings, read_files(settings))
+    return run_fingerprint(settings, read_files(settings))
 
 
 @pytest.mark.parametrize(
