@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 from fake_policy import TablePolicy
@@ -27,7 +28,7 @@ from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.server_registry import Listing
 from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.recipes.tango import Tango
-from megatron_rl.session.colocated_servers import ColocatedServers
+from megatron_rl.session.colocated_servers import ColocatedServers, start_servers
 from megatron_rl.session.control_protocol import HELD, HOLD, RELEASE, SERVES, SETTLE, ControlChannel, ControlClient
 from megatron_rl.session.server_connection import connect
 from megatron_rl.session.server_supervisors import Supervisor
@@ -341,6 +342,31 @@ def test_a_server_that_sleeps_is_left_alone(supervised):
         supervised.line.say(HOLD, "other", "asleep")
         assert supervised.line.answer(10) == [HELD]
         assert not supervised.orders.unwanted
+
+
+def test_each_rank_starts_the_servers_whose_first_gpu_is_its_own_role_after_role(tmp_path, monkeypatch):
+    """A server of the next role starts once the start before is over, or has taken too long."""
+    events = []
+
+    def answer(name: str) -> None:
+        events.append(f"{name} answers")
+        raise TimeoutError
+
+    def make(run, role, replica, *, gpus):
+        name = f"{role}-{replica}"
+        line = SimpleNamespace(
+            say=lambda order: events.append(f"{name} {order}"), answer=lambda timeout_s: answer(name)
+        )
+        return SimpleNamespace(name=name, line=line)
+
+    monkeypatch.setattr("megatron_rl.session.colocated_servers.Supervisor", make)
+    engines = SimpleNamespace(directory=tmp_path, server_roles=[G, V])
+    started = {}
+    for rank in range(6):
+        start_servers(engines, Vllm(colocate=True, replicas=2, tp=2), rank, started.setdefault(rank, []))
+    names = {rank: [supervisor.name for supervisor in own] for rank, own in started.items()}
+    assert names == {0: [f"{G}-0", f"{V}-0"], 1: [], 2: [f"{G}-1", f"{V}-1"], 3: [], 4: [], 5: []}
+    assert events[:6] == [f"{role}-0 {event}" for role in (G, V) for event in ("settle", "answers", "release")]
 
 
 def test_a_supervisor_that_does_not_answer_keeps_the_trainer_from_the_gpu(supervised, monkeypatch):
