@@ -7,9 +7,9 @@ from loops import Log, Questions, graded, make, train
 
 from megatron_rl.config.schema import Preflight, Reward
 from megatron_rl.training.loop import Plan
-from megatron_rl.training.preflight import PreflightFailure, PreflightPlan, check_reward
+from megatron_rl.training.preflight import PreflightFailure, PreflightPlan, check_reward, check_rewards
 from megatron_rl.training.progress import NothingTrained
-from megatron_rl.types import Prompt
+from megatron_rl.types import SOURCE, Prompt
 
 ALIKE = graded(lambda response, payload: 1.0)
 
@@ -66,3 +66,17 @@ def test_known_answers_get_scores_in_the_upper_and_the_lower_quarter_of_the_rang
     else:
         found = check_reward(grade, prompts, "5", "{answer}", bounds=bounds)
         assert found == {"preflight/reward_correct": scaled(correct), "preflight/reward_wrong": scaled(wrong)}
+
+
+def test_each_source_reports_the_scores_of_its_known_answers_under_its_name():
+    rows = {"sums": ("4", "5"), "words": ("four", "z")}
+    prompts = [
+        Prompt(id=source, tokens=[1], payload={"question": "2 + 2", "answer": answer, SOURCE: source})
+        for source, (answer, _) in rows.items()
+    ]
+    rewards = {source: Reward(wrong_answer=wrong) for source, (_, wrong) in rows.items()}
+    checks = PreflightPlan(settings=Preflight(), prompts=prompts, rewards=rewards)
+    metrics = check_rewards(graded(lambda response, payload: 1.0 if payload["answer"] in response else 0.25), checks)
+    assert metrics == {f"preflight/reward_correct/{source}": 1.0 for source in rows} | {
+        f"preflight/reward_wrong/{source}": 0.25 for source in rows
+    }
